@@ -1,4 +1,4 @@
-"""The devices that clients are: who is there, how much work each does, how long it takes.
+"""A model of clients' devices: their availability, their amount of work, and its duration.
 
 A simple model, drawn from a seed and a client's id and never from data: a device is there with
 a fixed probability a round, or when a trace says so; it drops out with another; it takes its own
@@ -54,11 +54,11 @@ class Devices:
     ----------
     seed : int
     availability : float
-        The probability that a device is there in a round, each round anew.
+        The probability that a device is available, independently in each round.
     trace : bool ``[T, population]``, optional
         Whether it is there, in its place: round r is row (r - 1) mod T.
     dropout : float
-        The probability that one that is there does not reply, each round anew.
+        The probability that an available one does not reply, independently in each round.
     seconds_per_example : float
         The median device's; 0 for none.
     bandwidth : float

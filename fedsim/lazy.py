@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Tensor", "function", "names_of", "torch"]
-
 
 class _Later(ModuleType):
     """A module that is imported when something of it is first asked for."""

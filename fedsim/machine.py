@@ -7,8 +7,6 @@ from pathlib import Path
 
 from fedsim.errors import FedsimError
 
-__all__ = ["memory", "refuse_larger_than_memory"]
-
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

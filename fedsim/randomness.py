@@ -24,8 +24,6 @@ import numpy as np
 from fedsim.arguments import expected, require
 from fedsim.errors import FedsimError
 
-__all__ = ["PURPOSES", "Address", "DrawLevel", "Draws", "Purpose", "Randomness", "Rule", "Stream"]
-
 DrawLevel = Literal["run", "client", "example"]
 _LEVELS: dict[DrawLevel, int] = {"run": 0, "client": 1, "example": 2}
 

@@ -228,12 +228,15 @@ _JSON_LIMITS = {
 
 def _property(setting: Setting) -> dict[str, Any]:
     """A setting as JSON schema; what a `Text` reads may be of any type."""
-    said: dict[str, Any] = {"description": setting.doc, "default": setting.write(setting.default)}
+    described: dict[str, Any] = {
+        "description": setting.doc,
+        "default": setting.write(setting.default),
+    }
     if setting.text is not None:
-        return said
+        return described
     options = [option for option in get_args(setting.type) if option is not type(None)]
     if get_origin(setting.type) is Literal:
-        return {"enum": options, **said}
+        return {"enum": options, **described}
     limited: dict[str, Any] = {}
     for kind in options or [setting.type]:
         if kind in _JSON_TYPES:
@@ -245,5 +248,5 @@ def _property(setting: Setting) -> dict[str, Any]:
         elif isinstance(entry, Between):
             limited |= {"minimum": entry.low, "maximum": entry.high}
     if options:  # or None, which a config writes as the empty string
-        return {"anyOf": [limited, {"const": ""}], **said}
-    return {**limited, **said}
+        return {"anyOf": [limited, {"const": ""}], **described}
+    return {**limited, **described}

@@ -100,7 +100,7 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
     flat : mapping
         Its config by dotted keys.
     made : int
-        Rounds that it has gone through.
+        Rounds that it has made.
     ended : str
         As in `RunResult`, once it has.
     """
@@ -134,7 +134,7 @@ def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
     """What decides which example is whose, by dotted keys.
 
     Releases of two runs are about the same clients, and add up, only where it is the same. In a
-    deployment nothing is dealt: examples are the nodes' own.
+    deployment there is no partition: examples are the nodes' own.
     """
     if config.engine.name == "deployment":
         return ()
@@ -165,7 +165,7 @@ def release_digest(config: RunConfig) -> str:
     """Digest of a config whose noise multipliers and entropy are resolved.
 
     Two configs of one digest release the same, and draw the same noise for it. Where the
-    examples lie and what they are, and the code of the user's own classes, are outside.
+    examples are stored and what they are, and the code of the user's own classes, are outside.
 
     Raises
     ------

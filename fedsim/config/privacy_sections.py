@@ -125,7 +125,7 @@ class NoiseSection(Choice):
 
 @dataclass(frozen=True, init=False)
 class PrivacySection(ConfigTable):
-    """What is said of privacy beside what one client is promised."""
+    """What the privacy statement reports beside the guarantee of one client."""
 
     table: ClassVar[str] = "privacy"
     group: Annotated[
@@ -175,7 +175,7 @@ class ClientNoiseSection(Choice):
     ] = 1e-5
     sampling: Annotated[
         Literal["poisson", "shuffle"],
-        Doc("Batches drawn anew for each step, or a shuffled pass over the examples."),
+        Doc("An independent Poisson batch for each step, or shuffled passes over the examples."),
     ] = "poisson"
     hardened: Annotated[
         bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")

@@ -211,7 +211,7 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule(
         "devices.availability",
         lambda c: not c.devices.trace or c.devices.availability == 1,
-        "unset while devices.trace = '{devices.trace}' says who is there",
+        "unset while devices.trace = '{devices.trace}' says which devices are available",
     ),
     *(
         KeyRule(

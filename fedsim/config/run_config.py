@@ -39,7 +39,7 @@ from fedsim.settings import Constraint, Doc, Ge, Gt, Le
 
 @dataclass(frozen=True, init=False)
 class EvaluateSection(ConfigTable):
-    """How often the model is looked at."""
+    """How often the model is evaluated."""
 
     table: ClassVar[str] = "evaluate"
     every: Annotated[
@@ -58,7 +58,7 @@ class EvaluateSection(ConfigTable):
 
 @dataclass(frozen=True, init=False)
 class CheckpointSection(ConfigTable):
-    """When a run keeps what it has reached, to go on from there."""
+    """When a run writes a checkpoint, from which it can be resumed."""
 
     table: ClassVar[str] = "checkpoint"
     every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for none at all.")] = 10
@@ -70,7 +70,7 @@ class CheckpointSection(ConfigTable):
     ] = ""
     resume: Annotated[
         bool,
-        Doc("Go on with the last run of this name on the machine of a federation's SuperLink."),
+        Doc("Resume the last run of this name on the machine of a federation's SuperLink."),
     ] = False
 
 
@@ -80,7 +80,7 @@ class StopSection(ConfigTable):
 
     table: ClassVar[str] = "stop"
     metric: Annotated[
-        str, Doc("The column of the metrics that must improve for a run to go on; empty for none.")
+        str, Doc("The column of the metrics that must improve, or the run stops; empty for none.")
     ] = ""
     callbacks: Annotated[
         bool,

@@ -82,7 +82,7 @@ class DataSection(Choice):
             "its files) or one that `datasets` has saved."
         ),
     ] = "digits"
-    dir: Annotated[str, OUTSIDE_RELEASE, Doc("The folder in which data sets lie.")] = "data"
+    dir: Annotated[str, OUTSIDE_RELEASE, Doc("The folder that holds data sets.")] = "data"
     download: Annotated[
         bool, OUTSIDE_RELEASE, Doc("Whether a data set that is missing there may be fetched.")
     ] = False
@@ -119,7 +119,7 @@ class PartitionSection(Choice):
     table: ClassVar[str] = "partition"
     kind: ClassVar[str] = "partition"
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
-    name: Annotated[str, Doc("How the training examples are dealt to clients.")] = "iid"
+    name: Annotated[str, Doc("How the training examples are divided among clients.")] = "iid"
     clients: Annotated[
         int,
         Ge(1),
@@ -127,7 +127,7 @@ class PartitionSection(Choice):
         Doc("How many clients there are: the population, a declared public number."),
     ] = 100
     max_examples: Annotated[
-        int, Ge(0), Doc("How many examples a client keeps of those dealt to it; 0 for all.")
+        int, Ge(0), Doc("The most examples that a client keeps; 0 for all.")
     ] = 0
 
 
@@ -218,7 +218,7 @@ class ClientSection(Choice):
         Ge(0),
         Doc(
             "FedProx's mu: how strongly a client is pulled towards the global model; where it is "
-            "above 0, a server that says another (Flower's FedProx) is obeyed."
+            "above 0, a value from the server (Flower's FedProx) replaces it."
         ),
     ] = 0.0
     max_grad_norm: Annotated[
@@ -233,7 +233,7 @@ class ClientSection(Choice):
         str,
         Doc(
             "What of an update is sent: 'top-k(0.01)', the largest of its coordinates, or "
-            "'bits(8)' a coordinate; clients keep what is left out for the next round. Empty for "
+            "'bits(8)' a coordinate; clients add the rest to their next update. Empty for "
             "all."
         ),
     ] = ""
@@ -324,20 +324,20 @@ class DevicesSection(ConfigTable):
         float,
         Gt(0),
         Le(1),
-        Doc("The probability that a device is there in a round, each round anew."),
+        Doc("The probability that a device is available, independently in each round."),
     ] = 1.0
     trace: Annotated[
         str,
         Doc(
-            "In its place an .npy file of truth values, rounds times clients, gone through again "
-            "and again; who is drawn and not there counts as missing."
+            "In its place an .npy file of truth values [rounds, clients], repeated as often as "
+            "needed; a sampled client that is not available counts as missing."
         ),
     ] = ""
     dropout: Annotated[
         float,
         Ge(0),
         Lt(1),
-        Doc("The probability that a device that is there does not reply, each round anew."),
+        Doc("The probability that an available device does not reply, each round by itself."),
     ] = 0.0
     seconds_per_example: Annotated[
         float, Ge(0), Doc("Of the median device's training; 0 for none.")

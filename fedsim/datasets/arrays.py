@@ -24,8 +24,6 @@ from fedsim.datasets.checks import require_targets
 from fedsim.errors import FedsimError
 from fedsim.machine import refuse_larger_than_memory
 
-__all__ = ["Arrays", "read_folder", "read_npz"]
-
 Array = npt.NDArray[Any]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")

@@ -11,17 +11,6 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 
-__all__ = [
-    "MOST_CLASSES",
-    "UNUSABLE",
-    "Array",
-    "Layout",
-    "checked_split",
-    "found_size",
-    "statistics",
-    "with_unusable",
-]
-
 Array = npt.NDArray[Any]
 Layout = Literal["auto", "as-is"]
 

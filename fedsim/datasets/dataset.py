@@ -21,8 +21,6 @@ from fedsim.datasets.checks import (
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 
-__all__ = ["Dataset", "Split"]
-
 
 @dataclass(frozen=True, eq=False)
 class Split:

@@ -12,8 +12,6 @@ from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 from fedsim.settings import settings_of
 
-__all__ = ["kind_of", "load"]
-
 
 def kind_of(name: str) -> str:
     """The registered name of what a name stands for: a name that is none is a path to files."""

@@ -15,8 +15,6 @@ from fedsim.partitions.base import Columns, Examples, Indices, Partition
 from fedsim.registry import register
 from fedsim.settings import Doc
 
-__all__ = ["ByOwner"]
-
 _log = logging.getLogger("fedsim")
 
 

@@ -16,8 +16,6 @@ import numpy as np
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Examples, Indices, Partition
 
-__all__ = ["FromFlower", "for_flower"]
-
 
 def for_flower(partition: Partition, partition_by: str = "label") -> Any:
     """A `flwr_datasets` partitioner that deals as one of ours does.
