@@ -43,7 +43,7 @@ class RunStatus:
     directory : RunDirectory or None
         Where the artefacts are.
     ended : "finished", "budget", "stopped", "interrupted" or None
-        How the run has ended; None while it goes on, and at the end of one that failed.
+        How the run has ended; None before its end, and at the end of one that failed.
     why : str
         One sentence, where it ended early.
     """
@@ -77,8 +77,8 @@ class RunStatus:
 class Callback:
     """Called at the start of a run, after each of its rounds, and at its end.
 
-    What it raises is its own failure: it is logged, and the run goes on. A callback that keeps
-    anything gives it to checkpoints by `state`, and is given it back when the run is resumed.
+    What it raises is its own failure: it is logged, and the run continues. What its
+    `state` returns is saved in checkpoints, and given to `restore` when the run is resumed.
     """
 
     def on_start(self, status: RunStatus) -> str | bool | None:
@@ -126,19 +126,19 @@ class Callbacks(Callback):
         return cls({str(place): callback for place, callback in enumerate(callbacks)})
 
     def on_start(self, status: RunStatus) -> str | None:
-        """See `Callback`."""
+        """Call all of them; why one has stopped the run, if one has."""
         return self._ask(lambda callback: callback.on_start(status))
 
     def on_round(self, status: RunStatus) -> str | None:
-        """See `Callback`."""
+        """Call all of them; why one has stopped the run, if one has."""
         return self._ask(lambda callback: callback.on_round(status))
 
     def on_end(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Call all of them."""
         self._ask(lambda callback: callback.on_end(status))
 
     def state(self) -> Tree:
-        """See `Callback`."""
+        """The state of each, by its name."""
         kept: dict[str, Tree] = {}
 
         def take(name: str, callback: Callback) -> None:
@@ -150,7 +150,7 @@ class Callbacks(Callback):
         return kept
 
     def restore(self, state: Tree) -> None:
-        """See `Callback`."""
+        """Give each its state."""
 
         def give(name: str, callback: Callback) -> None:
             if (kept := state.get(name)) is not None:
@@ -175,7 +175,7 @@ class Callbacks(Callback):
             except Exception:
                 if name not in self._warned:
                     what = type(callback).__name__
-                    _log.warning("callback %s failed; the run goes on.", what, exc_info=True)
+                    _log.warning("callback %s failed; the run continues.", what, exc_info=True)
                 self._warned.add(name)
 
 
@@ -249,11 +249,11 @@ class EarlyStopping(Callback):
         self._round = 0
 
     def on_start(self, status: RunStatus) -> str | None:
-        """See `Callback`: a resumed run may have stopped already."""
+        """A resumed run may have reached its end already."""
         return self._verdict(status)
 
     def on_round(self, status: RunStatus) -> str | None:
-        """See `Callback`."""
+        """Judge the round; a sentence if the run should stop."""
         metrics = status.metrics
         if self._judge.metric not in metrics:
             return None
@@ -270,9 +270,9 @@ class EarlyStopping(Callback):
         )
 
     def state(self) -> Tree:
-        """See `Callback`."""
+        """The best value so far, and its round."""
         return {"best": self._best, "round": self._round}
 
     def restore(self, state: Tree) -> None:
-        """See `Callback`."""
+        """Resume from them."""
         self._best, self._round = state["best"], state["round"]

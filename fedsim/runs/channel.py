@@ -28,7 +28,7 @@ from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.directory import RunDirectory
 
 CHANNEL = "FEDSIM_CALLBACKS"
-"""Environment variable: the key and the socket of whoever has a run's callbacks."""
+"""Environment variable: the key and the socket of the process that has a run's callbacks."""
 
 _Parts = tuple[dict[str, Any], str]
 
@@ -66,7 +66,7 @@ class CallbackServer:
         self._directory.cleanup()
 
     def end(self) -> None:
-        """Make the round that goes on the run's last one."""
+        """Let the current round be the run's last one."""
         self.asked_to_end = True
 
     def _serve(self) -> None:
@@ -90,12 +90,12 @@ class CallbackServer:
 
 
 class DistantCallback(Callback):
-    """Asks a `CallbackServer`; one that is gone has nothing more to say.
+    """Asks a `CallbackServer` in another process.
 
     Attributes
     ----------
     asked_to_end : bool
-        Whether whoever has the callbacks wants the run to end, as of the last answer.
+        Whether the process that has the callbacks has asked the run to end, as of its last answer.
     """
 
     def __init__(self, channel: str) -> None:
@@ -104,23 +104,23 @@ class DistantCallback(Callback):
         self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
 
     def on_start(self, status: RunStatus) -> str | None:
-        """See `Callback`."""
+        """Ask the callbacks in the other process."""
         return _sentence(self._ask("on_start", _Sent.of(status)))
 
     def on_round(self, status: RunStatus) -> str | None:
-        """See `Callback`."""
+        """Ask the callbacks in the other process."""
         return _sentence(self._ask("on_round", _Sent.of(status)))
 
     def on_end(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Ask the callbacks in the other process."""
         self._ask("on_end", _Sent.of(status))
 
     def state(self) -> Tree:
-        """See `Callback`."""
+        """Get their state."""
         return _unpacked(self._ask("state", None))
 
     def restore(self, state: Tree) -> None:
-        """See `Callback`."""
+        """Send them their state."""
         self._ask("restore", _packed(state))
 
     def _ask(self, name: str, argument: Any) -> Any:

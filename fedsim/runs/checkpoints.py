@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run has reached after a round; whoever has it needs nothing else to go on.
+    """The state of a run after a round: all that resuming it needs.
 
     Its parts are given by `state` and taken by `restore` of those whose they are; how independent
     noise and fedsim's own cohorts are drawn is a function of seed, release digest and round, and
@@ -82,7 +82,7 @@ class RunState:
     clients : mapping of name to Tensor
         What clients keep: `BlockTrainer.state`.
     ledger_head : str
-        Hash of the ledger's last line; a ledger that goes on from it has it among its heads.
+        Hash of the ledger's last line; a ledger that continues it has it among its hashes.
     ledger_length : int
         Lines.
     metrics_length : int

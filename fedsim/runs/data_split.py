@@ -29,7 +29,7 @@ class DataSplit:
     train : list of int64 arrays
         Each client's training examples.
     held_out : int64 array
-        Training examples that nobody trains on; empty where none are held out.
+        Training examples that no client trains on; empty where none are held out.
     test : list of int64 arrays, or None
         Each client's test examples, where the data say whose they are.
     of_clients : tuple of str
@@ -282,13 +282,13 @@ def refuse_found(dataset: Dataset, partition: Partition) -> None:
         if key in ("mean", "types"):
             raise FedsimError(_FOUND_IN_TABLES[key].format(name=dataset.name))
         noun = "classes" if key == "classes" else "tokens"
-        told = {
+        why = {
             "train": f"{dataset.name} has no test examples that tell how many {noun} there are",
             "test": f"the test examples of {dataset.name}, which tell how many {noun} there are, "
             f"belong to clients (column {column})",
         }[split]
         raise FedsimError(
-            f"data.{key} is not set, and {told}: in a private run their number is not found in "
+            f"data.{key} is not set, and {why}: in a private run their number is not found in "
             f"clients' data; it must be declared, as data.{key} or by the file itself."
         )
 

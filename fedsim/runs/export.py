@@ -1,4 +1,4 @@
-"""A trained model in another format, with its normalisation, for whoever has no fedsim."""
+"""A trained model in another format, with its normalisation, for use without fedsim."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors"
 
 
 def default_path(saved: SavedRun, to: str) -> Path:
-    """Where an export goes that nobody has named a place for: beside the run's directory."""
+    """Where an export goes by default: beside the run's directory."""
     path = saved.directory.path.absolute()
     return path.with_name(path.name + SUFFIXES[to])
 

@@ -1,4 +1,4 @@
-"""Loggers: a run's rows and config, as they come, to where experiments are looked at."""
+"""Loggers: a run's config and rows, sent to TensorBoard, MLflow or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_start(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Open the event file, and write the config."""
         if status.directory is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -34,7 +34,7 @@ class TensorBoard(Callback):
         self._add(status.round, [_text("config", f"```toml\n{status.config.to_toml()}```")])
 
     def on_round(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Write a round's numbers."""
         if self._writer is not None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -46,7 +46,7 @@ class TensorBoard(Callback):
             self._writer.flush()
 
     def on_end(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -72,14 +72,14 @@ def _text(tag: str, text: str) -> Any:
 class MLflow(Callback):
     """A run of MLflow, where its environment variables say: parameters, and metrics by round.
 
-    A resumed run goes on with the same one.
+    A resumed run continues the same one.
     """
 
     def __init__(self) -> None:
         self._id: str | None = None
 
     def on_start(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Start the run of MLflow, or resume it."""
         import mlflow
 
         name = status.config.title or status.config.name
@@ -89,31 +89,31 @@ class MLflow(Callback):
             mlflow.log_params(status.config.to_run_config())
 
     def on_round(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Log a round's numbers."""
         import mlflow
 
         numbers = {name: float(value) for name, value in status.row.items() if name != "round"}
         mlflow.log_metrics(numbers, step=status.round)
 
     def on_end(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """End the run of MLflow."""
         import mlflow
 
         mlflow.end_run("FINISHED" if status.ended else "FAILED")
 
     def state(self) -> Tree:
-        """See `Callback`."""
+        """The id of the run of MLflow."""
         return {"id": self._id}
 
     def restore(self, state: Tree) -> None:
-        """See `Callback`."""
+        """Resume that run."""
         self._id = state["id"]
 
 
 class WandB(Callback):
     """A run of Weights & Biases, where its environment variables say: config, and rows by round.
 
-    A resumed run goes on with the same one.
+    A resumed run continues the same one.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class WandB(Callback):
         self._run: Any = None
 
     def on_start(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Start the run of Weights & Biases, or resume it."""
         import wandb
 
         self._run = wandb.init(
@@ -135,19 +135,19 @@ class WandB(Callback):
         self._id = self._run.id
 
     def on_round(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """Log a round's row."""
         self._run.log(dict(status.row), step=status.round)
 
     def on_end(self, status: RunStatus) -> None:
-        """See `Callback`."""
+        """End the run of Weights & Biases."""
         self._run.finish(exit_code=0 if status.ended else 1)
 
     def state(self) -> Tree:
-        """See `Callback`."""
+        """The id of the run of Weights & Biases."""
         return {"id": self._id}
 
     def restore(self, state: Tree) -> None:
-        """See `Callback`."""
+        """Resume that run."""
         self._id = state["id"]
 
 

@@ -49,12 +49,12 @@ class ObjectOverrides:
             )
 
     def digest(self) -> str:
-        """Digest of what of them determines a release and can be said; empty of nothing."""
-        said: dict[str, object] = {}
+        """Digest of what is known of them and determines a release; empty where there are none."""
+        parts: dict[str, object] = {}
         if self.model is not None:
             # Where a run starts is no secret: its values may be digested, as data may not.
             values = models.values_of(self.model).items()
-            said["model"] = [
+            parts["model"] = [
                 re.sub(r" at 0x[0-9a-f]+", "", repr(self.model)),
                 [
                     name
@@ -67,14 +67,14 @@ class ObjectOverrides:
             data, x, y = self.data, self.data.train.x, self.data.train.y
             sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
             constants = [data.num_classes, data.vocabulary, data.mean, data.std]
-            said["data"] = [data.name, data.source, sizes, constants]
+            parts["data"] = [data.name, data.source, sizes, constants]
         if self.partition is not None:
-            said["partition"] = (
+            parts["partition"] = (
                 self.partition if is_dataclass(self.partition) else _described(self.partition)
             )
         if self.strategy is not None:
-            said["strategy"] = _described(self.strategy)
-        return digest_of(said) if said else ""
+            parts["strategy"] = _described(self.strategy)
+        return digest_of(parts) if parts else ""
 
 
 def _described(thing: object) -> list[object]:

@@ -90,8 +90,8 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
 
 
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
-    """What should be said of a run's guarantee before its first round."""
-    config, said = resolved.config, []
+    """Warnings about a run's guarantee, before its first round."""
+    config, sentences = resolved.config, []
     past = None if directory is None else directory.ledger
     before = past is not None and (past.exists() or bool(archived(past)))
     if (
@@ -100,17 +100,17 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         and config.private
         and not Ledger.read(past).history.accountant.private
     ):
-        said.append(
+        sentences.append(
             f"{past.parent} holds releases of earlier runs without a guarantee, which count: "
             "epsilon of all that is released there is infinite, this run's included; choose "
             "another --out for a figure."
         )
     if config.private:
-        said.append(large_delta(config.noise.delta, "client", config.partition.clients))
+        sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
     elif config.client.private and config.engine.name != "deployment":
         smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
-        said.append(large_delta(config.client.noise.delta, "example", smallest))
-    return [sentence for sentence in said if sentence]
+        sentences.append(large_delta(config.client.noise.delta, "example", smallest))
+    return [sentence for sentence in sentences if sentence]
 
 
 def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:
@@ -124,12 +124,12 @@ def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunCo
         )
     if not config.client.private or config.engine.federation or past.engine.federation:
         return
-    kept = Path(past.client.state_dir) if past.client.state_dir else directory.clients
-    kept_now = ledger_dir(config, resolved.out)
-    if kept_now is not None and kept.absolute() != kept_now.absolute():
+    place = Path(past.client.state_dir) if past.client.state_dir else directory.clients
+    place_now = ledger_dir(config, resolved.out)
+    if place_now is not None and place.absolute() != place_now.absolute():
         raise FedsimError(
-            f"{directory.path} holds a run whose clients' ledgers are in {kept}; this run's would "
-            f"be in {kept_now} (client.state-dir), and what was spent counts only where "
+            f"{directory.path} holds a run whose clients' ledgers are in {place}; this run's would "
+            f"be in {place_now} (client.state-dir), and what was spent counts only where "
             "all of it is; keep the directory, or choose another --out."
         )
 

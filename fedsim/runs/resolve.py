@@ -72,7 +72,7 @@ class Resolved:
     devices : Devices
         The devices that clients are.
     client_ledgers : ClientLedgers or None
-        What clients have spent of their examples' privacy; None where nobody here can know.
+        What clients have spent of their examples' privacy; None where it is not known here.
     """
 
     config: RunConfig
@@ -176,7 +176,7 @@ def resolve(
 def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> RunConfig:
     """A config with noise multipliers in the place of target epsilons.
 
-    Whoever reads it, a node or a resumed run, calibrates nothing, and draws the same noise.
+    A node or a resumed run that reads it calibrates nothing, and draws the same noise.
     """
     privacy = None
     if config.client.noise.target_epsilon is not None:
@@ -238,7 +238,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
-    # Elsewhere, and without a budget, nobody asks before clients do themselves.
+    # On other engines each client checks its budget itself.
     asks = config.engine.name in ("local", "ray") and client.noise.max_epsilon is not None
     weighs = resolved.plan.bound.weighting == "num-examples"
     sizes = None
@@ -279,7 +279,7 @@ class CentralEvaluation:
     ----------
     trainers : mapping of str to Trainer
         Over the ``test`` examples, and over those held out for ``validation``: all of them are one
-        client's, who has kept nothing. It is none of those whose state lies in files.
+        client's, without any state, and not one of those whose state is in files.
     """
 
     def __init__(self, resolved: Resolved) -> None:

@@ -1,4 +1,4 @@
-"""Going on with a run: which config it goes on with, and what of it may have changed since."""
+"""Resuming a run: the config that it has then, and which keys may have changed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LEFT_TO_A_RULE: dict[str, Scalar] = {
     "client.state-dir": "",
     "engine.device": "auto",
 }
-"""Keys whose value says that there is none yet: a resumed run has those that it began with."""
+"""Keys with the values that leave them to a rule: a resumed run has the values it began with."""
 
 
 def resumed_config(
     config: RunConfig, directory: RunDirectory, overrides: ObjectOverrides | None = None
 ) -> RunConfig:
-    """The resolved config with which the run in ``directory`` goes on as ``config`` wants.
+    """The resolved config with which the run in ``directory`` is resumed, given ``config``.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def resumed_config(
     for key, value in changed.items():
         if affects_release(key):
             raise FedsimError(
-                f"{key} = {_told(value)}; it must be {_told(began.get(key))} as it was when the "
+                f"{key} = {_text(value)}; it must be {_text(began.get(key))} as it was when the "
                 f"run in {directory.path} began, since it changes what is released; give another "
                 "--out to a run of its own."
             )
@@ -66,45 +66,45 @@ def resumed_config(
     if stopping(began, ended=ending(directory.path)[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)
     _refuse_undeclared(began, wanted, resumed)
-    kept = resumed.client.private or resumed.client.state == "client"
+    has_state = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
-        # What clients keep lies there.
-        if kept and key in changed and began.get("client.state-dir"):
+        # Clients' state is there.
+        if has_state and key in changed and began.get("client.state-dir"):
             raise FedsimError(
                 f"{key} = {shown(changed[key])}; it must be {shown(began[key])} as it was when the "
-                "run began: what its clients keep is in client.state-dir under its name."
+                "run began: its clients' state is in client.state-dir under its name."
             )
-    if kept and resumed.engine.federation and "engine.federation" in changed:
+    if has_state and resumed.engine.federation and "engine.federation" in changed:
         raise FedsimError(
             f"engine.federation = {shown(resumed.engine.federation)}; it must be "
-            f"{shown(began['engine.federation'])} as it was when the run began: what its clients "
-            "keep is not on those nodes."
+            f"{shown(began['engine.federation'])} as it was when the run began: its clients' state "
+            "is not on those nodes."
         )
     return resumed
 
 
 def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
-    """Refuse to say afterwards that releases were not to end the run: delta is shared by then."""
+    """Refuse to declare afterwards that releases do not end the run: delta is shared already."""
     private = config.private or config.client.private
     if private and declares_stops(began) and not declares_stops(wanted):
         key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
         raise FedsimError(
-            f"{key} = {_told(wanted.get(key) or None)}; it must be {_told(began[key])} as it was "
+            f"{key} = {_text(wanted.get(key) or None)}; it must be {_text(began[key])} as it was "
             "when the run began: what is released might have ended it, and half of delta is for "
-            "that; a larger stop.patience lets it go on."
+            "that; a larger stop.patience lets it continue."
         )
 
 
 def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
-    """Refuse to say afterwards that a run was to end no later than where releases have ended it."""
+    """Refuse a lower limit for a run that releases have ended, or may have."""
     for key in ("rounds", "noise.max-epsilon"):
         before, now = (flat.get(key, "") for flat in (began, wanted))
         if float(now or "inf") < float(before or "inf"):
             allowed = f"at least {shown(before)}" if before else "unset"
             raise FedsimError(
-                f"{key} = {_told(now)}; it must be {allowed}, as it was: what "
+                f"{key} = {_text(now)}; it must be {allowed}, as it was: what "
                 f"the run in {path} has released may decide when it ends, and what that has cost "
-                "follows from how long it might have gone on."
+                "follows from how long it might have continued."
             )
 
 
@@ -121,25 +121,25 @@ def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
 
 
 def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
-    """``config`` with what it leaves to rules and calibrations as the run has it, flat."""
+    """``config``, flat, with the run's own values where it leaves them to rules or calibration."""
     wanted = config.to_run_config()
     for key, unset in _LEFT_TO_A_RULE.items():
         if wanted.get(key, unset) == unset and key in began:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return wanted
-    # Calibrated as it was, to the rounds, and at the delta, that there were then.
+    # Calibrated to the rounds, and at the delta, with which the run began.
     as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
     then = calibrated(RunConfig.from_run_config({**wanted, **as_then}), overrides)
     return {**then.to_run_config(), **{key: wanted[key] for key in as_then}}
 
 
-def _told(value: Scalar | None) -> str:
+def _text(value: Scalar | None) -> str:
     return "unset" if value is None else shown(value)
 
 
 def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
-    """Refuse to go on with other objects from Python than the run in ``directory`` began with.
+    """Refuse to resume a run with other objects from Python than it began with.
 
     Raises
     ------
@@ -151,12 +151,12 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     if made and resolved.release not in made:
         raise FedsimError(
             f"the run in {directory.path} has released something else than this one would; it must "
-            "go on with the model=, data= and partition= that it began with."
+            "be resumed with the model=, data= and partition= that it began with."
         )
 
 
 def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
-    """Take clients' ledgers along where the engine wants them in another place of the directory."""
+    """Move clients' ledgers where the engine needs them in another place of the directory."""
     place = ledger_dir(resolved.config, resolved.out)
     if place is None or place == directory.clients or not directory.clients.is_dir():
         return

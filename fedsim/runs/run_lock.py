@@ -86,14 +86,14 @@ class RunLock:
                     raise
             if self._is_there(descriptor):
                 break
-            os.close(descriptor)  # whoever held it before has just removed it
+            os.close(descriptor)  # the run that held it has just removed it
         self._held = descriptor
         if not os.fstat(descriptor).st_size:
             os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
         return True
 
     def free(self) -> bool:
-        """Whether nobody holds it."""
+        """Whether no run holds it."""
         try:
             probe = regular_files.opener(self.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -110,7 +110,7 @@ class RunLock:
         return True
 
     def release(self, *, remove: bool = False) -> None:
-        """Unlock it, and remove it where the directory is to be nobody's again."""
+        """Unlock it, and remove it where the directory shall no longer be marked as a run's."""
         if self._held is None:
             return
         if remove:

@@ -241,7 +241,7 @@ def _archive_client_state(config: RunConfig) -> None:
 
 
 def _needs_state_dir(config: RunConfig) -> bool:
-    """Whether clients on this machine must be told where to keep what outlives a message."""
+    """Whether clients on this machine need a directory for state that outlives a message."""
     client, engine = config.client, config.engine
     on_this_machine = engine.name == "simulation" or (
         engine.name == "deployment" and not engine.federation

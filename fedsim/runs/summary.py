@@ -1,4 +1,4 @@
-"""What a run leaves to look at: summary.json, and report.html made from all of its files."""
+"""summary.json, figures that are computed once at a run's end, and report.html."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _page(record: RunRecord) -> str:
 
 
 def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
-    """Say in what a run has left how it ended, where that was decided after it had paused.
+    """Write how a run ended into its files, where that was decided after it had paused.
 
     Parameters
     ----------
@@ -103,11 +103,11 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
     """
     try:
         record = RunRecord.read(directory.path)
-        told = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
-        if told != record.summary:
-            directory.save_summary(told)
+        ended_summary = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
+        if ended_summary != record.summary:
+            directory.save_summary(ended_summary)
             directory.seal()
-            directory.save_report(_page(replace(record, summary=told)))
+            directory.save_report(_page(replace(record, summary=ended_summary)))
     except (OSError, FedsimError) as error:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 
@@ -209,7 +209,7 @@ def measured(
 
 
 def _shape(dataset: Dataset) -> dict[str, Any]:
-    """What building the model anew asks of the data set, and no example of it."""
+    """What building the model needs of the data set: shapes and constants, no example."""
     x, y = dataset.train.x, dataset.train.y
     return {
         "x-shape": list(x.shape[1:]),
@@ -236,7 +236,7 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
     if not count:
         return None
     model = trainer.model.eval()
-    said, true = [], []
+    predicted, true = [], []
     for start in range(0, count, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, count), device=trainer.data.y.device)
         x = trainer.data.inputs(index, _dtype(arrays))
@@ -245,14 +245,16 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
         if targets.is_floating_point():
             if outputs.numel() != targets.numel():
                 return None
-            said.append(outputs.reshape(-1))
+            predicted.append(outputs.reshape(-1))
         elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
             alone = outputs.shape[-1] == 1
-            said.append(((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1))
+            predicted.append(
+                ((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1)
+            )
         else:
             return None
         true.append(targets.reshape(-1))
-    predictions, truths = torch.cat(said).cpu().numpy(), torch.cat(true).cpu().numpy()
+    predictions, truths = torch.cat(predicted).cpu().numpy(), torch.cat(true).cpu().numpy()
     if np.issubdtype(truths.dtype, np.floating):
         real = ~np.isnan(truths)  # where a target does not count, there is none
         predictions, truths = predictions[real], truths[real]
