@@ -110,6 +110,7 @@ class Statistic:
         """The value farthest from the expected one, in this direction, that is not evidence."""
         if self._p_value_at(index, self.expected) <= risk:
             return self.expected
+        # Outwards in doubled steps until the p-value is small enough, then bisection between.
         step = 1.0 if self.whole else max(abs(self.expected), 1e-3)
         inside, outside = 0.0, step
         for _ in range(DOUBLINGS):

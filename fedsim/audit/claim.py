@@ -148,9 +148,11 @@ def box_p_value(
     false_negatives = np.maximum(false_negatives, 0)
     shape = np.broadcast_shapes(np.shape(false_positives), np.shape(false_negatives))
     low, high = np.full(shape, math.log(LEAST_P)), np.zeros(shape)
+    # Bisection on the logarithm of the risk, for all thresholds at once: a smaller risk widens the
+    # box, so that there is one risk at which its corner is on the curve.
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        risk = np.exp(middle) / 2
+        risk = np.exp(middle) / 2  # each of the two rates has half of it
         allowed = claim.curve(upper_rate(false_positives, trials, risk))
         refuted = upper_rate(false_negatives, trials, risk) < allowed
         low, high = np.where(refuted, low, middle), np.where(refuted, middle, high)

@@ -276,7 +276,8 @@ def _system_cohorts(target: Target, runs: Sequence[Observation], looked: str) ->
     """Nor is a cohort sampled twice, where the population is large enough to tell."""
     asked = [np.sort(ids).tobytes() for seen in runs for ids in seen.asked]
     population, q = target.population, target.denominator / target.population
-    # Two cohorts are equal with this probability, at most, if they are independent.
+    # Independent cohorts are equal with this probability at most: each client is in both or in
+    # neither. Only where no two of so many can be expected to be equal is one a violation.
     log_p = population * np.log(q * q + (1 - q) ** 2) + np.log(population)
     again = len(asked) - len(set(asked))
     unlikely = log_p + 2 * np.log(max(len(asked), 2)) < np.log(1e-12)

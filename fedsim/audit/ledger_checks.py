@@ -159,7 +159,8 @@ def accounting_check(claim: Claim, seed: int) -> Check:
     thresholds = np.quantile(absent[:half], 1 - LEVELS)
     alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
     missed = np.array([(present[half:] <= level).sum() for level in thresholds])
-    # delta(epsilon) is the mean of a number in [0, 1] under the other world: flip its coin.
+    # delta at epsilon is the mean of max(0, 1 - exp(epsilon - loss)) with the canary. A coin that
+    # shows heads with that probability makes it a binomial count, which has an exact test.
     excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
     hits = int((draws.random(RUNS) < excess).sum())
 

@@ -268,6 +268,8 @@ def correlations_of_rows(rows: Floats) -> list[Statistic]:
 def _shifts(z: Floats, looked: str) -> Check:
     """Autocorrelation at every shift of rounds and of coordinates at once."""
     runs, rounds, d = z.shape
+    # By the convolution theorem, padded with zeros to twice the size: without padding a shift
+    # would wrap around, and mix the last rounds with the first ones.
     total = np.zeros((rounds, 2 * d))
     for run in z:
         spectrum = np.fft.rfft2(run, s=(2 * rounds, 2 * d))
@@ -351,6 +353,8 @@ def _equal_values(whole: Ids, stds: Floats, layers: Sequence[slice], looked: str
 def _low_bits(whole: Ids, stds: Floats, looked: str) -> list[Check]:
     """Bits far below the standard deviation are as good as fair coins, new in every round."""
     d = whole.shape[-1]
+    # A normal that is wider than 2^k grid steps is nearly uniform modulo 2^k, whatever is added to
+    # it: only fields of bits below half of the smallest standard deviation are tested.
     smallest = float(stds.min())
     uniform, repeated = [], []
     for offset in range(0, 64, FIELD):

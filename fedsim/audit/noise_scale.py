@@ -51,6 +51,8 @@ class Scale:
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """From the bounds' radii, and where they put a row of zeros and a row of ones."""
         center, half, step = (np.empty(layout.d) for _ in range(3))
+        # A bound may center and stretch rows before it clips them, and undo that afterwards: what
+        # it makes of zeros is the center, and of ones, less that, the stretch of each coordinate.
         for segment in mechanism.cover(layout):
             ready = segment.ready(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)

@@ -156,6 +156,10 @@ def is_refuted(
     """
     if correct <= 0:
         return False
+    # Suppose that c or more correct guesses had probability `risk`. Then a guessed canary is among
+    # them, correct or wrong, with these probabilities; fewer correct guesses add to both, by at
+    # least as much as f-DP demands. If the sum passes the share of canaries that are guessed, which
+    # is the most that it can be, the supposition contradicts the claim.
     p_correct = risk * correct / canaries
     p_wrong = risk * (guesses - correct) / canaries
     for index in range(correct - 1, -1, -1):

@@ -115,6 +115,10 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     if reference is None:
         return "not the same numbers leave every round"
     names, values = reference
+    # The runs without a canary show how each number follows from the release: by a linear
+    # regression on moves, their squares and norms. A number is then constant, a function of the
+    # release (its residuals are rounding), or has noise of its own; a canary may change none of
+    # these three relations.
     designs = np.stack([_design(seen) for seen in noise_only.runs])
     coefficients = np.linalg.lstsq(designs, values, rcond=None)[0]
     spread = values.std(0)

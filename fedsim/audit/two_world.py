@@ -160,7 +160,7 @@ def _choose(
         fp, fn = _errors(x, y, thresholds)
         p_values = box_p_value(fp, fn, trials, claim)
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
-        # A fitted score is better on the runs that it was fitted to than on others.
+        # A fitted score separates the runs that it was fitted to better than it does others.
         handicap = HANDICAP if name in FITTED else 0.0
         best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
@@ -300,7 +300,7 @@ def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
     x, y = features(without), features(present)
     variance = x.var(0) + y.var(0)
     difference = y.mean(0) - x.mean(0)
-    # A feature that is constant without and with the canary would have an infinite weight.
+    # Without a floor, a feature that is constant without and with the canary has infinite weight.
     floor = 1e-12 * max(float(variance.max()), 1e-300)
     weights = difference / np.maximum(variance, floor)
 
