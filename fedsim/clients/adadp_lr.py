@@ -83,7 +83,7 @@ class AdadpLR(LocalAlgorithm):
         Gt(0),
         Doc("Those steps have rate eta post-scale / (1 + post-decay k), k rounds later."),
     ] = 1.0
-    post_decay: Annotated[float, Ge(0), Doc("See post-scale.")] = 0.1
+    post_decay: Annotated[float, Ge(0), Doc("How fast the rate of those steps falls.")] = 0.1
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 
@@ -120,12 +120,12 @@ class AdadpLR(LocalAlgorithm):
 
     def phase(self, at: Step) -> Hashable:
         """First or second of an iteration, or a plain step."""
-        return "settled" if self._settled(at) else at.index % 2
+        return "fixed rate" if self._rate_is_fixed(at) else at.index % 2
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One phase of an iteration, or a plain step once the rate is settled."""
+        """One phase of an iteration, or a plain step once the rate is fixed."""
         theta, eta = state["theta"], state["eta"]
-        if self._settled(at):
+        if self._rate_is_fixed(at):
             gradient.subtract_from(theta, eta * at.number(self._post))
         elif at.index % 2 == 0:
             # The old theta stays as it is: it is what a rejected iteration returns to.
@@ -139,11 +139,11 @@ class AdadpLR(LocalAlgorithm):
         else:
             self._second(state, gradient)
 
-    def _settled(self, at: Step) -> bool:
+    def _rate_is_fixed(self, at: Step) -> bool:
         return 0 < self.adapt_rounds < at.round
 
     def _post(self, at: Step) -> float:
-        """What the rate reached is multiplied by once it is settled."""
+        """What the rate reached is multiplied by once it is fixed."""
         return self.post_scale / (1 + self.post_decay * (at.round - self.adapt_rounds))
 
     def _second(self, state: State, gradient: Gradient) -> None:

@@ -20,7 +20,6 @@ from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, device_of, resolve_data
 from fedsim.runs.factories import (
@@ -153,7 +152,7 @@ def resolve(
     # The trainer's path is part of what the digest is of, and the digest keys the trainer's draws.
     released = _released(config, plan, privacy, trainer)
     release = run_digest(released, overrides)
-    trainer.randomness = Randomness(seed_of(config), release)
+    trainer.key_by(release)
 
     complete = {"client.block-size": trainer.block_size, "engine.device": local.device.type}
     return Resolved(

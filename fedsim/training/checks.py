@@ -56,8 +56,16 @@ def device_of(device: torch.device | str) -> torch.device:
         ) from None
 
 
-def check_settings(data: ClientData, test: ClientData | None, max_grad_norm: float) -> None:
-    """Refuse test examples of other clients, and a norm that none can have.
+def check_settings(
+    algorithm: LocalAlgorithm,
+    data: ClientData,
+    test: ClientData | None,
+    counts: object,
+    max_grad_norm: float,
+    *,
+    private: bool,
+) -> None:
+    """Refuse test examples of other clients, impossible norms, and what examples' privacy excludes.
 
     Raises
     ------
@@ -70,55 +78,8 @@ def check_settings(data: ClientData, test: ClientData | None, max_grad_norm: flo
         )
     if max_grad_norm < 0:
         raise FedsimError(f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more.")
-
-
-def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:
-    """Refuse an algorithm that does not go with what clients keep to themselves.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if algorithm.sends and personal:
-        raise FedsimError(
-            f"model.personal is set, but {type(algorithm).__name__} (client.name) sends "
-            f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
-            "must be unset, or client.name another algorithm."
-        )
-    if algorithm.parts and not personal:
-        raise FedsimError(
-            f"model.personal is empty; {type(algorithm).__name__} (client.name) needs the "
-            "patterns of the parameters that each client keeps to itself, such as 'head.*'."
-        )
-
-
-def check_compression(algorithm: LocalAlgorithm, state: str, *, personal: bool) -> None:
-    """Refuse what does not go with compressed updates.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if personal or algorithm.sends:
-        beside = "model.personal is set" if personal else f"{type(algorithm).__name__} sends more"
-        raise FedsimError(
-            f"client.compression is set, and {beside}; it must be empty, unless clients send their "
-            "update alone and all that they train."
-        )
-    if state != "client":
-        raise FedsimError(
-            f"client.compression is set, and client.state is '{state}'; it must be 'client', "
-            "since clients keep what is left out."
-        )
-
-
-def check_example_privacy(algorithm: LocalAlgorithm, counts: object, max_grad_norm: float) -> None:
-    """Refuse what clients that protect their examples cannot have.
-
-    Raises
-    ------
-    FedsimError
-    """
+    if not private:
+        return
     if counts is not None:
         raise FedsimError(
             "client.work is set; it must be empty where clients protect their examples: their "
@@ -129,6 +90,40 @@ def check_example_privacy(algorithm: LocalAlgorithm, counts: object, max_grad_no
         raise FedsimError(
             f"client.max-grad-norm is {max_grad_norm}; it must be 0 where clients protect their "
             "examples: client.mechanism bounds their gradients."
+        )
+
+
+def check_algorithm(
+    algorithm: LocalAlgorithm, state: str, compression: object, *, personal: bool
+) -> None:
+    """Refuse what does not go with parameters that clients keep, or with compressed updates.
+
+    Raises
+    ------
+    FedsimError
+    """
+    name = type(algorithm).__name__
+    if algorithm.sends and personal:
+        raise FedsimError(
+            f"model.personal is set, but {name} (client.name) sends "
+            f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
+            "must be unset, or client.name another algorithm."
+        )
+    if algorithm.parts and not personal:
+        raise FedsimError(
+            f"model.personal is empty; {name} (client.name) needs the "
+            "patterns of the parameters that each client keeps to itself, such as 'head.*'."
+        )
+    if compression is not None and (personal or algorithm.sends):
+        beside = "model.personal is set" if personal else f"{name} sends more"
+        raise FedsimError(
+            f"client.compression is set, and {beside}; it must be empty, unless clients send their "
+            "update alone and all that they train."
+        )
+    if compression is not None and state != "client":
+        raise FedsimError(
+            f"client.compression is set, and client.state is '{state}'; it must be 'client', "
+            "since clients keep what is left out."
         )
 
 

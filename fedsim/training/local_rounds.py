@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,13 +14,17 @@ from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE
-from fedsim.training.batches import Batches, Floats, Ints
+from fedsim.tasks.losses import Loss
+from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState
-from fedsim.training.example_privacy import ExampleReleases
+from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
-from fedsim.training.steps import EndState, RoundClients, RoundStart
+from fedsim.training.probe import probed_method
+from fedsim.training.side_effects import HiddenDraws
+from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
+from fedsim.training.structure.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,39 @@ class LocalRounds:
     releases: ExampleReleases | None
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
     _started: dict[int, int] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        stepper: Stepper,
+        model: nn.Module,
+        loss: Loss,
+        client_state: PersistentState,
+        payload: Payload,
+        workload: Workload,
+        compression: Compression | None,
+        *,
+        draws: HiddenDraws,
+        reading: Reading,
+        privacy: ExamplePrivacy | None,
+        compiled: bool,
+    ) -> Self:
+        """Of clients that protect their examples, or do not; parameters as a trainer has them."""
+        if privacy is None:
+            plain = PlainStepFactory(stepper, workload, draws.training)
+            return cls(model, client_state, payload, plain, compression, None)
+        packing, data = stepper.packing, stepper.data
+        method = probed_method(model, packing, loss, draws, data, reading, compiled=compiled)
+        private = PrivateStepFactory(
+            stepper,
+            workload,
+            privacy,
+            method,
+            draws.training,
+            keeps_state=client_state.kind == "client",
+        )
+        releases = ExampleReleases(privacy, model, stepper, workload.work, loss, method)
+        return cls(model, client_state, payload, private, compression, releases)
 
     def __post_init__(self) -> None:
         # All of its modules; then, to go through them for each block would take longer than a step.

@@ -28,15 +28,11 @@ from fedsim.training.batches import Floats, Ints, Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
-from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
+from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of
-from fedsim.training.paths.choice import block_size as block_size_of
+from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of, most_clients
 from fedsim.training.payload import Compression, Payload, Personal
-from fedsim.training.plain_steps import PlainStepFactory
-from fedsim.training.private_steps import PrivateStepFactory
-from fedsim.training.probe import probed_method
 from fedsim.training.side_effects import examples_to_try, hidden_draws
 from fedsim.training.steps import RoundClients, RoundStart, Stepper
 from fedsim.training.structure.reading import read
@@ -52,20 +48,18 @@ class Trainer:
     algorithm : LocalAlgorithm
     data : ClientData
     batch_size : int
-        Examples a step; 0 takes all of a client's examples. A client with fewer takes what
-        it has.
+        Examples a step, or all that a client has where these are fewer; 0 takes all.
     epochs : int or None
         Passes over the client's own data, each freshly shuffled (1 if steps is not given).
     steps : int or None
         Gradient evaluations instead of passes, the same for every client.
     counts : sequence of int, optional
-        Each client's own number of passes, or of gradient evaluations where ``steps`` is given, in
-        its place; refused beside example-level privacy, where they are one declared number.
+        Each client's own number of passes or steps; refused beside example-level privacy, where
+        it is one declared number.
     loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``, optional
         One loss for each example; cross-entropy, if it is not given.
     metrics : mapping of name to Metric, or to a callable ``(outputs, targets) -> [B]``
-        What an evaluation reports besides the loss; accuracy, if it is not given. Of a callable's
-        numbers it is the mean.
+        What an evaluation reports besides the loss (accuracy); of a callable's numbers the mean.
     test : ClientData, optional
         Examples on which clients evaluate, each its own; those they train on, if it is not given.
     path : "auto", "stacked", "layered", "func" or "plain"
@@ -74,26 +68,24 @@ class Trainer:
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness
-        With example-level privacy and without a release digest of its own it takes one of the
-        settings given here, so that two trainers of one seed share no noise.
+        With example-level privacy and without a release digest it takes one of the settings given
+        here, so that two trainers of one seed share no noise.
     device : torch.device or str
     privacy : ExamplePrivacy, optional
         Example-level privacy.
     max_grad_norm : float
-        A batch's gradient that is longer is shortened to this L2 norm; 0 for any length. It
-        protects nobody, and is refused beside example-level privacy.
+        A batch's gradient that is longer is shortened to this L2 norm; 0 for any length. This is
+        no privacy, and is refused beside example-level privacy.
     compression : Compression, optional
-        Of the updates; what it leaves out each client keeps for the next round (``state`` must be
-        "client").
+        Of updates; each client keeps what it leaves out (``state`` must be "client").
     state : "reset", "client" or "server"
-        What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
-        starts afresh, each client keeps its own, or all start from the mean of what the last
-        round's clients ended with, which the server sends (`receive`) and they report.
+        The algorithm's state (ADADP's rate, a momentum) between rounds: it starts afresh, each
+        client keeps its own, or all start from the mean of what the last round's clients ended
+        with, which they report and the server sends (`receive`).
     state_dir : path, optional
         Keep it in files there, for runtimes whose processes do not outlive a round.
     personal : collection of str
-        Names of parameters that each client keeps to itself, with its state: they are trained, but
-        not sent, and a client evaluates with its own.
+        Names of parameters that are trained but not sent: each client keeps and evaluates its own.
 
     Notes
     -----
@@ -141,9 +133,8 @@ class Trainer:
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = test
-        checks.check_settings(data, test, max_grad_norm)
-        if privacy is not None:
-            checks.check_example_privacy(algorithm, counts, max_grad_norm)
+        private = privacy is not None
+        checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
         self.loss: Loss = CrossEntropy() if loss is None else loss
         metrics = {"accuracy": Accuracy()} if metrics is None else metrics
@@ -157,26 +148,19 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.compression = compression
         self.personal = Personal.of(self.model, personal)
-        checks.check_algorithm(algorithm, personal=bool(self.personal))
+        own = self.personal.names
+        checks.check_algorithm(algorithm, state, compression, personal=bool(own))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
-        if compression is not None:
-            checks.check_compression(algorithm, state, personal=bool(self.personal))
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
-        statistics = checks.check_statistics(
-            self.model, algorithm, self.personal.names, private=privacy is not None
-        )
-        examples = examples_to_try(self.data, self.layout.dtype, private=privacy is not None)
+        statistics = checks.check_statistics(self.model, algorithm, own, private=private)
+        examples = examples_to_try(self.data, self.layout.dtype, private=private)
         self.draws = hidden_draws(self.model, examples)
-        self.reading = read(
-            self.model.train(),
-            self.loss,
-            *self.data.empty(self.layout.dtype),
-            declared=privacy is None,
-        )
+        shapes = self.data.empty(self.layout.dtype)
+        self.reading = read(self.model.train(), self.loss, *shapes, declared=not private)
         self.kernel = kernel_of(kernel, self.device)
         self.path: Path = choose(
             path,
@@ -189,7 +173,7 @@ class Trainer:
             plain_only=self.draws.training or self.draws.evaluation or bool(statistics),
             compiled=self.kernel == "compiled",
         )
-        self.block_size = block_size_of(self.model, self.packing, self.device, block_size)
+        self.block_size = most_clients(self.model, self.packing, self.device, block_size)
         self.stepper = Stepper(
             self.path,
             self.data,
@@ -200,7 +184,19 @@ class Trainer:
             self.personal.places(statistics) if statistics else None,
         )
         self.stepper.captured = captured_steps(self.stepper)
-        self.rounds = self._rounds()
+        self.rounds = LocalRounds.of(
+            self.stepper,
+            self.model,
+            self.loss,
+            self.client_state,
+            self.payload,
+            self.workload,
+            compression,
+            draws=self.draws,
+            reading=self.reading,
+            privacy=privacy,
+            compiled=self.kernel == "compiled",
+        )
         self.evaluation = Evaluation(
             self.model,
             self.stepper,
@@ -210,30 +206,6 @@ class Trainer:
             self.client_state,
             self.reading.structure,
             self.draws.evaluation,
-        )
-
-    def _rounds(self) -> LocalRounds:
-        stepper, workload, privacy = self.stepper, self.workload, self.privacy
-        draws = self.draws.training
-        factory: PlainStepFactory | PrivateStepFactory = PlainStepFactory(stepper, workload, draws)
-        releases = None
-        if privacy is not None:
-            method = probed_method(
-                self.model,
-                self.packing,
-                self.loss,
-                self.draws,
-                self.data,
-                self.reading,
-                compiled=self.kernel == "compiled",
-            )
-            keeps_state = self.client_state.kind == "client"
-            factory = PrivateStepFactory(stepper, workload, privacy, method, draws, keeps_state)
-            releases = ExampleReleases(
-                privacy, self.model, stepper, workload.work, self.loss, method
-            )
-        return LocalRounds(
-            self.model, self.client_state, self.payload, factory, self.compression, releases
         )
 
     @property
@@ -266,6 +238,14 @@ class Trainer:
         self.client_state.receive(config)
         if isinstance(run := config.get(RUN), str):
             self.join(run)
+
+    def key_by(self, release: str) -> None:
+        """Key noise, and draws that amplify, by the digest of all that a run releases.
+
+        The digest holds the path and the kernels, which are chosen when a trainer is made: it is
+        known only then. Nothing has been drawn before.
+        """
+        self.randomness = Randomness(self.randomness.seed, release)
 
     def join(self, run: str) -> None:
         """Take part in this run: clients' ledgers know a round trained again by the run's name."""
@@ -306,9 +286,8 @@ class Trainer:
             device=device,
             state=self.client_state.kind,
         )
-        # What the copy releases is written down by the original, in `charge`.
-        copied.rounds.releases = None
-        # Whatever the rule for that device says: the clients of a run may train on several.
+        copied.rounds.releases = None  # the original writes down what it releases (`charge`)
+        # Not that device's rule: the clients of a run may train on several.
         copied.block_size = self.block_size
         return copied
 
@@ -414,8 +393,7 @@ class Trainer:
 
     def _starts(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[RoundStart]:
         carried = self.client_state.store.load(client_ids, round)
-        sources = [self.randomness] * len(client_ids)
-        clients = RoundClients(client_ids, round, sources, carried)
+        clients = RoundClients(client_ids, round, [self.randomness] * len(client_ids), carried)
         return self.rounds.starts(self._on_device(vector)[None], clients)
 
     def _on_device(self, vector: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
     return True
 
 
-def block_size(model: nn.Module, packing: Packing, device: torch.device, wanted: int = 0) -> int:
+def most_clients(model: nn.Module, packing: Packing, device: torch.device, wanted: int = 0) -> int:
     """Most clients that a block holds: as many as are ``wanted``, or (0) by the rule.
 
     On a CPU, convolutions go one client at a time whatever is wanted: that is no slower, and a
