@@ -218,7 +218,8 @@ class LocalGrid(Closed, Grid):
             self._open = Replies(
                 lambda collection: self._blocks(trainer, instructions, timeout, collection),
                 lambda block: messages_of(instructions, block),
-                sums=self._sums,
+                # Workers sum the rows where they train them.
+                sums=self._workers > 1 or self._crew is not None,
             )
             return self._open
         replies = []
@@ -230,11 +231,6 @@ class LocalGrid(Closed, Grid):
             if timeout is None or time.monotonic() - started < timeout:
                 replies.append(reply)
         return replies
-
-    @property
-    def _sums(self) -> bool:
-        """Whether rows are summed where they are trained."""
-        return self._workers > 1 or self._crew is not None
 
     def _blocks(
         self,
