@@ -132,8 +132,8 @@ class ClientData:
 
     def empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inputs and targets of no example ``[0, ...]``, for their shapes and dtypes."""
-        nobody = torch.zeros(0, dtype=torch.int64, device=self.x.device)
-        return self.inputs(nobody, dtype), self.targets(nobody, dtype)
+        no_example = torch.zeros(0, dtype=torch.int64, device=self.x.device)
+        return self.inputs(no_example, dtype), self.targets(no_example, dtype)
 
     def first(self, count: int) -> Tensor | None:
         """Positions of the first client's first examples, int64 ``[count]``, to try a model on.

@@ -148,7 +148,7 @@ def evaluate_clients(
         while start < len(padded):
             call = slice(start, start + call_size.chunks)
             x = data.inputs(all_indices[call], theta.dtype)
-            if len(theta) == 1:  # everybody's, which need not be copied for each chunk
+            if len(theta) == 1:  # the same for all clients: not copied for each chunk
                 points = theta.expand(len(owner[call]), -1)
             else:
                 points = theta[torch.from_numpy(owner[call]).to(theta.device)]

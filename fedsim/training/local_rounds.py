@@ -185,11 +185,11 @@ class LocalRounds:
         for batches in self._batches(clients):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
-            everybody = np.array_equal(members, np.arange(n))
-            group = clients if everybody else clients.at(members)
+            all_of_them = np.array_equal(members, np.arange(n))
+            group = clients if all_of_them else clients.at(members)
             steps = self.factory.steps(batches, group)
             # One start for all is given as such: it needs no rows before steps write to them.
-            shared = everybody or start.stride(0) == 0
+            shared = all_of_them or start.stride(0) == 0
             end = steps.run(
                 start[: len(members)] if shared else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
@@ -204,7 +204,7 @@ class LocalRounds:
             end.carried.update(self.client_state.personal.of_rows(end.theta))
             losses = steps.mean_losses() if self.factory.reports_loss else None
             result.add(members, end, losses, report_state=self.client_state.kind == "server")
-        if not result.carried:  # nobody has data, and the start is not theirs to write to
+        if not result.carried:  # no client has data, and the start is not theirs to write to
             result.theta = start.clone()
         return result
 

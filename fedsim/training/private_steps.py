@@ -68,8 +68,7 @@ class PrivateStepFactory:
 class PrivateSteps(Steps):
     """Steps on gradients that are noisy sums of bounded per-example gradients.
 
-    Who is in a batch and the noise are drawn on the host; whatever follows from the examples
-    stays on the device.
+    Batches and noise are drawn on the host; what follows from the examples stays on the device.
 
     Parameters
     ----------

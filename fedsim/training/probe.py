@@ -86,7 +86,7 @@ class Probe:
             If the model or the loss mixes examples, or cannot take one alone.
         """
         if not len(self.data.x):
-            return methods[0]  # nobody has an example whose gradient could be taken
+            return methods[0]  # no client has an example whose gradient could be taken
         with exact(self.data.x.device):
             state = OwnState(self.model, self.loss)
             with state.restored():

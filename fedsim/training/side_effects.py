@@ -9,6 +9,9 @@ What a model keeps from one call to the next (a counter in a buffer, a list in a
 carry one client's data into another's update, or one example's into another's gradient: it is
 refused where it shows (`hidden_draws`), and put back between examples that are protected
 (`OwnState`).
+
+A GPU's arithmetic depends on settings of the process as generators do: `exact` sets them around
+every call whose bits count.
 """
 
 from __future__ import annotations
@@ -259,7 +262,7 @@ class Seeds:
         return seeds
 
 
-# Of every module; nothing that a forward of somebody's own would write to.
+# Of every module; nothing that a user's forward would write to.
 _MODULES_OWN = frozenset(vars(nn.Module())) - {"_buffers"}
 
 _NEVER_CHANGES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -282,7 +285,7 @@ class OwnState:
     ----------
     model : nn.Module
     loss : callable
-        Of a function they are what somebody set on it; what it closes over is out of reach.
+        Those of a function are what a user set on it; what it closes over is out of reach.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -295,7 +298,7 @@ class OwnState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back whatever has changed, after a call."""
+        """Put back what a call has changed, once it is over."""
         try:
             yield
         finally:
@@ -304,7 +307,7 @@ class OwnState:
 
     @property
     def changed(self) -> list[str]:
-        """Names of what is not as it was."""
+        """Names of what has changed since."""
         return [
             f"{whose}{name}"
             for (whose, _), saved in zip(self._owners, self._saved, strict=True)
@@ -321,7 +324,7 @@ class OwnState:
         rest = {k: v for k, v in own.items() if k not in constant}
         try:
             changeable = copy.deepcopy(rest, dict(self._shared))
-        except Exception as error:  # whatever somebody put there
+        except Exception as error:  # a user's object may raise anything when it is copied
             raise FedsimError(
                 f"the model's or the loss's attributes {', '.join(rest)} cannot be copied "
                 f"({type(error).__name__}: {error}); with example-level privacy each example "

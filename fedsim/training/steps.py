@@ -64,7 +64,7 @@ class RoundClients:
         """What each of these clients goes into the round with, from ``theta [n, D]``."""
         for position, client in enumerate(self.client_ids.tolist()):
             received = {"start": theta[position]}
-            # In the rows of a client without state lies whatever another one left there.
+            # The rows of a client without state may hold another client's: they mean nothing.
             rows = self.carried.rows if self.carried.present[position] else {}
             received |= {f"kept.{name}": values[position] for name, values in rows.items()}
             values = {name: float(column[position]) for name, column in numbers.items()}

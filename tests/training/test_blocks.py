@@ -116,8 +116,8 @@ def test_a_client_that_raises_among_those_drawn_with_it_fails_alone(
     monkeypatch.setattr(Randomness, "watch", None)
     failed = {2: "raised", 5: "raised"}
     wanted = [
-        (told[0], failed[told[0]]) if told[0] in failed else told
-        for told in bytes_of(trained(made(loss=strict)))
+        (row[0], failed[row[0]]) if row[0] in failed else row
+        for row in bytes_of(trained(made(loss=strict)))
     ]
     assert bytes_of(blocks) == wanted
     # What is drawn again after somebody raised is no new draw.

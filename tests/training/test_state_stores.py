@@ -77,10 +77,10 @@ def test_two_rounds_with_kept_state_are_one_of_twice_the_steps(algorithm):
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_clients_start_from_what_the_server_sends_and_report_what_they_end_with(block_size):
     slow = AdadpLR(lr=0.05, tol=0.3, eta_max=5.0)
-    told = trainer_of("server", slow, block_size=block_size)
-    told.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
+    averaged = trainer_of("server", slow, block_size=block_size)
+    averaged.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
     started = trainer_of("reset", replace(slow, lr=0.2), block_size=block_size)
-    both = (t.train(t.initial(), IDS, 2) for t in (told, started))
+    both = (t.train(t.initial(), IDS, 2) for t in (averaged, started))
     for got, expected in zip(*both, strict=True):
         assert torch.equal(got.rows, expected.rows)
         assert (got.metrics[f"{CLIENT_STATE}.eta"] == expected.metrics["eta"]).all()
