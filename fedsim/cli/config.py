@@ -112,7 +112,7 @@ def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
         for choice in sorted(choices):
             names.add_row(choice, ", ".join(choices[choice]))
         example = f"`fedsim config explain {table}.{min(choices)}`"
-        parts += [Text(f"\nThese choices have keys of their own ({example}):"), names]
+        parts += [Text(f"\nChoices with keys of their own ({example}):"), names]
     inner = {_table_of(k) for k in every if k.name.startswith(f"{table}.")} - {table}
     if inner:
         parts.append(Text(f"\nTables inside it: {', '.join(sorted(inner))}."))
