@@ -223,4 +223,4 @@ def test_clients_without_an_owner_are_spoken_of(
     assert status("run", "c.toml", *dealt, "--quiet") == 0
     assert "the last 8 clients have no examples" in caplog.text
     report = (tmp_path / "runs" / "small" / "report.html").read_text()
-    assert "each with the examples that it owns" in report
+    assert "held by their owners," in report
