@@ -51,7 +51,8 @@ _STATE = "state"
 _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
 
-FORMAT = 1
+FORMAT = 2
+"""Since 2, what a server optimiser keeps has the names that torch gives it."""
 
 
 @cache
@@ -88,7 +89,7 @@ class RunState:
     metrics_length : int
         Rows of metrics.csv up to and with this round's.
     metrics_code : str
-        HMAC of the rows before it, under the run's key; empty in checkpoints of older versions.
+        HMAC of the rows before it, under the run's key.
     row : mapping of str to number
         This round's, which may not have been written yet.
     config : mapping of str to scalar
@@ -131,10 +132,10 @@ class RunState:
         """
         tree = join_tree(tensors, text)
         if (written := tree.pop("format", None)) != FORMAT:
-            raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
-        # Checkpoints of older versions know nothing of these.
-        tree.setdefault("client_ledgers", {})
-        tree.setdefault("metrics_code", "")
+            raise ValueError(
+                f"the run's state has format {written}, and this fedsim reads {FORMAT}; resume the "
+                "run with the fedsim that began it, or begin another with --out."
+            )
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError("the run's state lacks something, or has what this version does not.")
         return cls(**tree)

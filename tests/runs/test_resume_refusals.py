@@ -171,8 +171,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_two_are_refused(do
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(done, monkeypatch):
-    monkeypatch.setattr("fedsim.runs.checkpoints.FORMAT", 2)
-    with pytest.raises(FedsimError, match="has format 1; this version reads 2"):
+    monkeypatch.setattr("fedsim.runs.checkpoints.FORMAT", 3)
+    with pytest.raises(FedsimError, match="format 2, and this fedsim reads 3; resume the run with"):
         resume(done)
 
 
