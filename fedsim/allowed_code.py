@@ -1,7 +1,7 @@
 """Which modules a config may name: one allow-list, consulted before anything is imported.
 
 Importing a module runs it, and what a config names is called with options of the config's. So a
-module is imported for a config only where whoever owns the process has allowed it: a user at a
+module is imported for a config only where the owner of the process has allowed it: a user at a
 command, the owner of a server, the owner of a node.
 """
 

@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     """Call ``end`` at the first Ctrl-C or SIGTERM; the next one is a `KeyboardInterrupt`.
 
-    Whoever handled these signals before is told of them, and so knows why the run ended; where
+    The handlers that were there before are called as well, and so know why the run ended; where
     SIGTERM would have ended the process, it does so once the context is left.
     """
     asked = False
@@ -67,7 +67,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     try:
         for number in _SIGNALS:
             signal.signal(number, handle)
-    except ValueError:  # not the main thread: whoever has that one decides
+    except ValueError:  # not the main thread: its owner decides
         yield
         return
     try:

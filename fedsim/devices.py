@@ -208,7 +208,7 @@ def read_trace(path: Path, population: int) -> Bools:
         trace = np.load(regular_files.require(path), mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise FedsimError(f"devices.trace = '{path}' cannot be read ({error.strerror}).") from None
-    except Exception:  # whatever a parser of somebody else's bytes may raise
+    except Exception:  # anything that a parser of a stranger's bytes may raise
         trace = None
     if (
         not isinstance(trace, np.ndarray)

@@ -31,7 +31,7 @@ else:
             return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
     class Tensor(metaclass=_Tensors):
-        """PyTorch's, for annotations: there is none before somebody has imported torch."""
+        """PyTorch's, for annotations: there is none before torch has been imported."""
 
 
 def function(name: str) -> Callable[..., Any]:

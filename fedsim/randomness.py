@@ -126,7 +126,7 @@ class Randomness:
     ----------
     seed : int or None
         Between 0 and 2^63 - 1: every draw is a function of it. None: every generator is
-        seeded anew from the operating system, and no draw can be repeated.
+        seeded by the operating system, and no draw can be repeated.
     release : str or None
         Digest of all that determines what the run releases. With it, noise and the samples
         that a private event amplifies are keyed by seed and digest; without it by the seed

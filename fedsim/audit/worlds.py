@@ -104,7 +104,7 @@ class Canaries(_MadeUpClients):
         return Block(ids, rows, metrics, ok, reasons)
 
     def changed(self, **changes: object) -> Canaries:
-        """The same federation with other attributes, and answers noted anew."""
+        """The same federation with other attributes, and no answers noted yet."""
         return replace(self, answered={}, **changes)  # type: ignore[arg-type]
 
 

@@ -215,7 +215,7 @@ def measure(
     """The best timing of each path and block size, the fastest first.
 
     CPU time decides on a CPU, since other processes on the machine stretch the wall clock; wall
-    time decides elsewhere. ``announce`` is told the seconds that one turn over all of them takes.
+    time decides elsewhere. ``announce`` receives the seconds that one turn over all of them takes.
     """
     on_cpu = trainer.device.type == "cpu"
 

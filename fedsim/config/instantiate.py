@@ -30,7 +30,7 @@ def make(section: Choice, **filled: Any) -> Any:
         If there is none, or its options are not what it takes. Errors of the user's own code come
         through as they are.
     """
-    # What comes along is found without the directory, whose search costs more than the rest.
+    # fedsim's own data are found without the directory, whose search costs more than the rest.
     place = registry.current_directory_importable() if ":" in section.chosen else nullcontext()
     with place:
         thing = find(section)

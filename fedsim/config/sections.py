@@ -77,7 +77,7 @@ class DataSection(Choice):
     name: Annotated[
         str,
         Doc(
-            "The data set: `digits`, which comes along, `mnist`, `fashion-mnist`, `cifar10`, "
+            "The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`, "
             "`cifar100`, or a path of your own: an .npz, or a folder of .npy files (which stays in "
             "its files) or one that `datasets` has saved."
         ),

@@ -112,7 +112,7 @@ def read_npz(path: Path) -> Arrays:
     except FedsimError:
         raise
     except Exception as error:
-        # Whatever a parser of somebody else's bytes may raise.
+        # Anything that a parser of a stranger's bytes may raise.
         raise FedsimError(
             f"{path} could not be read ({_cause(error)}); it must be an .npz of plain arrays with "
             f"{_wanted()}."

@@ -169,7 +169,7 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
 
 
 def _contiguous(array: Array) -> Array:
-    """As torch likes it in memory; what is in a file stays there as it lies."""
+    """As torch likes it in memory; what is in a file stays there unchanged."""
     if isinstance(array, np.memmap):
         return array
     # A copy where need be: torch wants memory that it may write to.

@@ -133,7 +133,7 @@ class Dataset:
     def check_sizes(self) -> None:
         """Refuse classes or tokens that are not below the numbers of them that it says.
 
-        `of` has done so; this is for one that somebody has made by himself.
+        `of` has done so; this is for one that a user has made directly.
 
         Raises
         ------

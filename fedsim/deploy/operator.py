@@ -1,7 +1,7 @@
 """The operator of a SuperLink: lets nodes in, submits a run and follows it, by Flower's ``flwr``.
 
 Run as ``python -m fedsim.deploy.operator CONNECTION KEY...`` with FLWR_HOME set, it lets SuperNodes
-in by their public keys: Flower's own command for each, without starting Python anew for every one.
+in by their public keys: Flower's own command for each, without starting Python for every one.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Node:
         """
         warn_of_newer_flower()
         files, name = self.directory, f"supernode-{self.client}"
-        # What a node is told of itself is the owner's word; no run can change it.
+        # A node's own settings are its owner's; no run can change them.
         settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
         written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]

@@ -97,7 +97,7 @@ class Participants:
         """
         there = self._directory.wait(grid, self._min_available)
         strangers: list[int] = []
-        # Nodes that are numbered are not gone through: a client that is not asked costs nothing.
+        # Numbered nodes are not looped over: a client that is not asked costs nothing.
         if not isinstance(there, ConsecutiveNodes) or len(there) > self.population:
             strangers = [client for client in there if client >= self.population]
             there = {client: node for client, node in there.items() if client < self.population}

@@ -97,7 +97,7 @@ class ResumableStrategy(Strategy):
         FedsimError
             If the initial arrays are not those that the grid's clients train; or if
             ``first_round`` does not follow what this strategy, or ``state``, has done:
-            momentum, bounds and budget would start anew.
+            momentum, bounds and budget would start from the beginning.
         """
         refuse_other_arrays(tensors(initial_arrays), getattr(grid, "layout", None))
         self.log = logging.getLogger("flwr")
@@ -132,7 +132,7 @@ class ResumableStrategy(Strategy):
             raise FedsimError(
                 f"first_round is {first_round}, but {done} rounds have been done here; give a new "
                 f"strategy the state= that a run has after round {first_round - 1}, without which "
-                "its momentum, bounds and budget would start anew."
+                "its momentum, bounds and budget would start from the beginning."
             )
 
 

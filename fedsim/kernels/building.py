@@ -81,7 +81,7 @@ def _cache() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Raise OSError where somebody else could have put there what is about to be run."""
+    """Raise OSError where another user could have put there what is about to be run."""
     status = path.lstat()
     others = stat.S_IWGRP | stat.S_IWOTH
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & others:

@@ -17,7 +17,7 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import REQUIRED, Setting, settings_of
 
 OFFERED = ("input_shape", "num_classes", "vocabulary")
-"""What a model is told of the data, as far as it takes it."""
+"""Sizes of the data that are passed to a model, where its constructor takes them."""
 
 
 def build(

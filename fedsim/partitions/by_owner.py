@@ -47,7 +47,7 @@ class ByOwner(Partition):
         Raises
         ------
         FedsimError
-            If there are more of them than clients, or somebody's owner is not a number.
+            If there are more of them than clients, or an owner is not a number.
         """
         owners = np.unique(columns[self.column])
         if owners.dtype.kind == "f" and not np.isfinite(owners).all():

@@ -114,7 +114,7 @@ class RunDirectory:
             elif taken:
                 raise FedsimError(
                     f"--out {self.path} holds {', '.join(taken)} and no run's marker "
-                    f"({self._lock.path.name}), so that these may be somebody's own; choose "
+                    f"({self._lock.path.name}), so that these may be a user's own; choose "
                     "another directory."
                 )
 

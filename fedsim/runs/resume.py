@@ -60,8 +60,8 @@ def resumed_config(
     resumed = RunConfig.from_run_config(wanted)
     if state is not None and resumed.rounds < state.round:
         raise FedsimError(
-            f"rounds = {resumed.rounds}; it must be at least {state.round}, which the run in "
-            f"{directory.path} has gone through."
+            f"rounds = {resumed.rounds}; it must be at least {state.round}, the last round of "
+            f"the run in {directory.path}."
         )
     if stopping(began, ended=ending(directory.path)[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)

@@ -45,7 +45,7 @@ class TorchOptimizer(KeptOptimizer):
             settings[self.decay_name] = settings.pop("decay")
         parameter = torch.nn.Parameter(vector.clone())
         parameter.grad = (-update).to(vector.dtype)
-        # Made anew each time: a schedule changes the rate, a resume what is kept. That takes 50
+        # A new one each time: a schedule changes the rate, a resume what is kept. That takes 50
         # microseconds, but the first one imports torch._dynamo.
         optimizer = getattr(torch.optim, self.optimizer)([parameter], **settings)
         optimizer.state[parameter].update(self.state())

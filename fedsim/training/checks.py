@@ -123,7 +123,7 @@ def check_algorithm(
     if compression is not None and state != "client":
         raise FedsimError(
             f"client.compression is set, and client.state is '{state}'; it must be 'client', "
-            "since clients keep what is left out."
+            "since clients keep the part that is not sent."
         )
 
 

@@ -104,7 +104,7 @@ class StepGraphs:
             try:
                 self.graphs[key] = self._capture(buffered, step, rows)
             except RuntimeError as error:
-                _log.warning("a CUDA graph could not be captured (%s); going on without", error)
+                _log.warning("a CUDA graph could not be captured (%s); training without one", error)
                 self.works = False
                 self._forget()
                 # The state was moved into buffers, and what failed has put it back there.

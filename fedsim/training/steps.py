@@ -321,7 +321,7 @@ class Steps:
         carried = {name: state[name] for name in self.stepper.carried if name in state}
         carried |= self.mechanism_state(first, theta)
         end = EndState(theta, algorithm.report(state), carried, algorithm.send(state))
-        # Captured steps go on writing to the buffers in which this lies.
+        # Captured steps keep writing to the buffers that hold this.
         return end if self.stepper.captured is None else end.clone()
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:

@@ -129,5 +129,5 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
 
 def test_a_state_of_another_format_is_refused():
     kept, text = Session(resolve(BASE)).state().parted()
-    with pytest.raises(ValueError, match="has format 9; this version reads 1"):
-        RunState.joined(kept, text.replace('"format": 1', '"format": 9'))
+    with pytest.raises(ValueError, match="has format 9, and this fedsim reads"):
+        RunState.joined(kept, text.replace('"format": 2', '"format": 9'))

@@ -129,7 +129,7 @@ def test_compression_without_what_it_needs_is_refused() -> None:
     for bad in ("top-k(0)", "top-k(2)", "bits(0)", "bits(17)", "bits(1.5)", "zip"):
         with pytest.raises(FedsimError, match=r"client\.compression = '"):
             resolve(CONFIG.replace(**{"client.compression": bad})).trainer  # noqa: B018
-    with pytest.raises(FedsimError, match="clients keep what is left out"):
+    with pytest.raises(FedsimError, match="clients keep the part that is not sent"):
         resolve(CONFIG.replace(**{"client.state": "reset"})).trainer  # noqa: B018
     with pytest.raises(FedsimError, match="send their update alone"):
         Trainer(

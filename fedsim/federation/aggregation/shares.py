@@ -143,15 +143,15 @@ def share(
     ----------
     block : Tensor ``[n, d]``
     bounding : State
-        `Mechanism.bounding_state`: all that a client is told of the mechanism's state.
+        `Mechanism.bounding_state`: the part of the mechanism's state that clients receive.
     sources : sequence of n NoiseSource
 
     Raises
     ------
     FedsimError
         If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
-        and shapes that the mechanism has, or if what a client is told of the
-        mechanism's state makes its row longer than the bound that its noise is for.
+        and shapes that the mechanism has, or if the state that a client receives
+        makes its row longer than the bound that its noise is for.
     """
     if request.bound.guarantee == "none":
         raise FedsimError(

@@ -236,7 +236,7 @@ class Dispatch:
 
     def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
         if not assignment.begun:
-            # Here, so that a worker that replaces another is told of the round too.
+            # Here, so that a worker that replaces another learns of the round too.
             assignment.worker.begin(call)
             assignment.begun = True
         if not assignment.queue:

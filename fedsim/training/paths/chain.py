@@ -143,7 +143,7 @@ class ChainPath:
 
     @cached_property
     def dense(self) -> DenseLayers:
-        """The dense layers, ready to be gone through."""
+        """The dense layers, ready for a pass."""
         return DenseLayers(self.layers, self.packing, compiled=self.compiled)
 
     def __reduce__(self) -> tuple[type[ChainPath], tuple[object, ...]]:

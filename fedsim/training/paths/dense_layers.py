@@ -276,7 +276,7 @@ class CompiledGradient:
         if theta.stride(1) == 1 and into.stride(1) == 1:
             self.kernel.subtract(rates, theta, into, self.x, self.buffers)
             return
-        # Rows of somebody's own algorithm, with gaps.
+        # Rows of a user's algorithm, with gaps.
         moved = into.clone(memory_format=torch.contiguous_format)
         self.kernel.subtract(rates, theta.contiguous(), moved, self.x, self.buffers)
         into.copy_(moved)
