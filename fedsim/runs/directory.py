@@ -114,8 +114,8 @@ class RunDirectory:
             elif taken:
                 raise FedsimError(
                     f"--out {self.path} holds {', '.join(taken)} and no run's marker "
-                    f"({self._lock.path.name}), so that these may be a user's own; choose "
-                    "another directory."
+                    f"({self._lock.path.name}), so these may be your own files; choose another "
+                    "directory."
                 )
 
     def holds_run(self) -> bool:

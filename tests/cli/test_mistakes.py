@@ -255,7 +255,7 @@ def test_the_directory_of_the_users_own_files_stays_as_it_is(
     (tmp_path / "clients" / "mine.txt").write_text("mine")
     (tmp_path / "config.toml").write_text(TOML)
     for overwrite in ([], ["--overwrite"]):
-        assert "they would be overwritten" in refused("run", "c.toml", "--out", ".", *overwrite)
+        assert "may be your own files" in refused("run", "c.toml", "--out", ".", *overwrite)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
@@ -561,10 +561,17 @@ def test_a_model_that_cannot_be_trained(model: str, refused: Callable[..., str])
     refused("run", "c.toml", "--set", f"model.name={__name__}:{model}", "--allow-code", __name__)
 
 
-def test_an_error_of_the_users_own_code_keeps_its_traceback() -> None:
+def test_an_error_of_the_users_own_code_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     own = ("--set", f"model.name={__name__}:Unreadable", "--allow-code", __name__)
-    with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
+    with pytest.raises(SystemExit) as ended:
         main(["run", "c.toml", *own])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().err
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'" in printed
+    assert Path(__file__).name in printed
+    assert "fedsim/" not in printed.replace(__file__, "")
 
 
 GOOD = {"fc1.weight": torch.zeros(10, 64), "fc1.bias": torch.zeros(10)}

@@ -139,7 +139,7 @@ def test_two_runs_of_one_config_on_an_edited_file_are_charged_twice(data, tmp_pa
     assert second.privacy.cost.releases == 2 * first.privacy.cost.releases
     said = str(second.privacy)
     assert "Two runs of one seed on different data share their noise" in said
-    assert "at most one of them may be shown to anybody" in said
+    assert "publish at most one of them" in said
     assert 'With noise.entropy = "system"' in said
 
 

@@ -207,7 +207,7 @@ def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_pat
     free = {"mechanism.name": "none", "noise.multiplier": ""}
     kept = {"client.state-dir": str(tmp_path / "kept")}
     grid = grid_runs(BASE.replace(**free, **protected, **kept), parse_axes(["seed=1,2"]))
-    with pytest.raises(FedsimError, match="ledger there says would be about several clients'"):
+    with pytest.raises(FedsimError, match="ledger there would be about several clients'"):
         run_sweep(grid, tmp_path / "out")
     assert not any(tmp_path.iterdir())
 

@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 from clients_helpers import make_data, make_mlp
-from fedsim.runs.local_training import LocalTraining
 
 from fedsim import RunConfig
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
+from fedsim.runs.factories import LocalTraining
 from fedsim.runs.resolve import resolve
 from fedsim.training import Trainer
 from fedsim.training.paths import choice

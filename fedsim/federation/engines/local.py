@@ -343,7 +343,7 @@ def _check_answers(reply: object, message: Message) -> None:
         raise ValueError("the client replied in another node's name, or for another run")
 
 
-def require_trainer(trainer: BlockTrainer) -> BlockTrainer:
+def require_trainer(trainer: BlockTrainer | ClientApp) -> BlockTrainer:
     """The trainer, if it is one.
 
     Raises
@@ -354,7 +354,7 @@ def require_trainer(trainer: BlockTrainer) -> BlockTrainer:
     if isinstance(trainer, BlockTrainer):
         return trainer
     raise FedsimError(
-        f"a {type(trainer).__name__} is no fedsim.rows.exchange.BlockTrainer; a class with "
+        f"a {type(trainer).__name__} is no fedsim.rows.block.BlockTrainer; a class with "
         "population, train and evaluate that inherits from TrainerDefaults there is one (and a "
         "ClientApp runs on LocalGrid, or in Flower's own simulation)."
     )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedsim.arguments import check_arguments
@@ -66,7 +67,7 @@ class RayGrid(LocalGrid):
     @check_arguments
     def __init__(
         self,
-        trainer: BlockTrainer,
+        trainer: BlockTrainer | ClientApp,
         *,
         workers: int = 0,
         address: str | None = None,
@@ -80,7 +81,7 @@ class RayGrid(LocalGrid):
     ) -> None:
         import ray
 
-        require_trainer(trainer)
+        trainer = require_trainer(trainer)
         if trainer.device.type == "cuda" and not gpus_per_worker:
             raise FedsimError(
                 "engine.gpus-per-worker is 0 while engine.device is 'cuda'; it must be more (a "
