@@ -56,7 +56,7 @@ def test_a_finished_run_is_left_as_it_was_and_can_be_given_more_rounds(done, tmp
 
 def test_a_resumed_run_cannot_have_fewer_rounds_than_it_has_made(done):
     config = done.config.read_bytes()
-    with pytest.raises(FedsimError, match=r"rounds = 3; it must be at least 4, which the run in"):
+    with pytest.raises(FedsimError, match="it must be at least 4, the last round of the run"):
         resume(done, rounds=3)
     assert done.config.read_bytes() == config
 
