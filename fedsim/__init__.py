@@ -9,8 +9,9 @@ usable on their own.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fedsim.lazy import names_of
 from fedsim.version import VERSION
 
 if sys.platform == "win32":
@@ -23,39 +24,28 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
+    from fedsim.errors import FedsimError
     from fedsim.reports.notebook import Live
     from fedsim.runs.callbacks import Callback, RunStatus
     from fedsim.runs.runner import run
     from fedsim.runs.saved import load
 
 __version__ = VERSION
-__all__ = ["Callback", "Live", "RunConfig", "RunStatus", "__version__", "load", "run"]
+__all__ = [
+    "Callback",
+    "FedsimError",
+    "Live",
+    "RunConfig",
+    "RunStatus",
+    "__version__",
+    "load",
+    "run",
+]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: `import fedsim.privacy` must not load torch or Flower.
-    if name == "RunConfig":
-        from fedsim.config import RunConfig
-
-        return RunConfig
-    if name in ("Callback", "RunStatus"):
-        from fedsim.runs import callbacks
-
-        return getattr(callbacks, name)
-    if name == "Live":
-        from fedsim.reports.notebook import Live
-
-        return Live
-    if name == "run":
-        from fedsim.runs.runner import run
-
-        return run
-    if name == "load":
-        from fedsim.runs.saved import load
-
-        return load
-    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
+# Imported on first use: `import fedsim.privacy` must not load torch or Flower.
+__getattr__ = names_of(__name__, __file__)

@@ -118,6 +118,11 @@ class Setting:
         """The words that it may be, if it is one of a few."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
+    def absent(self, key: str) -> FedsimError:
+        """The error of a config that lacks it, where it has no default; ``key`` names it there."""
+        what = f": {self.doc[0].lower()}{self.doc[1:]}" if self.doc else "."
+        return FedsimError(f"{key} is not set; it must be given{what}")
+
     def read(self, value: Any) -> Any:
         """The value that one in a config stands for.
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 _POISSON, _FIXED = "cohort.rate (with cohort.name = 'poisson')", "cohort.size (with 'fixed')"
 _WIDTHS = "model.widths (with model.name = 'mlp')"
+_COLUMNS = "data.columns (as in data.columns = 'y=income,owner=hospital')"
 _CLIP = "mechanism.clip-norm", "client.mechanism.clip-norm"
 _RATE = "client.lr", "server.lr"
 _NOISE = "noise.multiplier", "client.noise.multiplier"
@@ -25,6 +26,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("num-clients", "n-clients", "population"), ("partition.clients",)),
     "dirichlet-alpha": ("partition.alpha (with partition.name = 'dirichlet')",),
     "dataset": ("data.name",),
+    **dict.fromkeys(("target", "targets", "label", "labels", "owner", "features"), (_COLUMNS,)),
     **dict.fromkeys(("metric", "evaluation"), ("task.metrics",)),
     "criterion": ("task.loss",),
     **dict.fromkeys(("clip", "clipping-norm", "l2-norm-clip", "max-grad-norm"), _CLIP),

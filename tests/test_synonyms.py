@@ -24,6 +24,7 @@ SAID = {
     "task.loss=mse": "did you mean 'squared-error'?",
     "task.metrics=mse": "did you mean 'rmse'?",
     "model.name=resnet18": "as 'nets:resnet18' for resnet18 in nets.py",
+    "data.target=y": "did you mean data.columns (as in data.columns = 'y=income,owner=hospital')?",
     "data.name=fmnist": "did you mean 'fashion-mnist'?",
     "data.name=fashion_mnist": "did you mean 'fashion-mnist'?",
     "data.name=CIFAR-10": "did you mean 'cifar10'?",

@@ -152,7 +152,7 @@ class Choice(ConfigTable):
             # Flower has no null and an app's table every key: the empty string is none given.
             own[setting.name] = setting.default if value == "" else _read(setting, value, key)
             if own[setting.name] is REQUIRED:
-                raise FedsimError(f"{key} is not set; it must be given.")
+                raise setting.absent(key)
         object.__setattr__(self, "own", own)
         object.__setattr__(self, "options", options)
         super().__init__(**tree)

@@ -40,16 +40,19 @@ def dataset_of(data: object) -> Dataset:
     """
     if isinstance(data, Dataset):
         return data
-    if isinstance(data, Mapping) and "x_train" in data:
-        arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
+    if isinstance(data, Mapping) and {"train", "test"} != data.keys():
         missing = [key for key in KEYS if key not in data]
         if missing:
-            raise FedsimError(f"data= lacks {', '.join(missing)}; it must have {', '.join(KEYS)}.")
+            raise FedsimError(
+                f"data= lacks {', '.join(missing)}; a dict of arrays must have {', '.join(KEYS)} "
+                "(columns of a table go through fedsim.datasets.from_table)."
+            )
+        arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
         return Dataset.of(
             "data", arrays.train, arrays.test, mean=arrays.mean, std=arrays.std,
             classes=arrays.classes, vocabulary=arrays.vocabulary,
         )  # fmt: skip
-    if isinstance(data, Mapping) and {"train", "test"} == data.keys():
+    if isinstance(data, Mapping):
         data = (data["train"], data["test"])
     if not (isinstance(data, Sequence) and len(data) == 2) or isinstance(data, str):
         raise FedsimError(f"data= is of type {type(data).__name__}; it must be {_WANTED}.")

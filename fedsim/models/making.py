@@ -113,7 +113,7 @@ def _check_names(name: str, given: dict[str, Any], takes: Sequence[Setting]) -> 
             )
     for setting in takes:
         if setting.default is REQUIRED and setting.name not in given:
-            raise FedsimError(f"model.{setting.key} is not set; it must be given.")
+            raise setting.absent(f"model.{setting.key}")
 
 
 def _taken(

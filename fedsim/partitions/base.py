@@ -89,7 +89,8 @@ class Examples:
         if name not in self.columns:
             raise FedsimError(
                 f"partition.column is '{name}', but the training examples have "
-                f"{', '.join(self.columns) or 'no columns'}; the data must have {name}_train."
+                f"{', '.join(self.columns) or 'no columns'}; the data must have "
+                f"{name}_train (a table names its columns in data.columns, as in 'owner=hospital')."
             )
         return self.columns[name]
 

@@ -46,7 +46,7 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
         ({"model": nn.ModuleList([nn.Linear(64, 10)])}, "ends in NotImplementedError .*forward"),
         (
             {"data": {"x": 1}},
-            "data= is of type dict; it must be a fedsim.datasets.Dataset, a dict of arrays",
+            r"data= lacks x_train, y_train, x_test, y_test; .*from_table",
         ),
         ({"partition": [[0], [1], [2]]}, r"partition is .*fedsim\.partitions\.Partition"),
         ({"strategy": "fedadam"}, r"strategy is 'fedadam'; .*flwr\.serverapp\.strategy\.Strategy"),
