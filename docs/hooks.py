@@ -16,7 +16,7 @@ from notebook_page import notebook_page
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     ("Runs", "fedsim", ("run", "load", "RunConfig", "Callback", "RunStatus", "Live")),
-    ("What a run reached", "fedsim.runs.result", ("RunResult",)),
+    ("What a run reached", "fedsim.runs.record", ("RunResult",)),
     ("What a run has left", "fedsim.runs.saved", ("SavedRun", "InferenceModel")),
     ("Cohorts", "fedsim.cohorts", None),
     ("Mechanisms", "fedsim.mechanisms", None),

@@ -30,7 +30,7 @@ from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.privacy import Statement
-    from fedsim.runs.result import RunResult
+    from fedsim.runs.record import RunResult
 
 
 ConfigFile = Annotated[Path, typer.Argument(help="The TOML file that describes the run.")]

@@ -338,7 +338,7 @@ _FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
 def _tradeoff_table(curve: TradeOff) -> Table:
     """The false-negative rates of any membership-inference attack, at some false-positive rates."""
     table = Table(box=None, padding=(0, 2), title="any membership-inference attack")
-    table.add_column("false positives", justify="right")
+    table.add_column("at a false-positive rate of", justify="right")
     table.add_column("misses at least", justify="right")
     for rate, missed in zip(_FALSE_POSITIVE_RATES, curve(_FALSE_POSITIVE_RATES), strict=True):
         table.add_row(f"{rate:.1%}", f"{math.floor(1000 * missed) / 10:.1f}%")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from fedsim.config import RunConfig
+from fedsim.config import RunConfig, Scalar
 from fedsim.config.instantiate import make
 from fedsim.config.plan import (
     cohort,
@@ -15,17 +15,17 @@ from fedsim.config.plan import (
     made_noise,
     stopping,
     with_added_noise,
-    with_config_figures,
 )
+from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, ClientLedgers, Law, Ledger, Question, Statement, claimed
+from fedsim.privacy import Adjacency, ClientLedgers, Law, Ledger, Question, Statement
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.calibration import Extrapolation
-from fedsim.privacy.claims import FIXED
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import shipped_laws
 from fedsim.privacy.plan import ReleasePlan, of_user
-from fedsim.runs.record import clients_ledgers, ending, read_config
+from fedsim.runs.directory import clients_ledgers, ending
+from fedsim.runs.record import delta_of, statements_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,7 @@ class Source:
         spent most.
     server : Ledger or None
         The server's ledger.
-    clients : path or None
-        The directory of the clients' ledgers.
-    examples_delta : float
-        The delta of the clients' statements.
+    clients : ClientLedgers or None
     directory : path or None
         The run's.
     extrapolated : Extrapolation or None
@@ -58,8 +55,7 @@ class Source:
     question: Question = field(default_factory=Question)
     ledger: Ledger | None = None
     server: Ledger | None = None
-    clients: Path | None = None
-    examples_delta: float = 1e-5
+    clients: ClientLedgers | None = None
     directory: Path | None = None
     extrapolated: Extrapolation | None = None
     group: int = 1
@@ -67,19 +63,10 @@ class Source:
 
     def statements(self, delta: float) -> list[Statement]:
         """Statements of the server's ledger, if it has private releases, and of the clients'."""
-        stop, config = FIXED, None
-        if self.directory is not None and (path := self.directory / "config.toml").is_file():
-            config = RunConfig.load(path)
-            if self.server is not None:
-                ended, _ = ending(self.directory)
-                stop = stopping(read_config(path), self.server.rounds_made, ended)
-        server = examples = None
-        if self.server is not None:
-            server = self.server.statement(delta, stopping=stop)
-            server = server if config is None else with_config_figures(config, server)
-        if self.clients is not None:
-            examples = _client_ledgers(self.clients, self.examples_delta).statement(stopping=stop)
-        return claimed(server, examples)
+        if self.directory is None:
+            return statements_of({}, self.server, self.clients, "", delta)
+        config, (ended, _) = _config_in(self.directory), ending(self.directory)
+        return statements_of(config, self.server, self.clients, ended, delta)
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -98,10 +85,11 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
         return _of_config(RunConfig.load(source, overrides))
     if not source.is_dir():
         ledger = Ledger.read(source)
-        return Source(_further_rounds(ledger, _delta(source.parent, delta)), ledger, ledger)
+        delta = delta_of(_config_in(source.parent)) if delta is None else delta
+        return Source(_further_rounds(ledger, delta), ledger, ledger)
     pattern = source / "client-*.jsonl"
     if any(source.glob(pattern.name)) or archived(pattern):
-        return _of_clients(source, 1e-5 if delta is None else delta)
+        return _of_clients(_client_ledgers(source, 1e-5 if delta is None else delta))
     return _of_run(source, delta)
 
 
@@ -120,32 +108,29 @@ def _of_config(config: RunConfig) -> Source:
 
 
 def _of_run(run: Path, delta: float | None) -> Source:
-    server, path = Ledger.read(run / "ledger.jsonl"), run / "config.toml"
-    config = read_config(path) if path.is_file() else {}
-    examples_delta = _delta(run, delta, "client.noise.delta")
-    delta = _delta(run, delta)
+    server, config = Ledger.read(run / "ledger.jsonl"), _config_in(run)
+    examples_delta = delta_of(config, "client") if delta is None else delta
+    delta = delta_of(config) if delta is None else delta
     clients = clients_ledgers(run, config)
-    if clients is not None and not server.statement(delta).private:
-        return replace(_of_clients(clients, examples_delta), server=server, directory=run)
+    ledgers = None if clients is None else _client_ledgers(clients, examples_delta)
+    if ledgers is not None and not server.statement(delta).private:
+        return replace(_of_clients(ledgers), server=server, directory=run)
     question = replace(_further_rounds(server, delta), stopping=stopping(config))
-    return Source(question, server, server, clients, examples_delta, run)
-
-
-def _of_clients(directory: Path, delta: float) -> Source:
-    costliest = _client_ledgers(directory, delta).worst()
-    question = _further_rounds(costliest, delta)
-    return Source(question, costliest, clients=directory, examples_delta=delta)
+    return Source(question, server, server, ledgers, run)
 
 
 def _client_ledgers(directory: Path, delta: float) -> ClientLedgers:
     return ClientLedgers(directory, delta=delta, read_only=True)
 
 
-def _delta(run: Path, delta: float | None, key: str = "noise.delta") -> float:
-    path = run / "config.toml"
-    if delta is None and path.is_file():
-        return float(RunConfig.load(path).to_run_config().get(key, 1e-5))
-    return 1e-5 if delta is None else delta
+def _of_clients(ledgers: ClientLedgers) -> Source:
+    costliest = ledgers.worst()
+    return Source(_further_rounds(costliest, ledgers.delta), costliest, clients=ledgers)
+
+
+def _config_in(directory: Path) -> dict[str, Scalar]:
+    path = directory / "config.toml"
+    return read_config(path) if path.is_file() else {}
 
 
 def _further_rounds(ledger: Ledger, delta: float) -> Question:

@@ -26,7 +26,7 @@ from fedsim.federation.round_report import (
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean
-from fedsim.runs.result import RunResult
+from fedsim.runs.record import RunResult
 
 _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
 

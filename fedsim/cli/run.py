@@ -95,7 +95,7 @@ def run(
     # Only now: a mistake in the config should not wait for torch.
     with console.status("importing") if not (quiet or json_) else nullcontext():
         from fedsim.cli.progress import JsonRounds, Progress, interrupted, summary
-        from fedsim.runs.result import RanElsewhere
+        from fedsim.runs.record import RanElsewhere
         from fedsim.runs.runner import run as run_config
     shown: Progress | None = None if quiet or json_ else Progress(console, settings)
     callbacks = [JsonRounds(lines)] if json_ else [shown] if shown else []

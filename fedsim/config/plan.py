@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from fedsim.cohorts import Cohort
 from fedsim.config.instantiate import find, make
 from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
-from fedsim.config.run_config import RunConfig
+from fedsim.config.run_config import RunConfig, past_config
 from fedsim.config.sections import DevicesSection
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
 from fedsim.config.values import Scalar
@@ -120,13 +121,26 @@ def declares_stops(flat: Mapping[str, Scalar]) -> bool:
     return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
 
 
-def with_config_figures(config: RunConfig, statement: Statement) -> Statement:
+def with_config_figures(
+    flat: Mapping[str, Scalar], statement: Statement, ledger: Path | None
+) -> Statement:
     """A statement of the server's releases, with what only the config says beside.
 
-    These are the figures that it asks for, and what it takes to say nothing of clients' data.
+    These are the figures that it asks for, and what it takes to say nothing of clients' data. Of
+    another version's config, by dotted keys, only what asks for one is looked at; its file is
+    beside the ``ledger``.
+
+    Raises
+    ------
+    FedsimError
+        If such a config cannot be read by this version.
     """
+    grouped = flat.get("privacy.group", 1) != 1
+    if not (grouped or flat.get("noise.cohort-size") or has_devices(flat)):
+        return statement
+    config = past_config((Path("") if ledger is None else ledger.parent) / "config.toml", flat)
     figure = extrapolation(config, statement.of_run)
-    note = _DEVICES if config.private and has_devices(config.to_run_config()) else statement.note
+    note = _DEVICES if config.private and has_devices(flat) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
 
 

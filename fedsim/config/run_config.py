@@ -281,7 +281,7 @@ class RunConfig(ConfigTable):
         return bounded and self.noise.adds_noise
 
 
-def past_config(path: Path, flat: dict[str, Scalar] | None = None) -> RunConfig:
+def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConfig:
     """The config of a run that has begun, perhaps by another version of fedsim.
 
     Keys that there were not yet when it began have their defaults.
@@ -305,6 +305,17 @@ def past_config(path: Path, flat: dict[str, Scalar] | None = None) -> RunConfig:
             f"{path} is of a run that another version of fedsim has made, or has been edited: "
             f"{error} Choose another --out, and leave that directory to the version that made it."
         ) from None
+
+
+def read_config(path: Path) -> dict[str, Scalar]:
+    """A config by dotted keys as it stands in its file, of whatever version.
+
+    Raises
+    ------
+    FedsimError
+        If it is not TOML.
+    """
+    return _flatten(_read(path))
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -346,7 +357,7 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for key, value in tree.items():
-        if key == "options":
+        if key == "options" and isinstance(value, Mapping):
             flat[f"{prefix}{key}"] = write_options(value)
         elif isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")

@@ -28,7 +28,8 @@ TEST_EVERY = 5
 """Of a table that comes in one piece, every fifth row is a test example."""
 
 MOST_CATEGORIES = 1000
-WILD = 1000.0
+WILD = 10.0
+"""A larger root mean square of an input makes steps of a usual size diverge."""
 
 Column = Sequence[Any]  # of numbers, or of anything that is written as text
 Table = Mapping[str, Column]
@@ -234,14 +235,17 @@ class _Reader:
         """Warn of numbers so large that steps of a usual size diverge."""
         start, wild = 0, []
         for name, kind in self._input_types():
-            if _is_free(kind) and np.abs(x[:, start]).max(initial=0) > WILD:
-                wild.append(name)
+            values = x[:, start].astype(np.float64)
+            if _is_free(kind) and len(x) and np.sqrt(np.mean(values**2)) > WILD:
+                wild.append((name, values.min(), values.max()))
             start += _width(kind)
         if wild:
+            name, low, high = wild[0]
             _log.warning(
-                "%s has numbers above %g in %s, which few models train on: set data.normalize = "
-                "true, or declare a range, as in data.types = '%s=0:%g'.",
-                self.where, WILD, ", ".join(wild), wild[0], np.abs(x).max(),
+                "%s has numbers of a typical size above %g in %s, on which usual steps diverge: "
+                "set data.normalize = true, or declare a range, as in data.types = '%s=%g:%g'.",
+                self.where, WILD, ", ".join(name for name, _, _ in wild), name,
+                low, high if high > low else low + 1,
             )  # fmt: skip
 
     def _input_types(self) -> list[tuple[str, NumberType | CategoryType]]:

@@ -26,10 +26,9 @@ from fedsim.federation.arrays import array_record
 from fedsim.privacy import Ledger
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.directory import OUT, RunDirectory, last_run
-from fedsim.runs.record import ending
+from fedsim.runs.directory import OUT, RunDirectory, ending, last_run
+from fedsim.runs.record import RanElsewhere, RunResult, statements_of
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.result import RanElsewhere, RunResult, statements
 from fedsim.strategies import RunFailedError
 
 
@@ -214,7 +213,9 @@ def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
         metrics=[*rows],
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
-        statements=partial(statements, resolved.config, ledger, resolved.client_ledgers, ended),
+        claims=partial(
+            statements_of, resolved.config.to_run_config(), ledger, resolved.client_ledgers, ended
+        ),
         ended=ended,
         why=why,
         directory=directory,

@@ -1,7 +1,7 @@
 """The trade-off curve of a claim: the error rates of any attack that distinguishes neighbours.
 
 An (epsilon, delta) pair is one point of what a composition of events guarantees. All pairs
-together say that an attack with false-positive rate ``a`` misses at least ``f(a)`` (Dong, Roth &
+together say that at a false-positive rate ``a`` any attack misses at least ``f(a)`` (Dong, Roth &
 Su, "Gaussian Differential Privacy", 2022). Everything here is rounded in the direction that
 keeps it true: ``f`` down, the advantage and mu up.
 """
@@ -70,8 +70,8 @@ class TradeOff:
         """``x = e^epsilon`` and delta of the lower convex hull's points, and its chords' falls.
 
         Their lines are the highest somewhere, both those of slope -x and those of slope -1/x. Of
-        the former the next one takes over at false alarms that equal the fall of delta's chord; of
-        the latter, at 1 less the chord's value at x = 0.
+        the former the next one takes over at a false-positive rate that equals the fall of delta's
+        chord; of the latter, at 1 less the chord's value at x = 0.
         """
         points: list[tuple[float, float]] = []
         falls: list[float] = []

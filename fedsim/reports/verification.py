@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 from fedsim import regular_files
-from fedsim.config import Scalar
 from fedsim.config.plan import stopping
+from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import FileCheck, checked, verify
 from fedsim.reports.run_page import run_page
-from fedsim.runs.record import RunRecord, clients_ledgers, read_config
+from fedsim.runs.directory import clients_ledgers
+from fedsim.runs.record import RunRecord, delta_of
 
 # Where a ledger lies may have changed since, and is no claim.
 _PLACE = re.compile(r"Ledger: [^<]*")
@@ -42,10 +43,10 @@ def verify_run(
         config = {}  # its own line says so
     checks = verify(
         run,
-        _delta(config, "noise.delta") if delta is None else delta,
+        delta_of(config) if delta is None else delta,
         clients_ledgers(run, config),
         public_key,
-        examples_delta=_delta(config, "client.noise.delta"),
+        examples_delta=delta_of(config, "client"),
         stopping=stopping(config),
     )
     return [*checks, checked("report", lambda: _compare_report(run), run / "report.html")]
@@ -73,8 +74,3 @@ def _compare_report(run: Path) -> str:
         f"it does not follow from the other files; `fedsim report {run}` makes one that does, and "
         "one of another version of fedsim may differ in its words."
     )
-
-
-def _delta(config: dict[str, Scalar], key: str) -> float:
-    value = config.get(key)
-    return float(value) if isinstance(value, int | float) and 0 < value < 1 else 1e-5

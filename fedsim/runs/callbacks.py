@@ -13,9 +13,8 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.metrics import OPERATORS, Row
-from fedsim.runs.record import Ended
 from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")

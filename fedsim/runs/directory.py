@@ -32,19 +32,22 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors.torch import save as serialise
-from torch import Tensor
+from typing import Literal, cast
 
 from fedsim import regular_files
+from fedsim.config import Scalar
+from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
+from fedsim.lazy import Tensor
 from fedsim.privacy.digest import KEY, Fingerprints
-from fedsim.privacy.durable import replace
+from fedsim.privacy.durable import archived, replace
 from fedsim.privacy.manifest import LEDGER_KEY, MANIFEST, Manifest, private_key, signature
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
-from fedsim.runs.record import Ended, clients_ledgers, read_config
 from fedsim.runs.run_lock import RunLock, is_marked
+
+Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
+"""How a run has ended; 'dropped' is by a sweep's halving."""
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -226,10 +229,13 @@ class RunDirectory:
         self, arrays: Mapping[str, Tensor], about: Mapping[str, object] | None = None
     ) -> None:
         """Write model.safetensors; ``about`` says which release plan and ledger made it."""
+        # Only now: what reads a directory need not wait for torch.
+        from safetensors.torch import save
+
         tensors = {name: tensor.contiguous().cpu() for name, tensor in arrays.items()}
         # One entry: the order of several is not always the same.
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
-        replace(self.model, serialise(tensors, metadata={METADATA: text}))
+        replace(self.model, save(tensors, metadata={METADATA: text}))
 
     def finish(self, ended: Ended, why: str) -> None:
         """Note how the run has ended; one that was interrupted can be resumed, and has not."""
@@ -301,6 +307,25 @@ class RunDirectory:
                 f"--out {self.path} cannot be used ({error.strerror}); it must be a directory that "
                 "can be written to."
             ) from None
+
+
+def ending(path: Path) -> tuple[Ended, str]:
+    """How the run in a directory has ended, and a sentence if that was early."""
+    try:
+        written = json.loads(regular_files.read_text(path / "done"))
+        return cast(Ended, str(written["ended"])), str(written["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "interrupted", "The run has not come to its end."
+
+
+def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
+    """Where a run's clients keep their ledgers, if that is on this machine."""
+    kept = config.get("client.state-dir")
+    pattern = "client-*.jsonl"
+    for path in (*([Path(str(kept))] if kept else []), run / "clients"):
+        if any(path.glob(pattern)) or archived(path / pattern):
+            return path
+    return None
 
 
 def last_run(runs: Path, name: str) -> RunDirectory | None:

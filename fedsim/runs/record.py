@@ -1,30 +1,34 @@
-"""What a run has left, read back: also of another version's run, as far as it can be read."""
+"""What a run has reached: for who called it, and read back from its files.
+
+Files of another version's run are read as far as they can be.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from fedsim import regular_files
 from fedsim.config import Scalar
-from fedsim.config.plan import has_devices, stopping, with_config_figures
-from fedsim.config.run_config import past_config
+from fedsim.config.plan import stopping, with_config_figures
+from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
+from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
-from fedsim.privacy.durable import archived
-from fedsim.runs.metrics import MetricsFile, Row
+from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
+from fedsim.runs.metrics import Row, brief, display_name, is_share
 from fedsim.runs.run_lock import is_marked
 
-SUMMARY_FORMAT = 1
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
 
-Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
-"""How a run has ended; 'dropped' is by a sweep's halving."""
+SUMMARY_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,25 @@ class RunRecord:
             If it is none, or it or something in it is damaged or of a later format.
         """
         is_marked(path)
-        if not (path / "config.toml").is_file():
+        directory = RunDirectory(path)
+        if not directory.config.is_file():
             raise FedsimError(
                 f"{path} is no run's directory: it has no config.toml; name one that "
                 "`fedsim run` has written, such as runs/NAME."
             )
-        config = read_config(path / "config.toml")
-        statements, released = _ledgers(path, config) if ledgers else ([], None)
+        config = read_config(directory.config)
+        server = clients = None
+        if ledgers and directory.ledger.is_file():
+            server = Ledger.read(directory.ledger)
+        if ledgers and (kept := clients_ledgers(path, config)) is not None:
+            clients = ClientLedgers(kept, delta=delta_of(config, "client"), read_only=True)
         return cls(
             path=path,
             config=config,
-            rows=MetricsFile(path / "metrics.csv").rows(),
-            statements=statements,
-            summary=_read_summary(path / "summary.json"),
-            released=released,
+            rows=directory.metrics_file.rows(),
+            statements=statements_of(config, server, clients, ending(path)[0]),
+            summary=_read_summary(directory.summary),
+            released=None if server is None else last_release(server),
         )
 
     @property
@@ -145,41 +154,6 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
     return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
 
 
-def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
-    """Where a run's clients keep their ledgers, if that is on this machine."""
-    kept = config.get("client.state-dir")
-    pattern = "client-*.jsonl"
-    for path in (*([Path(str(kept))] if kept else []), run / "clients"):
-        if any(path.glob(pattern)) or archived(path / pattern):
-            return path
-    return None
-
-
-def read_config(path: Path) -> dict[str, Scalar]:
-    """A config by dotted keys as it stands in its file, of whatever version.
-
-    Raises
-    ------
-    FedsimError
-        If it is not TOML.
-    """
-    try:
-        tree = tomllib.loads(regular_files.read_text(path))
-    except ValueError as error:
-        raise FedsimError(f"{path} is not valid TOML: {error}.") from None
-    return dict(_flat(tree, ""))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Scalar]:
-    flat: dict[str, Scalar] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(regular_files.read_text(path))
@@ -196,38 +170,164 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return dict(summary)
 
 
-def ending(path: Path) -> tuple[Ended, str]:
-    """How the run in a directory has ended, and a sentence if that was early."""
-    try:
-        written = json.loads(regular_files.read_text(path / "done"))
-        return cast(Ended, str(written["ended"])), str(written["why"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "interrupted", "The run has not come to its end."
+def last_release(ledger: Ledger) -> Entry | None:
+    """A ledger's last line that counts; None without any."""
+    return ledger.charged[-1] if ledger.charged else None
 
 
-def last_release(run: Path) -> Entry | None:
-    """The last line of the server's ledger; None without any."""
-    ledger = Ledger.read(run / "ledger.jsonl") if (run / "ledger.jsonl").is_file() else None
-    return ledger.charged[-1] if ledger is not None and ledger.charged else None
+def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:
+    """The delta of a config by dotted keys: of the server's releases, or of a ``client``'s."""
+    delta = config.get("client.noise.delta" if level == "client" else "noise.delta")
+    return float(delta) if isinstance(delta, int | float) and 0 < delta < 1 else 1e-5
 
 
-def _ledgers(path: Path, config: Mapping[str, Scalar]) -> tuple[list[Statement], Entry | None]:
-    """What is claimed, and the last line of the server's ledger."""
-    server, examples, end, released = None, None, FIXED, None
-    if (path / "ledger.jsonl").is_file():
-        delta = _number(config.get("noise.delta"))
-        ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
-        released = ledger.charged[-1] if ledger.charged else None
-        end = stopping(config, ledger.rounds_made, ending(path)[0])
-        server = ledger.statement(delta, stopping=end)
-        grouped = config.get("privacy.group", 1) != 1
-        if grouped or config.get("noise.cohort-size") or has_devices(config):
-            server = with_config_figures(past_config(path / "config.toml", dict(config)), server)
-    if (kept := clients_ledgers(path, config)) is not None:
-        delta = _number(config.get("client.noise.delta"))
-        examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stopping=end)
-    return claimed(server, examples), released
+def statements_of(
+    config: Mapping[str, Scalar],
+    server: Ledger | None,
+    clients: ClientLedgers | None,
+    ended: str,
+    delta: float | None = None,
+) -> list[Statement]:
+    """What is claimed of a run, at every level at which there is a ledger; the main one first.
+
+    Parameters
+    ----------
+    config : mapping
+        Its config by dotted keys, of whatever version.
+    server : Ledger or None
+    clients : ClientLedgers or None
+        Those of the clients, where anybody here has them.
+    ended : str
+        As in `RunResult`.
+    delta : float, optional
+        Of the server's statement; the config's if unset.
+    """
+    end = FIXED if server is None else stopping(config, server.rounds_made, ended)
+    examples = None if clients is None else clients.statement(stopping=end)
+    if server is None:
+        return claimed(None, examples)
+    of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
+    of_server = with_config_figures(config, of_server, server.path)
+    if examples is None and _clients_keep_ledgers(config):
+        of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
+    # Without a bound of updates the server has released nothing that it claims anything of.
+    bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
+    return claimed(of_server if bounded or examples is None else None, examples)
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 1e-5
+def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
+    """Whether clients protect their examples on nodes elsewhere, where their ledgers are."""
+    bound = config.get("client.mechanism.name", "none")
+    if config.get("client.mechanism.unsafe-non-private-raw-statistics"):
+        return False
+    return bound != "none" and bool(config.get("engine.federation"))
+
+
+_CLIENTS_KEEP_LEDGERS = (
+    "Clients protect their own examples: what that has cost each of them is in a ledger where the "
+    "client keeps it, and not here."
+)
+
+
+class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
+    """A run has finished, and its artefacts are on the SuperLink's host, not on this one.
+
+    Attributes
+    ----------
+    run_id : int
+    path : str
+        Where they are there.
+    """
+
+    def __init__(self, run_id: int, path: str) -> None:
+        super().__init__(f"run {run_id} has finished; on the SuperLink's host, see {path}")
+        self.run_id = run_id
+        self.path = path
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """What a run reached.
+
+    Attributes
+    ----------
+    metrics : list of mappings
+        One a round, round 0 being the initial model: the rows of metrics.csv.
+    arrays : ArrayRecord
+        The parameters.
+    claims : function
+        Gives `statements`, from the ledgers. It takes a while after many rounds, and is called when
+        one of them is looked at for the first time.
+    ended : "finished", "budget", "stopped" or "interrupted"
+        "stopped" is by a callback.
+    why : str
+        One sentence, where the run ended early.
+    directory : RunDirectory or None
+        Where the artefacts are.
+    notes : tuple of str
+        Sentences about what was done to the model before it was trained.
+    """
+
+    metrics: list[Row]
+    arrays: ArrayRecord
+    claims: Callable[[], list[Statement]] = field(compare=False)
+    ended: Ended = "finished"
+    why: str = ""
+    directory: RunDirectory | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def statements(self) -> list[Statement]:
+        """What is claimed of it, as `statements_of` says."""
+        return self.claims()
+
+    @property
+    def privacy(self) -> Statement:
+        """Epsilon, delta, adjacency, level, and what they cover.
+
+        At client level, unless the run is private at example level only.
+        """
+        return self.statements[0]
+
+    @property
+    def example_privacy(self) -> Statement | None:
+        """The same at example level, where clients protect their examples."""
+        return next((s for s in self.statements if s.level == "example"), None)
+
+    def __repr__(self) -> str:
+        facts = self._facts()
+        where = "in memory only" if self.directory is None else str(self.directory.path)
+        reached = ", ".join(f"{name} {value}" for name, value in facts.items())
+        ended = f"{self.ended} after round {self._rounds}" + f": {self.why}" * bool(self.why)
+        return f"{ended}\n{reached or 'nothing was evaluated'}\n{where}"
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook."""
+        cells: dict[str, object] = {"ended": f"{self.ended} after round {self._rounds}"}
+        cells |= {"why": self.why} if self.why else {}
+        cells |= self._facts()
+        if self.directory is not None:
+            cells["directory"] = self.directory.path
+        table: str = function("fedsim.reports.page:facts_table")(cells)
+        return table
+
+    @property
+    def _rounds(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    def _facts(self) -> dict[str, str]:
+        """The last of every metric on test examples, and what privacy was spent."""
+        last: dict[str, float] = {}
+        for row in self.metrics:
+            last |= {name: value for name, value in row.items() if name.startswith("test-")}
+        facts = {
+            display_name(name): brief(value, is_share(name, [value]))
+            for name, value in last.items()
+        }
+        for statement in self.statements:
+            if statement.private and statement.cost.releases:
+                level = f"{statement.words} at {statement.level} level"
+                facts[level] = f"{brief(statement.epsilon)} (delta {statement.delta:g})"
+        if not math.isfinite(self.privacy.epsilon):
+            facts["privacy"] = "none"
+        return facts

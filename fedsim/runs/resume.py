@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import FIXED
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import RunDirectory, ending
 from fedsim.runs.factories import ledger_dir
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.runs.record import ending
 from fedsim.runs.resolve import Resolved, calibrated
+
+_log = logging.getLogger("fedsim")
 
 Flat = dict[str, Scalar]
 
@@ -63,6 +65,11 @@ def resumed_config(
             f"rounds = {resumed.rounds}; it must be at least {state.round}, the last round of "
             f"the run in {directory.path}."
         )
+    if state is not None and resumed.rounds == state.round:
+        _log.warning(
+            "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
+            "larger N lets it continue.", directory.path, state.round,
+        )  # fmt: skip
     if stopping(began, ended=ending(directory.path)[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)
     _refuse_undeclared(began, wanted, resumed)

@@ -29,8 +29,8 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, check_past, warnings
+from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.runs.session import YOURS, Session
 from fedsim.runs.split_record import write_record

@@ -22,12 +22,11 @@ from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Judge, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
-from fedsim.runs.record import Ended
+from fedsim.runs.record import RunResult, statements_of
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
-from fedsim.runs.result import RunResult, statements
 from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
     DPFedAvg,
@@ -213,7 +212,7 @@ class Session:
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,
-            statements=partial(statements, resolved.config, ledger, resolved.client_ledgers, ended),
+            claims=partial(statements_of, self._config, ledger, resolved.client_ledgers, ended),
             ended=ended,
             why=self._why(ended),
             directory=self._directory,

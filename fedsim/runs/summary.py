@@ -20,22 +20,17 @@ from torch import Tensor
 
 from fedsim import models, regular_files
 from fedsim.config import RunConfig
+from fedsim.config.run_config import read_config
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.lazy import function
+from fedsim.privacy import Ledger
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
-from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import (
-    SUMMARY_FORMAT,
-    Ended,
-    RunRecord,
-    last_release,
-    read_config,
-)
+from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult, last_release
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
-from fedsim.runs.result import RunResult
 from fedsim.training import Trainer
 from fedsim.version import VERSION
 
@@ -69,16 +64,14 @@ def leave_report(
         summary = summarise(resolved, evaluation, tensors(result.arrays), ended=ended, why=why)
         directory.save_summary(summary)
         directory.seal()
-        statements = [result.privacy]
-        if result.example_privacy not in (None, result.privacy):
-            statements.append(result.example_privacy)
+        ledger = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
         record = RunRecord(
             path=directory.path,
-            config=read_config(directory.path / "config.toml"),
+            config=read_config(directory.config),
             rows=result.metrics,
-            statements=statements,
+            statements=result.statements,
             summary=summary,
-            released=last_release(directory.path),
+            released=last_release(ledger) if ledger is not None else None,
         )
         directory.save_report(_page(record))
     except (OSError, FedsimError) as error:

@@ -95,8 +95,19 @@ def test_wild_scales_are_warned_of(tmp_path, caplog):
         datasets.load(str(path), columns="y=y", types="pay=0:1e6")
         assert not caplog.records
         datasets.load(str(path), columns="y=y")
-    assert "above 1000 in pay" in caplog.text
-    assert "'pay=0:" in caplog.text
+    assert "above 10 in pay," in caplog.text
+    assert "'pay=90000:90008'" in caplog.text
+
+
+def test_ages_without_a_range_are_warned_of_because_steps_diverge_on_them(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text("age,y\n" + "".join(f"{23 + i % 39},{i % 2}\n" for i in range(100)))
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        datasets.load(str(path), columns="y=y", types="age=0:100")
+        datasets.load(str(path), columns="y=y", normalize=True)
+        assert not caplog.records
+        datasets.load(str(path), columns="y=y")
+    assert "above 10 in age," in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import ending
+from fedsim.runs.directory import RunDirectory, ending
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
 from fedsim.runs.session import YOURS

@@ -16,8 +16,8 @@ from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.verification import verify
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import ending, read_all
+from fedsim.runs.directory import RunDirectory, ending
+from fedsim.runs.record import read_all
 from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
@@ -44,9 +44,13 @@ def resume(directory: RunDirectory, **changes: object):
     return fedsim.run(config, out=directory.path, resume=True)
 
 
-def test_a_finished_run_is_left_as_it_was_and_can_be_given_more_rounds(done, tmp_path):
+def test_a_finished_run_says_so_is_left_as_it_was_and_can_be_given_more_rounds(
+    done, tmp_path, caplog
+):
     model, ledger = done.model.read_bytes(), done.ledger.read_bytes()
     assert [row["round"] for row in resume(done).metrics] == [0, 1, 2, 3, 4]
+    assert "had finished all 4 rounds: none is left to make" in caplog.text
+    caplog.clear()
     assert (done.model.read_bytes(), done.ledger.read_bytes()) == (model, ledger)
     longer = resume(done, rounds=6)
     fedsim.run(CONFIG.replace(rounds=6), out=tmp_path / "six")

@@ -26,8 +26,8 @@ from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir
+from fedsim.runs.record import RunResult, statements_of
 from fedsim.runs.resolve import resolve
-from fedsim.runs.result import RunResult, statements
 from fedsim.runs.runner import _needs_state_dir, drive
 
 CLIENTS = RunConfig().replace(
@@ -309,9 +309,8 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     assert resolved.client_ledgers is None
     server = Ledger(delta=1e-5)
     server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
-    said, examples = statements(federation, server, resolved.client_ledgers, "finished")
-    assert examples is None
-    assert "in a ledger where the client keeps it" in str(said)
+    (statement,) = statements_of(federation.to_run_config(), server, None, "finished")
+    assert "in a ledger where the client keeps it" in str(statement)
 
 
 def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):

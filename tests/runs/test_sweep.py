@@ -53,9 +53,7 @@ BASE = RunConfig().replace(
     ],
     ids=" ".join,
 )
-def test_members_end_with_the_same_bytes_as_when_run_alone(
-    overs: list[str], tmp_path: Path
-) -> None:
+def test_runs_of_a_sweep_end_with_the_same_bytes_as_alone(overs: list[str], tmp_path: Path) -> None:
     allow(["flwr.serverapp.strategy"])
     grid = grid_runs(BASE, parse_axes(overs))
     run_sweep(grid, tmp_path)
@@ -72,7 +70,7 @@ def test_members_end_with_the_same_bytes_as_when_run_alone(
         assert together.read_text().count("\n") == apart.read_text().count("\n")
 
 
-def test_frozen_parameters_are_each_members_own(tmp_path: Path) -> None:
+def test_each_run_keeps_its_own_frozen_parameters(tmp_path: Path) -> None:
     base = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
     grid = grid_runs(base, parse_axes(["seed=1,2"]))
     run_sweep(grid, tmp_path)
@@ -82,7 +80,7 @@ def test_frozen_parameters_are_each_members_own(tmp_path: Path) -> None:
     )
 
 
-def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["model.dtype=float32,float64"]))
     seen: list[str] = []
 
@@ -104,7 +102,7 @@ class Killed(BaseException):
     """Ends a sweep without a word, so that nothing is saved on the way out."""
 
 
-def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
+def test_runs_resumed_from_their_checkpoints_end_with_the_same_bytes_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = grid_runs(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
@@ -143,7 +141,7 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
         run_sweep(grid_runs(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
 
 
-def test_members_whose_clients_would_share_what_they_keep_are_refused(tmp_path: Path) -> None:
+def test_runs_whose_clients_would_share_state_are_refused(tmp_path: Path) -> None:
     kept = {"client.state": "client", "client.state-dir": str(tmp_path / "kept")}
     grid = grid_runs(BASE.replace(**kept), parse_axes(["seed=1,2"]))
     with pytest.raises(FedsimError, match=r"client\.state-dir = '.*kept'; in a sweep it must be"):
@@ -151,7 +149,7 @@ def test_members_whose_clients_would_share_what_they_keep_are_refused(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
+def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
     run_sweep(grid, tmp_path)
     ledgers = {RunDirectory(tmp_path / member.label).ledger: 3 for member in grid}
@@ -177,7 +175,7 @@ def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
         (["data.validation=0.1,0.2"], False),
     ],
 )
-def test_what_members_cost_together_is_said_only_where_their_clients_are_the_same(
+def test_the_joint_cost_is_stated_only_where_all_runs_have_the_same_clients(
     over, composes, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,7 +190,7 @@ def test_what_members_cost_together_is_said_only_where_their_clients_are_the_sam
     ) == (not composes)
 
 
-def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -> None:
+def test_partitions_without_a_seed_have_the_same_clients_in_every_run() -> None:
     changes = {"partition.name": "by-owner", "partition.clients": 9}
     grid = grid_runs(BASE.replace(**changes), parse_axes(["seed=1,2"]))
     assert len({split_settings(member.config) for member in grid}) == 1
@@ -202,7 +200,9 @@ def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -
     assert len({split_settings(member.config) for member in dealt}) == 2
 
 
-def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_path: Path) -> None:
+def test_runs_of_different_splits_cannot_share_client_ledgers(
+    tmp_path: Path,
+) -> None:
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
     free = {"mechanism.name": "none", "noise.multiplier": ""}
     kept = {"client.state-dir": str(tmp_path / "kept")}
@@ -212,7 +212,7 @@ def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_pat
     assert not any(tmp_path.iterdir())
 
 
-def test_choosing_among_members_costs_every_clients_examples_their_composition(
+def test_choosing_among_runs_costs_each_clients_examples_their_composition(
     tmp_path: Path,
 ) -> None:
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
@@ -228,7 +228,7 @@ def test_choosing_among_members_costs_every_clients_examples_their_composition(
     assert both.epsilon < examples_price(kept, 1e-5 / 2).epsilon < shared.epsilon
 
 
-def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in_each(
+def test_where_splits_differ_an_example_may_be_the_costliest_clients_in_every_run(
     tmp_path: Path,
 ) -> None:
     kept = {tmp_path / "1": 0, tmp_path / "2": 0}
@@ -243,7 +243,7 @@ def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in
     assert examples_price(kept, 1e-5, same=False).epsilon == anybody.epsilon(1e-5)
 
 
-def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> None:
+def test_a_sweep_says_that_releases_of_different_splits_have_no_joint_cost(tmp_path: Path) -> None:
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
@@ -269,7 +269,7 @@ def test_axes_take_any_values_and_refuse_nonsense() -> None:
 PLAIN = BASE.replace(**{"mechanism.name": "none", "noise.multiplier": "", "rounds": 5})
 
 
-def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
+def test_a_failed_run_states_its_reason_and_the_others_finish(tmp_path: Path) -> None:
     grid = grid_runs(PLAIN, parse_axes(["client.lr=0.1,1e6"]))
     outcomes = run_sweep(grid, tmp_path)
     assert [outcomes[member.label].ended for member in grid] == ["finished", "failed"]
@@ -286,7 +286,7 @@ def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("over", ["evaluate.clients-every=0,1,2", "cohort.rate=0.02,0.4"])
-def test_members_that_ask_their_clients_more_often_wait_for_nobody_and_change_nothing(
+def test_runs_that_evaluate_at_different_rounds_end_with_the_same_bytes_as_alone(
     over: str, tmp_path: Path
 ) -> None:
     grid = grid_runs(PLAIN.replace(rounds=3), parse_axes([over]))
@@ -307,7 +307,7 @@ def test_members_that_ask_their_clients_more_often_wait_for_nobody_and_change_no
         assert rows[0] == rows[1]
 
 
-def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
+def test_only_the_client_that_raises_in_a_shared_block_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Trainer.fit
@@ -326,7 +326,7 @@ def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
     assert {count for label, count in rows if label == grid[1].label} == {1, None}
 
 
-def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_member() -> None:
+def test_an_axis_reads_values_as_set_does_and_equal_ones_are_one_run() -> None:
     base = RunConfig().replace(**{"model.name": "mlp", "model.widths": 8})
     grid = grid_runs(base, parse_axes(["model.widths=64,[64,64],'64','64,64'", "client.lr=1,1.0"]))
     assert [member.point["model.widths"] for member in grid] == ["64", "64,64"]
@@ -336,7 +336,7 @@ def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_
     assert RunConfig.of(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
 
 
-def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() -> None:
+def test_each_value_of_a_users_option_is_a_run_labelled_by_it() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
     labels = [member.point["server.options.lr"] for member in grid_runs(BASE, axes)]
@@ -344,7 +344,7 @@ def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() 
     assert len({member.label for member in grid_runs(BASE, axes)}) == 4
 
 
-def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> None:
+def test_options_of_equal_text_and_different_types_have_separate_directories() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=1,1.0,'1',true,'true','True',word,'word'"])  # fmt: skip
     grid = grid_runs(BASE, axes)
@@ -353,7 +353,7 @@ def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> 
     assert len({member.label for member in grid}) == len(grid)
 
 
-def test_a_bad_value_of_an_axis_is_blamed_by_its_own_name() -> None:
+def test_a_bad_value_on_an_axis_is_refused_by_its_key() -> None:
     with pytest.raises(FedsimError, match=r"client\.lr = 'fast'; it must be a number"):
         grid_runs(BASE, parse_axes(["client.lr=0.1,fast,0.3"]))
     with pytest.raises(FedsimError, match=r"client\.momentum = 0\.9 has no effect with .*'adam'"):

@@ -36,7 +36,7 @@ batch-size = 20
 """
 
 
-def test_drawn_points_follow_from_the_seed_and_more_of_them_keep_the_first() -> None:
+def test_sampled_points_follow_from_the_seed_and_more_points_keep_the_first() -> None:
     axes = parse_axes(["client.lr=log(0.01,1)", "client.batch-size=5,10,20", "seed=1,2"])
     points = [member.point for member in random_runs(BASE, axes, 6)]
     assert [member.point for member in random_runs(BASE, axes, 9)][:12] == points
@@ -71,7 +71,7 @@ def test_spans_that_make_no_sense_are_refused() -> None:
 RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
 
 
-def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_run_alone(
+def test_halving_continues_the_best_on_validation_examples_to_the_same_bytes_as_alone(
     tmp_path: Path,
 ) -> None:
     grid = grid_runs(BASE, RATES)
@@ -99,7 +99,7 @@ def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_ru
     assert models[0].read_bytes() == models[1].read_bytes()
 
 
-def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -> None:
+def test_the_page_of_a_dropped_run_says_so_and_why(tmp_path: Path) -> None:
     grid = grid_runs(BASE, RATES)
     outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
     scores = {}
@@ -125,13 +125,13 @@ def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")} == before
 
 
-def test_a_halving_all_of_whose_members_fail_ends_with_their_outcomes(tmp_path: Path) -> None:
+def test_halving_ends_when_every_run_has_failed(tmp_path: Path) -> None:
     grid = grid_runs(BASE.replace(rounds=12), {"client.lr": [1e6, 2e6]})
     outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 4))
     assert {outcome.ended for outcome in outcomes.values()} == {"failed"}
 
 
-def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_an_interrupted_halving_resumes_to_the_same_outcomes(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
     whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))
 
@@ -152,7 +152,7 @@ def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path)
     assert sum(outcome.ended == "finished" for outcome in whole.values()) == 4
 
 
-def test_a_halving_whose_best_member_failed_later_is_done_when_it_is_run_again(
+def test_a_finished_halving_whose_best_run_failed_repeats_nothing(
     tmp_path: Path,
 ) -> None:
     # From round 5 on its rate is so high that nobody's update is finite.
@@ -167,7 +167,7 @@ def test_a_halving_whose_best_member_failed_later_is_done_when_it_is_run_again(
     assert run_sweep(grid, tmp_path, halving=Halving(4, 4)) == outcomes
 
 
-def test_a_sweep_that_is_asked_to_end_leaves_the_pages_of_members_that_are_done(
+def test_an_interrupted_sweep_writes_the_pages_of_finished_runs(
     tmp_path: Path,
 ) -> None:
     def ask(member, row):
@@ -184,7 +184,7 @@ def test_a_sweep_that_is_asked_to_end_leaves_the_pages_of_members_that_are_done(
         assert there.done.exists() == there.report.exists() == (begun and done)
 
 
-def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path: Path) -> None:
+def test_halving_without_validation_or_checkpoints_is_refused(tmp_path: Path) -> None:
     for changes, rung, words in (
         ({"data.validation": 0.0}, 2, r"nothing is chosen by test|data\.validation"),
         ({"checkpoint.every": 0}, 2, r"checkpoint\.every = 0"),
@@ -212,7 +212,7 @@ def failing_at(number: int) -> Callable[..., object]:
     return finish
 
 
-def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
+def test_a_run_whose_code_raises_fails_alone_and_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = grid_runs(BASE, parse_axes(["seed=1,2"]))
@@ -276,7 +276,7 @@ def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() ->
     assert best_of(over_seeds([without])) is None
 
 
-def test_a_sweep_some_of_whose_members_failed_has_a_status_of_its_own(
+def test_a_sweep_with_failed_runs_exits_with_status_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -305,7 +305,7 @@ def test_a_sweep_some_of_whose_members_failed_has_a_status_of_its_own(
     assert status("--over", "client.lr=0.1,0.2", "--first-rounds", "2", "--out", "none") == 2
 
 
-def test_the_price_of_choosing_counts_what_a_member_had_released_when_it_failed(
+def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

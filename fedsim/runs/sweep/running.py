@@ -16,11 +16,10 @@ from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import Ended, RunDirectory, ending
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
-from fedsim.runs.record import Ended, ending
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
 from fedsim.runs.summary import leave_report, record_ending
