@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -307,3 +309,15 @@ def test_a_private_run_of_a_model_that_is_read_says_by_structure():
     assert trainer.rounds.factory.method.evidence == "by structure"
     (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
     assert torch.isfinite(block.rows).all()
+
+
+def test_a_dense_network_is_read_without_torchs_compiler():
+    """Importing it would take over a second of every process."""
+    code = (
+        "import sys, torch; from torch import nn; from fedsim.tasks.losses import CrossEntropy; "
+        "from fedsim.training.structure.reading import read; "
+        "model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)); "
+        "reading = read(model, CrossEntropy(), torch.zeros(2, 2, 2), torch.tensor([0, 1])); "
+        "sys.exit(reading.why or bool({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
