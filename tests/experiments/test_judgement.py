@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from experiments.framework.config_runs import chosen
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.overview import overview
 from experiments.framework.pages import sections
-from experiments.framework.run import load
+from experiments.framework.run import Checked, load
 from experiments.framework.spread import agreed, all_ahead, listed, paired
 from experiments.framework.stored import Stored, digest, shortened
 from fedsim.config import RunConfig
@@ -41,9 +42,21 @@ from fedsim.rows import DenseRows, Layout
 STORED = [name for name in names() if Stored.load(find(name)) is not None]
 
 
+@cache
+def checked(name: str) -> Checked:
+    """A committed experiment's stored results, judged again: seconds, for many tests once."""
+    return check(find(name))
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The page of the four papers, which checks every experiment."""
+    return overview()
+
+
 @pytest.mark.parametrize("name", names())
 def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) -> None:
-    assert check(find(name)).faults == []
+    assert checked(name).faults == []
 
 
 @pytest.mark.parametrize("name", names())
@@ -54,7 +67,7 @@ def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", STORED)
 def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
-    report = check(find(name)).report
+    report = checked(name).report
     assert report is not None
     known = {*SERIES, *COLOURS.values(), LIGHT.ink, LIGHT.grid, LIGHT.frame}
     for picture in report.pictures.values():
@@ -64,7 +77,7 @@ def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - set(STORED)))
-def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str) -> None:
+def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str, page: str) -> None:
     app = typer.Typer()
     app.command()(experiment)
     result = CliRunner().invoke(app, [name, "--check"])
@@ -73,11 +86,10 @@ def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str)
     assert "Not measured: nothing here is judged." in said
     count = len(load(find(name), data=Path()).members())
     assert f"{count} runs" in said
-    assert f"| `{name}` |  | not measured |" in overview()
+    assert f"| `{name}` |  | not measured |" in page
 
 
-def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
-    page = overview()
+def test_every_panel_of_the_four_papers_is_on_the_page(page: str) -> None:
     for name in names():
         for panel in Judgement.load(find(name)).panels:
             assert f"{panel.name} ({name})" in page
@@ -158,7 +170,7 @@ def test_page_names_grids_that_end_where_they_are_flat(judged: Judgement, made: 
 
 def test_the_papers_point_of_its_figure_2_is_shown_first_with_its_picture() -> None:
     """C = 1, sigma = .1, rate .01: clipping's error grows with d, the corrected one's does not."""
-    report = check(find("adaclip-regression")).report
+    report = checked("adaclip-regression").report
     assert report is not None
     assert report.tables[0].name == "errors-paper"
     assert report.claims[0].name == "clipping-grows-paper"
@@ -169,7 +181,7 @@ def test_the_papers_point_of_its_figure_2_is_shown_first_with_its_picture() -> N
 
 
 def test_the_printed_adaclips_best_rate_is_inside_a_grid_to_1e6() -> None:
-    report = check(find("adaclip-mnist")).report
+    report = checked("adaclip-mnist").report
     assert report is not None
     printed = [choice for choice in report.choices if choice.of.startswith("rate of literal")]
     assert len(printed) == 5
