@@ -227,14 +227,33 @@ def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Calla
     defined = {attribute for part in thing.__mro__[:-1] for attribute in vars(part)}
     if any(defined.issuperset(methods) for methods in _LIKE.get(kind, ())):
         return thing
-    module, _, base = _BASES[kind].rpartition(".")
-    wanted = getattr(importlib.import_module(module), base)
+    wanted = _base(kind)
     if getattr(wanted, "_is_protocol", False) or not issubclass(thing, wanted):
         raise FedsimError(
             f"{key} is '{name}', a class that is no {_BASES[kind]}; it must be one, or a function "
             "that gives one."
         )
     return thing
+
+
+def _base(kind: str) -> type[Any]:
+    module, _, name = _BASES[kind].rpartition(".")
+    base: type[Any] = getattr(importlib.import_module(module), name)
+    return base
+
+
+def require_kind(kind: str, made: Any, key: str, name: str) -> None:
+    """Refuse an object that is not of its kind, such as a function may have given.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for methods in _LIKE.get(kind, ()):
+        if all(callable(getattr(made, method, None)) for method in methods):
+            return
+    if not isinstance(made, _base(kind)):
+        raise FedsimError(f"{key} is '{name}'; it must name a {_BASES[kind]}.")
 
 
 def load(key: str, name: str) -> Callable[..., Any]:

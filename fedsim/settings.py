@@ -16,7 +16,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -330,3 +330,24 @@ def read_setting(setting: Setting, value: Any, key: str) -> Any:
     except FedsimError as error:
         words = str(error)
         raise FedsimError(words if key in words else f"{key} = {shown(value)}: {words}") from None
+
+
+def read_settings(
+    settings: Iterable[Setting], given: Mapping[str, Any], table: str
+) -> dict[str, Any]:
+    """Values by Python's names, from those ``given`` by key and defaults.
+
+    Raises
+    ------
+    FedsimError
+        If one is not allowed, or is not given and has no default.
+    """
+    values = {}
+    for setting in settings:
+        key, value = f"{table}.{setting.key}", setting.default
+        if setting.key in given:
+            value = read_setting(setting, given[setting.key], key)
+        if value is REQUIRED:
+            raise setting.absent(key)
+        values[setting.name] = value
+    return values

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.instantiate import make
 from fedsim.config.plan import (
     cohort,
     entropy,
@@ -97,7 +96,7 @@ def _of_config(config: RunConfig) -> Source:
     declared = set()
     if config.private:
         declared |= {*_plan(config).declared}
-    if config.client.private and of_user(make(config.client.mechanism)):
+    if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
     return Source(
         _planned(config),
@@ -176,7 +175,7 @@ def _plan(config: RunConfig) -> ReleasePlan[Any]:
     return ReleasePlan(
         level="client",
         sampler=cohort(config),
-        bound=make(config.mechanism),
+        bound=config.mechanism.make(),
         noise=made_noise(config.noise),
     )
 

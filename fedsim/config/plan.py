@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from fedsim import registry
 from fedsim.cohorts import Cohort
-from fedsim.config.instantiate import find, make
 from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
 from fedsim.config.run_config import RunConfig, past_config
 from fedsim.config.sections import DevicesSection
@@ -33,21 +33,13 @@ _DEVICES = (
 
 def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
-    sampler = make(config.cohort, population=config.partition.clients)
-    if not isinstance(sampler, Cohort):
-        raise FedsimError(
-            f"cohort.name is '{config.cohort.name}'; it must name a fedsim.cohorts.Cohort."
-        )
+    sampler: Cohort = config.cohort.make(population=config.partition.clients)
     return sampler
 
 
 def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
     """The noise that a table names, at its multiplier, or at 0 where it has none."""
-    noise = make(section, multiplier=section.multiplier or 0.0, hardened=section.hardened)
-    if not isinstance(noise, Noise):
-        raise FedsimError(
-            f"{section.key('name')} is '{section.name}'; it must name a fedsim.privacy.Noise."
-        )
+    noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
 
 
@@ -152,7 +144,7 @@ def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
     """
     if config.engine.name == "deployment":
         return ()
-    seed = ("seed",) if getattr(find(config.partition), "drawn", True) else ()
+    seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
     return tuple(
         (key, value)
         for key, value in config.to_run_config().items()
@@ -243,3 +235,18 @@ def _keys(table: type[ConfigTable], affects: bool = True) -> Iterator[tuple[str,
             yield from _keys(setting.type, counts)
         else:
             yield table.key(setting.key), counts
+
+
+def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
+    named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
+    for table in all_tables(config):
+        if isinstance(table, Choice):
+            named.append((table.key(table.selector), table.kind, table.chosen))
+    modules = []
+    for key, kind, name in named:
+        if ":" in name:
+            modules.append((key, name, name.partition(":")[0].strip()))
+        elif name in registry.plugins(kind):
+            modules.append((key, name, registry.plugins(kind)[name].module))
+    return modules

@@ -252,6 +252,9 @@ class RunConfig(ConfigTable):
         """Read a Flower run-config: a flat mapping with dotted keys."""
         return cls._changed({}, flat)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_run_config, (self.to_run_config(),)
+
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``.
 

@@ -31,8 +31,11 @@ Range: TypeAlias = Annotated[
 """Where a range of examples begins and ends: ``10000:``, ``:500``, or empty for all."""
 
 
+WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
+
+
 def _is_work(text: str) -> bool:
-    drawn = re.fullmatch(r"whole\((\d{1,7}), *(\d{1,7})\)", text)
+    drawn = WORK_RANGE.fullmatch(text)
     return "(" not in text or (drawn is not None and 1 <= int(drawn[1]) <= int(drawn[2]))
 
 

@@ -9,15 +9,17 @@ checks; a `Choice` has, besides, the settings of the thing that it names: ``[cli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedsim import registry
 from fedsim.arguments import shown
-from fedsim.config.values import Scalar, read_options
+from fedsim.config.values import Scalar, parameters_of, read_options, read_options_of
 from fedsim.errors import FedsimError
-from fedsim.settings import REQUIRED, Setting, read_setting, settings_of
+from fedsim.settings import Setting, read_setting, read_settings, settings_of
 from fedsim.synonyms import closest_key
 
 
@@ -146,14 +148,9 @@ class Choice(ConfigTable):
     def __init__(self, /, **tree: Any) -> None:
         name = self.name_in(tree)
         settings, options = self._settings_and_options(name, tree)
-        own = {}
-        for setting in settings:
-            value, key = tree.pop(setting.key, ""), self.key(setting.key)
-            # Flower has no null and an app's table every key: the empty string is none given.
-            own[setting.name] = setting.default if value == "" else _read(setting, value, key)
-            if own[setting.name] is REQUIRED:
-                raise setting.absent(key)
-        object.__setattr__(self, "own", own)
+        # Flower has no null and an app's table every key: the empty string is none given.
+        given = {s.key: v for s in settings if (v := tree.pop(s.key, "")) != ""}
+        object.__setattr__(self, "own", read_settings(settings, given, self.table))
         object.__setattr__(self, "options", options)
         super().__init__(**tree)
 
@@ -173,6 +170,50 @@ class Choice(ConfigTable):
     def values(self) -> dict[str, Any]:
         """What the thing is made with: its settings by the names of its fields, or options."""
         return dict(self.options if self.has_options(self.chosen) else self.own)
+
+    def find(self) -> Callable[..., Any]:
+        """The class or function that is named."""
+        name = self.registered(self.chosen)
+        return registry.find(self.kind, name, self.key(self.selector))
+
+    def settings_for(
+        self, thing: Callable[..., Any], filled: Collection[str] = ()
+    ) -> Mapping[str, Any]:
+        """What it is called with, by Python's names; options are checked here.
+
+        Raises
+        ------
+        FedsimError
+            If these are not what it takes, or one is ``filled`` by other keys.
+        """
+        if not self.has_options(self.chosen):
+            return self.own
+        return read_options_of(thing, self.chosen, self.options, self.key("options"), filled)
+
+    def make(self, **filled: Any) -> Any:
+        """The thing, which of what other tables say, ``filled``, gets what it takes.
+
+        Raises
+        ------
+        FedsimError
+            If there is none, it is of another kind, or its options are not what it takes. Errors of
+            the user's own code come through as they are.
+        """
+        # fedsim's own are found without the directory, whose search costs more than the rest.
+        place = registry.current_directory_importable() if ":" in self.chosen else nullcontext()
+        key = self.key(self.selector)
+        with place:
+            thing = self.find()
+            if inspect.isabstract(thing):
+                raise FedsimError(
+                    f"{key} is '{self.chosen}', of which there are no objects: it must be a class "
+                    "that is not abstract, or a function."
+                )
+            names = parameters_of(thing)
+            given = {k: v for k, v in filled.items() if names is None or k in names}
+            made = thing(**self.settings_for(thing, tuple(filled)), **given)
+        registry.require_kind(self.kind, made, key, self.chosen)
+        return made
 
     def to_tree(self) -> dict[str, Any]:
         """As of any table: what it names stands first, and the settings of that next."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from fedsim.errors import FedsimError
-from fedsim.settings import REQUIRED, read_setting, settings_of
+from fedsim.settings import read_settings, settings_of
 
 Scalar = bool | int | float | str
 
@@ -130,15 +130,12 @@ def read_options_of(
                 f"{table}.{key.replace('_', '-')} is no setting of '{name}'; it takes "
                 f"{takes or 'no options'}."
             )
-    required = {key for key, s in settings.items() if s.default is REQUIRED}
-    for key in (required if settings else _required_of(thing)) - {*given, *filled}:
+    if settings:
+        by_key = {settings[name].key: value for name, value in given.items()}
+        return read_settings(settings.values(), by_key, table)
+    for key in _required_of(thing) - {*given, *filled}:
         raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
-    if not settings:
-        return given
-    return {
-        name: read_setting(s, given[name], f"{table}.{s.key}") if name in given else s.default
-        for name, s in settings.items()
-    }
+    return given
 
 
 def parameters_of(thing: Callable[..., Any]) -> set[str] | None:

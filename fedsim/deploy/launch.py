@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fedsim import allowed_code, registry, regular_files
 from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
-from fedsim.config.instantiate import modules_named
+from fedsim.config.plan import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator

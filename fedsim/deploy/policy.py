@@ -16,8 +16,7 @@ from flwr.app import ConfigRecord
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
-from fedsim.config.instantiate import modules_named
-from fedsim.config.plan import entropy, with_added_noise
+from fedsim.config.plan import entropy, modules_named, with_added_noise
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import _thread
 import os
+import pickle
 import secrets
 import tempfile
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from fedsim.config import RunConfig
-from fedsim.federation.arrays import array_record, tensors
-from fedsim.federation.state_tree import Tree, join_tree, split_tree
+from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
-from fedsim.runs.directory import RunDirectory
 
 CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: the key and the socket of the process that has a run's callbacks."""
-
-_Parts = tuple[dict[str, Any], str]
 
 
 class CallbackServer:
@@ -72,18 +65,13 @@ class CallbackServer:
     def _serve(self) -> None:
         with suppress(OSError, EOFError), self._listener.accept() as connection:
             while True:
-                name, argument = connection.recv()
-                answer = self._answer(name, argument)
-                connection.send((answer, self.asked_to_end))
+                name, *arguments = _receive(connection)
+                answer = self._answer(name, *arguments)
+                _send(connection, answer, self.asked_to_end)
 
-    def _answer(self, name: str, argument: Any) -> Any:
-        callbacks = self._callbacks
+    def _answer(self, name: str, *arguments: Any) -> Any:
         try:
-            if name == "state":
-                return _packed(callbacks.state())
-            if name == "restore":
-                return callbacks.restore(_unpacked(argument))
-            return getattr(callbacks, name)(argument.status())
+            return getattr(self._callbacks, name)(*arguments)
         except KeyboardInterrupt:
             _thread.interrupt_main()
             return None
@@ -105,72 +93,43 @@ class DistantCallback(Callback):
 
     def on_start(self, status: RunStatus) -> str | None:
         """Ask the callbacks in the other process."""
-        return _sentence(self._ask("on_start", _Sent.of(status)))
+        answer: str | None = self._ask("on_start", status)
+        return answer
 
     def on_round(self, status: RunStatus) -> str | None:
         """Ask the callbacks in the other process."""
-        return _sentence(self._ask("on_round", _Sent.of(status)))
+        answer: str | None = self._ask("on_round", status)
+        return answer
 
     def on_end(self, status: RunStatus) -> None:
         """Ask the callbacks in the other process."""
-        self._ask("on_end", _Sent.of(status))
+        self._ask("on_end", status)
 
     def state(self) -> Tree:
         """Get their state."""
-        return _unpacked(self._ask("state", None))
+        state: Tree = self._ask("state")
+        return state
 
     def restore(self, state: Tree) -> None:
         """Send them their state."""
-        self._ask("restore", _packed(state))
+        self._ask("restore", state)
 
-    def _ask(self, name: str, argument: Any) -> Any:
-        self._connection.send((name, argument))
-        answer, self.asked_to_end = self._connection.recv()
+    def _ask(self, *question: Any) -> Any:
+        _send(self._connection, *question)
+        answer, self.asked_to_end = _receive(self._connection)
         return answer
 
 
-def _sentence(answer: object) -> str | None:
-    return answer if isinstance(answer, str) else None
+# Not `Connection.send`: torch would have it share a tensor's memory, by a file that only one of the
+# two processes may open.
+def _send(connection: Connection, *message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def distant_callback() -> DistantCallback | None:
     """That of the process that has started this one, if it has one."""
     return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A `RunStatus` as it is pickled."""
-
-    config: dict[str, Any]
-    arrays: dict[str, Any]
-    directory: str | None
-    rest: dict[str, Any]
-
-    @classmethod
-    def of(cls, status: RunStatus) -> _Sent:
-        names = ("round", "row", "protects", "of_clients", "ended", "why")
-        return cls(
-            config=status.config.to_run_config(),
-            arrays={name: value.cpu().numpy() for name, value in tensors(status.arrays).items()},
-            directory=None if status.directory is None else str(status.directory.path),
-            rest={name: getattr(status, name) for name in names},
-        )
-
-    def status(self) -> RunStatus:
-        return RunStatus(
-            config=RunConfig.from_run_config(self.config),
-            arrays=array_record({k: torch.from_numpy(v) for k, v in self.arrays.items()}),
-            directory=None if self.directory is None else RunDirectory(self.directory),
-            **self.rest,
-        )
-
-
-def _packed(tree: Tree) -> _Parts:
-    kept, text = split_tree(tree)
-    return {name: tensor.numpy() for name, tensor in kept.items()}, text
-
-
-def _unpacked(parts: _Parts) -> Tree:
-    arrays, text = parts
-    return join_tree({name: torch.from_numpy(array) for name, array in arrays.items()}, text)

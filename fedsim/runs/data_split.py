@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedsim import datasets, partitions
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.instantiate import find, make, settings_for
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
@@ -125,14 +124,9 @@ def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
     return given or partitioner(config)
 
 
-def partitioner(config: RunConfig) -> partitions.Partition:
+def partitioner(config: RunConfig) -> Partition:
     """The partitioner, seeded."""
-    made = make(config.partition, clients=config.partition.clients, seed=config.seed)
-    if not isinstance(made, partitions.Partition):
-        raise FedsimError(
-            f"partition.name is '{config.partition.name}'; it must name a "
-            "fedsim.partitions.Partition."
-        )
+    made: Partition = config.partition.make(clients=config.partition.clients, seed=config.seed)
     return made
 
 
@@ -194,7 +188,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         train=data.train,
         test=data.test,
         protected=config.private or config.client.private,
-        **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
+        **data.settings_for(data.find(), data.filled),
     )
 
 

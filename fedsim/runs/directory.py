@@ -32,7 +32,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from fedsim import regular_files
 from fedsim.config import Scalar
@@ -93,6 +93,9 @@ class RunDirectory:
             *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
             *(self.checkpoint, self.tensorboard, self.clients, self.data_split, *self._of_ending),
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path,)  # a lock stays with its process
 
     def check_free(self, overwrite: bool) -> None:
         """Refuse a directory that this run may not have; nothing is touched.

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from fedsim import mechanisms, tasks
+from fedsim import mechanisms, registry, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
-from fedsim.config import RunConfig, instantiate
+from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, entropy, local_work, made_noise, stopping, with_added_noise
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
-from fedsim.devices import Devices, draw_work, read_trace, read_work
+from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.mechanisms import Mechanism
@@ -28,6 +26,7 @@ from fedsim.privacy import WorstClient, worst_client
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs.data_split import RunData
+from fedsim.runs.devices import work_counts
 from fedsim.strategies import RobustMean, ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
@@ -38,17 +37,17 @@ from fedsim.training.payload import Compression
 
 def aggregated(settings: MechanismSection) -> Mechanism | RobustMean:
     """What becomes of a round's updates: a mechanism's sum, or their robust mean."""
-    made = instantiate.make(settings)
+    made = settings.make()
     alone = not (settings.per_layer or settings.private_scalar)
     return made if alone and isinstance(made, RobustMean) else _composed(made, settings)
 
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     """The mechanism that bounds updates, or a client's per-example gradients."""
-    return _composed(instantiate.make(settings), settings)
+    return _composed(settings.make(), settings)
 
 
-def _composed(bound: Any, settings: MechanismSection | ClientMechanismSection) -> Mechanism:
+def _composed(bound: Mechanism, settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     """A bound in what the settings put around it."""
     if settings.per_layer:
         bound = mechanisms.PerLayer(bound)
@@ -59,46 +58,14 @@ def _composed(bound: Any, settings: MechanismSection | ClientMechanismSection) -
             high=settings.private_scalar_high,
             fraction=settings.private_scalar_fraction,
         )
-    if not isinstance(bound, Mechanism):
-        raise FedsimError(
-            f"{settings.table}.name is '{settings.name}'; it must name a "
-            "fedsim.mechanisms.Mechanism."
-        )
     return bound
 
 
 def algorithm(config: RunConfig) -> LocalAlgorithm:
-    """The client algorithm.
-
-    Raises
-    ------
-    FedsimError
-        If one of the user's own cannot be found or made.
-    """
+    """The client algorithm."""
     client = config.client
-    made = instantiate.make(client)
-    if not isinstance(made, LocalAlgorithm):
-        raise FedsimError(f"client.name is '{client.name}'; it must name a LocalAlgorithm.")
-    made = made.where_noised(client.private)
+    made: LocalAlgorithm = client.make().where_noised(client.private)
     return Proximal(made, client.proximal) if client.proximal else made
-
-
-def counts(config: RunConfig) -> npt.NDArray[np.int64] | None:
-    """Each client's own number of epochs or steps; None where all have one."""
-    work, clients = config.client.work, config.partition.clients
-    if not work:
-        return None
-    drawn = re.fullmatch(r"whole\((\d+), *(\d+)\)", work)
-    if drawn is None:
-        return read_work(Path(work), clients)
-    return draw_work(config.seed, clients, int(drawn[1]), int(drawn[2]))
-
-
-def devices(config: RunConfig) -> Devices:
-    """The devices that clients are."""
-    section = config.devices
-    trace = read_trace(Path(section.trace), config.partition.clients) if section.trace else None
-    return Devices(config.seed, **asdict(section) | {"trace": trace})
 
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
@@ -120,20 +87,49 @@ def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
 
 def loss(config: RunConfig) -> Loss:
     """The loss of an example."""
-    return tasks.loss_of(config.task.loss, *instantiate.loss(config.task))
+    task = config.task
+    thing = task.find()
+    return tasks.loss_of(task.loss, thing, task.settings_for(thing, _compared(thing)))
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
-    """What an evaluation reports besides the loss, by what it is called there."""
-    return {
-        label: tasks.metric_of(*described)
-        for label, described in instantiate.metrics(config.task).items()
-    }
+    """What an evaluation reports besides the loss, by what it is called there.
+
+    That is the last part of its name, and the values of its options: ``top-k(k=3)`` is called
+    ``top-k-3``.
+
+    Raises
+    ------
+    FedsimError
+        If two would be called the same.
+    """
+    made: dict[str, Metric] = {}
+    for name, options in config.task.named_metrics():
+        thing = registry.find("metric", name, "task.metrics")
+        label = "-".join([name.rpartition(":")[2], *map(str, options.values())])
+        if label in made:
+            raise FedsimError(
+                f"task.metrics = '{config.task.metrics}' has two that would be called '{label}'; "
+                "once is enough, and others must have other names or options."
+            )
+        table, filled = f"task.metrics.{name}", _compared(thing)
+        made[label] = tasks.metric_of(thing, read_options_of(thing, name, options, table, filled))
+    return made
+
+
+def _compared(thing: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls outputs and targets, its first two parameters; none of a class."""
+    if isinstance(thing, type):
+        return ()
+    try:
+        return tuple(inspect.signature(thing).parameters)[:2]
+    except ValueError:
+        return ()
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """What the server does with the noisy mean."""
-    made = instantiate.make(config.server)
+    made = config.server.make()
     optimizer: ServerOptimizer = FlowerOptimizer(made) if isinstance(made, Strategy) else made
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
         raise FedsimError(
@@ -190,7 +186,7 @@ class LocalTraining:
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,
-            counts=counts(self.config) if all_clients else None,
+            counts=work_counts(self.config) if all_clients else None,
             loss=loss(self.config),
             metrics=metrics(self.config),
             path=client.path,

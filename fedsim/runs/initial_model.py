@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fedsim import models
 from fedsim.config import RunConfig
-from fedsim.config.instantiate import find, settings_for
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError, printable, users_place
 from fedsim.federation.arrays import array_record
@@ -47,7 +46,7 @@ def _named(config: RunConfig, dataset: Dataset) -> nn.Module:
         vocabulary=dataset.vocabulary,
         dtype=getattr(torch, settings.dtype),
         seed=config.seed,
-        **settings_for(settings, find(settings), models.OFFERED),
+        **settings.settings_for(settings.find(), models.OFFERED),
     )
 
 

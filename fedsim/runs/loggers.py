@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from typing import Any
 
 from fedsim.errors import FedsimError
@@ -24,49 +23,24 @@ class TensorBoard(Callback):
         """Open the event file, and write the config."""
         if status.directory is None:
             return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = EventFileWriter(str(status.directory.tensorboard))
-        start = SessionLog(status=SessionLog.START)
         step = status.round + 1 if status.round else 0
-        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
-        self._add(status.round, [_text("config", f"```toml\n{status.config.to_toml()}```")])
+        self._writer = SummaryWriter(str(status.directory.tensorboard), purge_step=step)
+        self._writer.add_text("config", f"```toml\n{status.config.to_toml()}```", status.round)
 
     def on_round(self, status: RunStatus) -> None:
         """Write a round's numbers."""
         if self._writer is not None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            numbers = {name: value for name, value in status.row.items() if name != "round"}
-            self._add(
-                status.round,
-                [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()],
-            )
+            for name, value in status.row.items():
+                if name != "round":
+                    self._writer.add_scalar(name, value, status.round)
             self._writer.flush()
 
     def on_end(self, status: RunStatus) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
-
-    def _add(self, step: int, values: list[Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=values)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-
-
-def _text(tag: str, text: str) -> Any:
-    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
-
-    data = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-    return summary_pb2.Summary.Value(
-        tag=tag,
-        metadata=summary_pb2.SummaryMetadata(plugin_data=data),
-        tensor=tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()]),
-    )
 
 
 class MLflow(Callback):

@@ -14,7 +14,6 @@ from torch import nn
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, release_digest, stopping
-from fedsim.devices import Devices
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
@@ -22,6 +21,7 @@ from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, device_of, resolve_data
+from fedsim.runs.devices import Devices
 from fedsim.runs.factories import (
     LocalTraining,
     example_privacy,
@@ -167,7 +167,7 @@ def resolve(
         local=local,
         trainer=trainer,
         release=release,
-        devices=factories.devices(config),
+        devices=Devices.of(config),
         client_ledgers=_client_ledgers(config, trainer, out),
     )
 

@@ -16,10 +16,10 @@ from fedsim.apps import node as module
 from fedsim.config import RunConfig
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.services import Node
-from fedsim.devices import read_work
 from fedsim.errors import FedsimError
 from fedsim.federation.flower_internals import BUDGET_SPENT, ensure_identity
 from fedsim.privacy import Ledger
+from fedsim.runs.devices import read_work
 
 PRIVATE = {
     "mechanism": {"name": "clipping", "clip-norm": 1.0},

@@ -15,11 +15,10 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.clients import SGD
 from fedsim.cohorts import PoissonCohort
-from fedsim.devices import Devices
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.randomness import Draws, Randomness
-from fedsim.runs import factories
+from fedsim.runs.devices import Devices, work_counts
 from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.training import Trainer
@@ -33,6 +32,11 @@ PRIVATE = {
     "cohort.name": "poisson",
     "cohort.rate": 0.5,
 }
+
+
+def devices_of(**settings: float) -> Devices:
+    keys = {f"devices.{key.replace('_', '-')}": value for key, value in settings.items()}
+    return Devices.of(BASE.replace(seed=7, **keys))
 
 
 @pytest.mark.parametrize("path", ["plain", "func", "stacked"])
@@ -76,13 +80,11 @@ def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, uni
 
 
 def test_work_is_drawn_from_the_seed_or_read_and_refused_at_example_level(tmp_path: Path) -> None:
-    drawn = factories.counts(BASE.replace(**{"client.work": "whole(1,5)"}))
+    drawn = work_counts(BASE.replace(**{"client.work": "whole(1,5)"}))
     assert drawn is not None
     assert set(drawn.tolist()) <= set(range(1, 6))
     assert len(set(drawn.tolist())) > 2
-    assert (
-        drawn == factories.counts(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9}))
-    ).all()
+    assert (drawn == work_counts(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9}))).all()
     written = tmp_path / "work.txt"
     written.write_text("\n".join(str(1 + k % 3) for k in range(12)))
     read = resolve(BASE.replace(**{"client.work": str(written)})).trainer
@@ -137,7 +139,7 @@ def test_who_is_not_there_does_not_evaluate_either(tmp_path: Path) -> None:
     sizes = [len(part) for part in (resolved.trainer.test or resolved.trainer.data).indices]
     counted = [row.get("clients-num-examples", 0) for row in fedsim.run(config).metrics[1:]]
     assert counted == [sum(sizes[:6]), 0, sum(sizes[3:])]
-    devices = Devices(7, availability=0.7, dropout=0.2)
+    devices = devices_of(availability=0.7, dropout=0.2)
     ids = np.arange(40)
     for number in range(1, 5):  # it is the same device in one round
         replying = devices.replying(number, ids, len, 8, 4)
@@ -189,7 +191,7 @@ def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path)
 
 
 def test_a_device_is_there_and_drops_out_as_often_as_is_said() -> None:
-    devices = Devices(7, availability=0.7, dropout=0.2)
+    devices = devices_of(availability=0.7, dropout=0.2)
     ids = np.arange(40)
     counts = np.stack([devices.replying(number, ids, len, 8, 4) for number in range(1, 51)])
     # Of 2000 draws at 0.56 the share has a standard deviation of 0.011.
@@ -200,7 +202,7 @@ def test_a_device_is_there_and_drops_out_as_often_as_is_said() -> None:
 
 
 def test_a_rounds_virtual_time_is_that_of_its_slowest_device() -> None:
-    devices = Devices(7, seconds_per_example=0.5, bandwidth=8.0, spread=0.3)
+    devices = devices_of(seconds_per_example=0.5, bandwidth=8.0, spread=0.3)
     ids = np.arange(20)
     examples = lambda clients: 10.0 + clients  # noqa: E731
     assert devices.replying(1, ids, examples, 10**6, 10**6).all()
@@ -209,12 +211,12 @@ def test_a_rounds_virtual_time_is_that_of_its_slowest_device() -> None:
     assert devices.load.seconds == seconds.max()
     assert (devices.load.bytes_down, devices.load.bytes_up) == (20 * 10**6, 20 * 10**6)
     # The median device: 1 megabyte a second, 2 seconds for both ways, and half a second an example.
-    median = Devices(7, seconds_per_example=0.5, bandwidth=8.0)
+    median = devices_of(seconds_per_example=0.5, bandwidth=8.0)
     assert median.seconds(ids, examples(ids), 2 * 10**6) == pytest.approx(2 + 0.5 * (10 + ids))
-    logs = np.log(Devices(7, seconds_per_example=1.0, spread=0.3).seconds(np.arange(500), 1.0, 0))
+    logs = np.log(devices_of(seconds_per_example=1.0, spread=0.3).seconds(np.arange(500), 1.0, 0))
     assert logs.std() == pytest.approx(0.3, rel=0.12)
     deadline = float(np.median(seconds))
-    late = Devices(7, seconds_per_example=0.5, bandwidth=8.0, spread=0.3, deadline=deadline)
+    late = devices_of(seconds_per_example=0.5, bandwidth=8.0, spread=0.3, deadline=deadline)
     assert (late.replying(1, ids, examples, 10**6, 10**6) == (seconds <= deadline)).all()
     assert late.load is not None
     assert late.load.seconds == deadline

@@ -11,7 +11,6 @@ from torch import nn
 import fedsim
 from fedsim import RunConfig, mechanisms, registry
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
-from fedsim.config.instantiate import make
 from fedsim.config.privacy_sections import MechanismSection
 from fedsim.config.sections import (
     ClientSection,
@@ -64,7 +63,7 @@ def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
     defaults = {s.name: s.default for s in settings if s.default is not REQUIRED}
     assert set(table.values()) == {s.name for s in settings}
     assert defaults.items() <= table.values().items()
-    made = make(table, clients=100, seed=1, population=100)
+    made = table.make(clients=100, seed=1, population=100)
     assert {key: getattr(made, key) for key in defaults} == defaults
 
 
@@ -147,7 +146,7 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
         "accuracy",
         "squared",
     }
-    with pytest.raises(FedsimError, match="it must name a LocalAlgorithm"):
+    with pytest.raises(FedsimError, match=r"it must name a fedsim\.clients\.LocalAlgorithm"):
         factories.algorithm(
             config(**{"client.name": "own_algorithm:not_an_algorithm", "client.options": "lr=1"})
         )

@@ -32,7 +32,7 @@ def read(directory: Path) -> tuple[dict[str, dict[int, float]], str]:
         tag: {event.step: event.value for event in events.Scalars(tag)}
         for tag in events.Tags()["scalars"]
     }
-    return scalars, events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    return scalars, events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 def test_tensorboard_has_every_number_of_every_round_once_also_after_a_resume(tmp_path):

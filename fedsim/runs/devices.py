@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim import regular_files
+from fedsim.config import RunConfig
+from fedsim.config.sections import WORK_RANGE, DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
@@ -53,32 +56,23 @@ class Devices:
     Parameters
     ----------
     seed : int
-    availability : float
-        The probability that a device is available, independently in each round.
+    settings : DevicesSection
     trace : bool ``[T, population]``, optional
-        Whether it is there, in its place: round r is row (r - 1) mod T.
-    dropout : float
-        The probability that an available one does not reply, independently in each round.
-    seconds_per_example : float
-        The median device's; 0 for none.
-    bandwidth : float
-        The median device's, megabits a second each way; 0 for no limit.
-    spread : float
-        Standard deviation of both's logarithm over devices.
-    deadline : float
-        Seconds after which a reply does not count; 0 for none.
+        Whether one is available, in the place of a probability: round r is row (r - 1) mod T.
     """
 
     seed: int
-    availability: float = 1.0
+    settings: DevicesSection
     trace: Bools | None = None
-    dropout: float = 0.0
-    seconds_per_example: float = 0.0
-    bandwidth: float = 0.0
-    spread: float = 0.0
-    deadline: float = 0.0
     load: RoundLoad | None = field(default=None, init=False)
     """Of the round that `replying` was asked of last."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Those that a config describes."""
+        settings, clients = config.devices, config.partition.clients
+        trace = _read_trace(Path(settings.trace), clients) if settings.trace else None
+        return cls(config.seed, settings, trace)
 
     def replying(
         self,
@@ -100,17 +94,17 @@ class Devices:
             Bytes that a client gets and sends.
         """
         there = self._available(round, client_ids)
-        replies = there & ~self._drawn(DROPS, self.dropout, round, client_ids)
+        replies = there & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
         if self.clocked and replies.any():
             ids = client_ids[replies]
             seconds[replies] = self.seconds(ids, examples(ids), down + up)
         sent = int(replies.sum())
-        if self.deadline:
-            late = seconds > self.deadline
+        if self.settings.deadline:
+            late = seconds > self.settings.deadline
             waited = late.any() or bool((there & ~replies).any())
-            seconds = np.minimum(seconds, self.deadline)
-            longest = self.deadline if waited else float(seconds.max(initial=0.0))
+            seconds = np.minimum(seconds, self.settings.deadline)
+            longest = self.settings.deadline if waited else float(seconds.max(initial=0.0))
             replies &= ~late
         else:
             longest = float(seconds.max(initial=0.0))
@@ -120,19 +114,19 @@ class Devices:
     def reachable(self, round: int, client_ids: Ints) -> Bools:
         """Which of these clients ``[n]`` are there in the round and do not drop out, ``[n]``."""
         there = self._available(round, client_ids)
-        return there & ~self._drawn(DROPS, self.dropout, round, client_ids)
+        return there & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
 
     @property
     def clocked(self) -> bool:
         """Whether devices take any time."""
-        return bool(self.seconds_per_example or self.bandwidth)
+        return bool(self.settings.seconds_per_example or self.settings.bandwidth)
 
     def seconds(self, client_ids: Ints, examples: Floats, transferred: int) -> Floats:
         """How long each of these takes for its examples and bytes, ``[n]``."""
-        seconds = self.seconds_per_example * self._scales(SPEED, client_ids) * examples
-        if self.bandwidth:
+        seconds = self.settings.seconds_per_example * self._scales(SPEED, client_ids) * examples
+        if self.settings.bandwidth:
             seconds += transferred / (
-                self.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
+                self.settings.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
             )
         return seconds
 
@@ -140,7 +134,7 @@ class Devices:
         if self.trace is not None:
             row: Bools = np.asarray(self.trace[(round - 1) % len(self.trace)])
             return row[client_ids].astype(bool)
-        return self._drawn(AVAILABLE, self.availability, round, client_ids)
+        return self._drawn(AVAILABLE, self.settings.availability, round, client_ids)
 
     def _drawn(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
         if probability in (0.0, 1.0):
@@ -149,10 +143,10 @@ class Devices:
         return np.array(draws, dtype=np.float64) < probability
 
     def _scales(self, part: int, client_ids: Ints) -> Floats:
-        if not self.spread:
+        if not self.settings.spread:
             return np.ones(len(client_ids))
         draws = [_generator(self.seed, part, client).standard_normal() for client in client_ids]
-        scales: Floats = np.exp(self.spread * np.array(draws, dtype=np.float64))
+        scales: Floats = np.exp(self.settings.spread * np.array(draws, dtype=np.float64))
         return scales
 
 
@@ -165,14 +159,19 @@ def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.G
     )
 
 
-def draw_work(seed: int, population: int, low: int, high: int) -> Ints:
-    """A number of epochs or steps for each client ``[population]``, from low to high."""
-    draws = Randomness(seed).repeated().generator(Purpose.DEVICE, level="client", part=WORK)
-    return draws.integers(low, high, population, endpoint=True)
+def work_counts(config: RunConfig) -> Ints | None:
+    """Each client's own number of epochs or steps ``[population]``; None where all have one."""
+    work, clients = config.client.work, config.partition.clients
+    drawn = WORK_RANGE.fullmatch(work)
+    if drawn is None:
+        return read_work(Path(work), clients) if work else None
+    draws = Randomness(config.seed).repeated()
+    generator = draws.generator(Purpose.DEVICE, level="client", part=WORK)
+    return generator.integers(int(drawn[1]), int(drawn[2]), clients, endpoint=True)
 
 
 def read_work(path: Path, population: int) -> Ints:
-    """The same from a file: a whole number, at least 1, a line for each client.
+    """Those numbers from a file: a whole number, at least 1, a line for each client.
 
     Raises
     ------
@@ -197,7 +196,7 @@ def read_work(path: Path, population: int) -> Ints:
     return np.array(counts, dtype=np.int64)
 
 
-def read_trace(path: Path, population: int) -> Bools:
+def _read_trace(path: Path, population: int) -> Bools:
     """Who is there: an .npy file of truth values ``[rounds, population]``, which stays there.
 
     Raises
