@@ -30,7 +30,7 @@ from fedsim.runs.resolve import resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
-SLOW = {"README.md", "docs/audit.md", "docs/deployment.md"}
+SLOW = {"README.md", "docs/audit.md", "docs/deployment.md", "docs/engines.md"}
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>fails|not run: [^>]+) -->\n)?"
     r'```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n'

@@ -1,16 +1,26 @@
-"""How the command ends when somebody or something else ends it, each in a process of its own."""
+"""How the command ends when somebody or something else ends it.
+
+What a process has from its beginning (its streams, what interrupts its imports, its limits) is
+tested in processes of their own; the rest in this one.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fedsim.cli import main
+from fedsim.runs.metrics import MetricsFile, Row
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [
@@ -37,7 +47,7 @@ name = "clipping"
 multiplier = 1.0
 """
 
-# Signals its own process when a module is about to be imported, or a round has been reported.
+# Signals its own process when a module is about to be imported.
 SIGNAL_AT_IMPORT = """
 import os, signal, sys
 class Finder:
@@ -46,18 +56,6 @@ class Finder:
             sys.signalled = True
             os.kill(os.getpid(), signal.{signal})
 sys.meta_path.insert(0, Finder())
-from fedsim.cli import main
-main()
-"""
-SIGNAL_IN_ROUND = """
-import os, signal
-from fedsim.runs.metrics import MetricsFile
-append = MetricsFile.append
-def then_signal(self, row):
-    append(self, row)
-    if row["round"] == 2:
-        os.kill(os.getpid(), signal.{signal})
-MetricsFile.append = then_signal
 from fedsim.cli import main
 main()
 """
@@ -97,46 +95,70 @@ def test_a_signal_during_imports_ends_the_command_with_a_word(
     assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_in_a_round_keeps_the_model_that_was_reached(name: str, tmp_path: Path) -> None:
-    done = start(SIGNAL_IN_ROUND.format(signal=name), tmp_path)
-    assert done.returncode == 128 + getattr(signal, name)
-    assert done.stderr == "ending after this round; ask again to end at once.\n"
-    assert done.stdout.splitlines()[-1] == (
+@pytest.fixture
+def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(TOML)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def status(*options: str) -> int:
+    """That of ``fedsim run`` in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "c.toml", "--out", "run", *options])
+    return int(ended.value.code or 0)
+
+
+def signal_in_round_2(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process send itself a signal when the round has been reported."""
+    append = MetricsFile.append
+
+    def then_signal(self: MetricsFile, row: Row) -> None:
+        append(self, row)
+        if row["round"] == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(MetricsFile, "append", then_signal)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_round_keeps_the_model_that_was_reached(
+    number: signal.Signals,
+    in_a_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    signal_in_round_2(number, monkeypatch)
+    # pytest's take what otherwise is on stderr.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert status() == 128 + number
+    printed = capsys.readouterr()
+    assert printed.err == "ending after this round; ask again to end at once.\n"
+    assert printed.out.splitlines()[-1] == (
         "Interrupted after round 2; the model of this round is saved. "
         "`fedsim run run --resume` continues the run, and `fedsim report run` writes its page."
     )
-    assert left(tmp_path) == FILES
-    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4
+    assert left(in_a_directory) == FILES
+    assert (in_a_directory / "run" / "metrics.csv").read_text().count("\n") == 4
 
 
-@pytest.mark.parametrize(("code", "rounds"), [(SIGNAL_IN_ROUND, [0, 1, 2]), (SIGNAL_AT_IMPORT, [])])
 def test_json_says_that_the_run_was_terminated(
-    code: str, rounds: list[int], tmp_path: Path
+    in_a_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = start(code.format(signal="SIGTERM", module="torch"), tmp_path, "--json")
-    *lines, end = map(json.loads, done.stdout.splitlines())
-    assert [line["round"] for line in lines] == rounds
+    signal_in_round_2(signal.SIGTERM, monkeypatch)
+    ended_with = status("--json")
+    *lines, end = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["round"] for line in lines] == [0, 1, 2]
+    assert (end["event"], end["ended"]) == ("end", "interrupted")
+    assert end["status"] == ended_with == 143
+
+
+def test_json_says_that_the_run_was_terminated_before_it_began(tmp_path: Path) -> None:
+    done = start(SIGNAL_AT_IMPORT.format(signal="SIGTERM", module="torch"), tmp_path, "--json")
+    end = json.loads(done.stdout)
     assert (end["event"], end["ended"]) == ("end", "interrupted")
     assert end["status"] == done.returncode == 143
-
-
-def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text(PLAIN)
-    (tmp_path / "c.toml").write_text(TOML + '[model]\nname = "mlp"\nwidths = "200"\n')
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f 40; {sys.executable} code.py run c.toml --out run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == (
-        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
-        "fingerprint.key; `fedsim run run --resume` resumes it from its first round.\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -156,12 +178,12 @@ def test_a_run_goes_on_whatever_becomes_of_its_output(
 
 
 def test_what_the_outputs_encoding_lacks_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_a_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = start(PLAIN, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Gr??e [/bold]" in done.stdout or "Gr?e [/bold]" in done.stdout
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert status() == 0
+    assert b"Gr??e [/bold]" in printed.getvalue() or b"Gr?e [/bold]" in printed.getvalue()
 
 
 def can_mount() -> bool:
@@ -170,6 +192,64 @@ def can_mount() -> bool:
         return False
     line = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+# Runs once for each kind of disk, and once with a limit on the size of files; torch and Flower are
+# imported once for all.
+LIMITED = """
+import io, json, os, resource, subprocess, sys
+from contextlib import redirect_stderr, redirect_stdout
+from fedsim.cli import main
+
+def end(directory):
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said), redirect_stdout(io.StringIO()):
+            main(["run", "c.toml", "--out", directory])
+    except SystemExit as ended:
+        return ended.code, said.getvalue()
+
+ends = {}
+for options in sys.argv[1:]:
+    os.mkdir(options)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", options], check=True)
+    ends[options] = end(f"{options}/run")
+with open("c.toml", "a") as config:
+    config.write('[model]\\nname = "mlp"\\nwidths = "200"\\n')
+resource.setrlimit(resource.RLIMIT_FSIZE, (40960, 40960))
+ends["file size"] = end("run")
+print(json.dumps(ends))
+"""
+Ends = dict[str, list[Any]]
+DISKS = ("ro", "size=12k", "size=16k")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Statuses and sentences of runs that may not write what they want to."""
+    directory = tmp_path_factory.mktemp("limited")
+    (directory / "c.toml").write_text(TOML)
+    line = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(
+        ["unshare", "-rm", *line, *DISKS] if can_mount() else line,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        check=True,
+    )
+    ends: Ends = json.loads(done.stdout)
+    return ends
+
+
+def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(
+    ends: Ends,
+) -> None:
+    assert ends["file size"] == [
+        1,
+        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
+        "fingerprint.key; `fedsim run run --resume` resumes it from its first round.\n",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,23 +261,12 @@ def can_mount() -> bool:
     ],
 )
 def test_a_disk_that_is_full_or_read_only_ends_the_run_in_a_sentence(
-    options: str, status: int, sentence: str, tmp_path: Path
+    options: str, status: int, sentence: str, ends: Ends
 ) -> None:
-    if not can_mount():
+    if options not in ends:
         pytest.skip("needs a mount of its own")
-    (tmp_path / "c.toml").write_text(TOML)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = f"{sys.executable} -m fedsim run c.toml --out {disk}/run"
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o {options} tmpfs {disk} && {command}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-        check=False,
-    )
-    assert done.returncode == status
-    assert done.stderr.startswith("fedsim: ")
-    assert done.stderr.count("\n") == 1
-    assert sentence in done.stderr
+    ended_with, said = ends[options]
+    assert ended_with == status
+    assert said.startswith("fedsim: ")
+    assert said.count("\n") == 1
+    assert sentence in said

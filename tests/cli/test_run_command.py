@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,16 +27,32 @@ from fedsim.training import Trainer
 ROOT = Path(__file__).parent.parent.parent
 
 
-def fedsim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    code = "from fedsim.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "100"},
-        check=False,
-    )
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it has said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def fedsim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """The command, in this process and in the test's directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 SMALL = """
@@ -73,51 +88,51 @@ def config(tmp_path: Path) -> Path:
     ],
 )
 def test_the_summary_has_every_metric_whatever_it_is_called(
-    settings: list[str], says: list[str], config: Path, tmp_path: Path
+    settings: list[str], says: list[str], config: Path, fedsim: Command
 ) -> None:
     if "mechanism.name=none" in settings:
         config.write_text(SMALL.replace("clipping", "none").split("[noise]")[0])
         settings = settings[1:]
     options = [word for setting in settings for word in ("--set", setting)]
-    done = fedsim("run", "small.toml", *options, cwd=tmp_path)
+    done = fedsim("run", "small.toml", *options)
     assert done.returncode == 0, done.stderr
     for name in says:
         assert re.search(rf"{name} +[\d.]+( %)? +after round 2", done.stdout), name
 
 
-def test_run_trains_and_says_what_it_reached(config: Path, tmp_path: Path) -> None:
-    done = fedsim("run", "small.toml", "--set", "client.lr=0.2", cwd=tmp_path)
+def test_run_trains_and_says_what_it_reached(config: Path, tmp_path: Path, fedsim: Command) -> None:
+    done = fedsim("run", "small.toml", "--set", "client.lr=0.2")
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout
     assert "add-remove" in done.stdout
     assert "runs/small/model.safetensors" in done.stdout
     assert "lr = 0.2" in (tmp_path / "runs" / "small" / "config.toml").read_text()
-    again = fedsim("run", "small.toml", cwd=tmp_path)
+    again = fedsim("run", "small.toml")
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
     changed = ("--overwrite", "--set", "client.lr=0.3")
-    assert fedsim("run", "small.toml", *changed, cwd=tmp_path).returncode == 0
+    assert fedsim("run", "small.toml", *changed).returncode == 0
     assert "lr = 0.3" in (tmp_path / "runs" / "small" / "config.toml").read_text()
 
 
-def test_a_run_without_evaluation_says_so(config: Path, tmp_path: Path) -> None:
-    done = fedsim("run", "small.toml", "--set", "evaluate.every=0", cwd=tmp_path)
+def test_a_run_without_evaluation_says_so(config: Path, fedsim: Command) -> None:
+    done = fedsim("run", "small.toml", "--set", "evaluate.every=0")
     assert done.returncode == 0, done.stderr
     assert "Nothing was evaluated." in done.stdout
 
 
 def test_a_mistake_is_one_sentence_and_status_2_and_writes_nothing(
-    config: Path, tmp_path: Path
+    config: Path, tmp_path: Path, fedsim: Command
 ) -> None:
-    done = fedsim("run", "small.toml", "--set", "cohort.rate=2.0", cwd=tmp_path)
+    done = fedsim("run", "small.toml", "--set", "cohort.rate=2.0")
     assert done.returncode == 2
     assert done.stderr.strip() == "fedsim: cohort.rate = 2.0; it must be at most 1.0."
     assert done.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]
 
 
-def test_help_teaches_with_an_example(tmp_path: Path) -> None:
-    done = fedsim("run", "--help", cwd=tmp_path)
+def test_help_teaches_with_an_example(fedsim: Command) -> None:
+    done = fedsim("run", "--help")
     assert done.returncode == 0
     assert "target-epsilon" in done.stdout
 
@@ -202,8 +217,8 @@ def test_experiments_of_an_installed_package_need_a_source_checkout(found):
     assert ran.stderr.startswith("fedsim: `fedsim experiment` needs a source checkout")
 
 
-def test_a_pipe_gets_no_boxes_and_epsilon_stands_before_the_loss(tmp_path):
-    ran = fedsim("run", str(ROOT / "experiments" / "demo.toml"), "--set", "rounds=2", cwd=tmp_path)
+def test_a_pipe_gets_no_boxes_and_epsilon_stands_before_the_loss(fedsim: Command) -> None:
+    ran = fedsim("run", str(ROOT / "experiments" / "demo.toml"), "--set", "rounds=2")
     assert ran.returncode == 0, ran.stderr
     assert not re.search("[\u2500-\u257f]", ran.stdout)
     line = next(line for line in ran.stdout.splitlines() if line.startswith("round    2/2"))

@@ -73,14 +73,17 @@ def test_cohorts_of_the_parity_run_are_partial(expected):
     assert max(asked) > 0
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_ray_gives_the_bytes_of_the_local_engine(workers, tmp_path, expected):
-    ray = run("ray", tmp_path, workers=workers, **{"cpus-per-worker": 0.1})
+@pytest.mark.usefixtures("ray_runtime")
+def test_ray_gives_the_bytes_of_the_local_engine(tmp_path, expected):
+    ray = run("ray", tmp_path, workers=3, **{"cpus-per-worker": 0.1})
     assert facts(ray) == expected
 
 
-def test_state_that_the_server_sends_is_the_same_on_ray(tmp_path, expected_with_server_state):
-    ray = run("ray", tmp_path, SERVER_STATE, workers=2, **{"cpus-per-worker": 0.1})
+@pytest.mark.usefixtures("ray_runtime")
+def test_state_that_the_server_sends_is_the_same_on_one_worker_of_ray(
+    tmp_path, expected_with_server_state
+):
+    ray = run("ray", tmp_path, SERVER_STATE, workers=1, **{"cpus-per-worker": 0.1})
     assert facts(ray) == expected_with_server_state
 
 

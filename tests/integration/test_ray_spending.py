@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.privacy import Ledger
+
+pytestmark = pytest.mark.usefixtures("ray_runtime")
 
 CONFIG = RunConfig().replace(
     **{
@@ -23,7 +26,7 @@ CONFIG = RunConfig().replace(
 def test_on_ray_clients_spend_what_they_spend_in_one_process(tmp_path):
     local = fedsim.run(CONFIG)
     ray = CONFIG.replace(**{"engine.name": "ray", "engine.workers": 2})
-    in_memory = fedsim.run(ray)
+    in_memory = fedsim.run(ray.replace(**{"engine.workers": 1}))
     on_disk = fedsim.run(ray, out=tmp_path / "run")
     assert in_memory.privacy.epsilon == on_disk.privacy.epsilon == local.privacy.epsilon
     for client in range(5):
@@ -35,7 +38,7 @@ def test_on_ray_clients_spend_what_they_spend_in_one_process(tmp_path):
 
 
 def test_on_ray_a_clients_budget_ends_the_run_before_it_is_exceeded():
-    ray = CONFIG.replace(**{"engine.name": "ray", "engine.workers": 2, "rounds": 5})
+    ray = CONFIG.replace(**{"engine.name": "ray", "engine.workers": 1, "rounds": 5})
     spent = fedsim.run(CONFIG).metrics[0]["example-epsilon"]
     result = fedsim.run(ray.replace(**{"client.noise.max-epsilon": spent * 1.001}))
     assert result.ended == "budget"
