@@ -78,7 +78,7 @@ docs: $(DEV_INSTALLED)  ## build the documentation's site: build/site/index.html
 bench: $(DEV_INSTALLED)  ## speed and memory beside plain loops, with what is aimed at (ten minutes, all cores free)
 	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.convolutions
-	$(BIN)/python -m benchmarks.sequences
+	$(BIN)/python -m benchmarks.ordinary_models
 	$(BIN)/python -m benchmarks.noise
 	$(BIN)/python -m benchmarks.example_privacy
 	$(BIN)/python -m benchmarks.workers

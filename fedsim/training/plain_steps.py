@@ -133,18 +133,16 @@ class SequentialSteps(Steps):
     def _all_steps(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
         data, dtype = self.stepper.data, self.stepper.dtype
-        client_seeds = None if self.seeds is None else self.seeds.of_client(k)
-        seeds: list[int] | None = None
+        seeds = None if self.seeds is None else self.seeds.of_client(k, steps).tolist()
         for together in self._gathered(steps):
             index, weight = self.index[k : k + 1, together], self.weight[k : k + 1, together]
             x, y = data.inputs(index, dtype), data.targets(index, dtype)
             losses = []
             batches = zip(x.unbind(1), y.unbind(1), weight.unbind(1), strict=True)
             for number, batch in enumerate(batches, together.start):
-                if client_seeds is not None:
-                    seeds = client_seeds.of_step(number, 1)[:, 0].tolist()
+                seed = None if seeds is None else [seeds[number]]
                 at = Step(self.round, number)
-                losses.append(self.stepper.on_examples(state, *batch, at, seeds))
+                losses.append(self.stepper.on_examples(state, *batch, at, seed))
             self._losses[k, together] = torch.cat(losses).double().numpy()
 
     def _gathered(self, steps: int) -> Iterator[slice]:

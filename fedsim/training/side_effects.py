@@ -20,9 +20,9 @@ import copy
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -192,12 +192,19 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    state = torch.get_rng_state()
+    try:
+        with _seeded_gpu(seed, device) if device.type == "cuda" else nullcontext():
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _seeded_gpu(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device]), torch.cuda.device(device):
+        torch.cuda.manual_seed(seed)
         yield
 
 
@@ -240,26 +247,35 @@ class Seeds:
     client_ids: Ints
     round: int
 
-    def of_client(self, position: int) -> Seeds:
-        """Those of one of the clients."""
-        client = slice(position, position + 1)
-        return Seeds(self.randomness[client], self.client_ids[client], self.round)
+    def of_client(self, position: int, steps: int) -> Ints:
+        """Seeds for all steps of one of the clients, ``[steps]``."""
+        seeds = [
+            draws.integers(2**63, dtype=np.uint64) for draws in self._draws(position, range(steps))
+        ]
+        return np.array(seeds, dtype=np.uint64).astype(np.int64)
 
     def of_step(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
-        seeds = np.empty((active, count), dtype=np.int64)
-        stream = Stream()
-        for position, client in enumerate(self.client_ids[:active].tolist()):
-            draws = self.randomness[position].generator(
-                Purpose.DROPOUT,
-                level="example",
-                round=self.round,
-                client=client,
-                part=step,
-                stream=stream,
-            )
-            seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64).astype(np.int64)
-        return seeds
+        seeds = np.empty((active, count), dtype=np.uint64)
+        for position in range(active):
+            (draws,) = self._draws(position, range(step, step + 1))
+            seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64)
+        return seeds.astype(np.int64)
+
+    def _draws(self, position: int, steps: range) -> Iterator[np.random.Generator]:
+        """One step's generator after another, each good until the next is asked for."""
+        return self.randomness[position].generators(
+            Purpose.DROPOUT,
+            level="example",
+            round=self.round,
+            client=int(self.client_ids[position]),
+            parts=steps,
+            stream=self._stream,
+        )
+
+    @cached_property
+    def _stream(self) -> Stream:
+        return Stream()
 
 
 # Of every module; nothing that a user's forward would write to.

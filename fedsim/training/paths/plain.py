@@ -7,7 +7,9 @@ On a CPU, where a block has one row, the model's own parameters become views of 
 (`ParameterBinding`): autograd then runs the module itself, a step writes straight into what the
 model reads next, and a client's many steps share one binding. Two things must hold: the row
 must stay the same tensor in the same memory, or the model would train another one; and the
-parameters must be given back however a step ends, since the next client shares the model.
+parameters must be given back however a step ends, since the next client shares the model. The
+filters of convolutions are faster with channels last, which a row does not have: they are copies,
+written anew before each gradient.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
 from fedsim.models.parameters import call_with
-from fedsim.rows.packing import Packing, channels_last
+from fedsim.rows.packing import LINE, Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
 from fedsim.training.side_effects import seeded
@@ -31,12 +34,16 @@ Views = dict[str, Tensor]
 
 
 class ParameterBinding:
-    """Makes a model's trained parameters views of one client's packed row, for a while."""
+    """Makes a model's trained parameters views of one client's packed row, for a while.
 
-    def __init__(self, model: nn.Module, packing: Packing) -> None:
+    ``filters``: names of those that are copies of it, with channels last.
+    """
+
+    def __init__(self, model: nn.Module, packing: Packing, filters: Sequence[str]) -> None:
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in packing.slices}
         self._packing = packing
+        self._filters = {name: channels_last(named[name].detach()) for name in filters}
         self._viewed: tuple[Tensor, Views] | None = None
         self._bound: tuple[Tensor, Views] | None = None
 
@@ -52,6 +59,12 @@ class ParameterBinding:
             return nullcontext(self._bound[1])
         return self._binding(theta)
 
+    def refresh(self, views: Views) -> None:
+        """Copy the filters from the row, which may have changed since."""
+        if self._filters:
+            rows = [views[name] for name in self._filters]
+            torch._foreach_copy_(list(self._filters.values()), rows)
+
     @contextmanager
     def _binding(self, theta: Tensor) -> Iterator[Views]:
         # To cut a row into views takes longer than a small step; algorithms step in one tensor.
@@ -61,7 +74,7 @@ class ParameterBinding:
         views = self._viewed[1]
         values_before = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
-            parameter.data = views[name]
+            parameter.data = self._filters.get(name, views[name])
         try:
             yield views
         finally:
@@ -126,7 +139,7 @@ class PlainPath:
 
     def _binds(self, theta: Tensor) -> bool:
         """Whether the model's parameters are views of a block's one row for a gradient."""
-        return len(theta) == 1 and not theta.is_cuda and not self._channels_last
+        return len(theta) == 1 and not theta.is_cuda
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """For many gradients at ``theta [1, D]``: bind the model's parameters once, if at all."""
@@ -134,7 +147,11 @@ class PlainPath:
 
     @cached_property
     def _binding(self) -> ParameterBinding:
-        return ParameterBinding(self.model, self.packing)
+        filters = []
+        if self._channels_last:
+            shapes = {entry.name: entry.shape for entry in self.packing.layout.entries}
+            filters = [name for name, shape in shapes.items() if len(shape) == 4]
+        return ParameterBinding(self.model, self.packing, filters)
 
     def _bound_gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, seed: int | None
@@ -142,19 +159,21 @@ class PlainPath:
         """`gradient` of one client on a CPU, with the model's parameters in its row."""
         parameters = self._binding.parameters
         drawing = nullcontext() if seed is None else seeded(seed, theta.device)
+        b = _real(weight)
+        if b < len(weight):
+            x, y = x[:b], y[:b]
         with self._binding.at(theta) as views, torch.enable_grad(), drawing:
-            b = _real(weight)
-            real = self.loss(self.model(self._placed(x[:b])), y[:b])
+            self._binding.refresh(views)
+            real = self.loss(self.model(self._on_line(x)), y)
             # The weights are the gradient of what is minimised with respect to the losses.
             gradients = torch.autograd.grad(
                 real, list(parameters.values()), weight[:b], allow_unused=True
             )
-        losses = torch.zeros_like(weight)
-        losses[:b] = real.detach()
+        losses = F.pad(real.detach(), (0, len(weight) - b)) if b < len(weight) else real.detach()
         pairs = zip(parameters, gradients, strict=True)
         named = {name: gradient for name, gradient in pairs if gradient is not None}
         row_views = RowViews(theta, [views[name] for name in named], list(named.values()))
-        return Parts(BlockOfOne(named), self.packing, row_views), losses.unsqueeze(0)
+        return Parts(BlockOfOne(named), self.packing, row_views), losses.to(weight).unsqueeze(0)
 
     def outputs(
         self,
@@ -186,6 +205,12 @@ class PlainPath:
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)
         return x.clone()
+
+    def _on_line(self, x: Tensor) -> Tensor:
+        """The same of a step's own inputs: those that start on a line need no copy."""
+        if x.data_ptr() % LINE == 0 and not (self._channels_last and x.dim() == 4):
+            return x
+        return self._placed(x)
 
     def _named(self, point: Tensor) -> dict[str, Tensor]:
         named = {k: v.detach() for k, v in self.packing.named(point).items()}

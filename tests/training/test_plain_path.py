@@ -1,0 +1,61 @@
+"""The plain path trains a client as a loop of one's own does, and gives the model back."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedsim.clients import SGD
+from fedsim.randomness import Randomness
+from fedsim.rows import Layout
+from fedsim.training import ClientData, Trainer
+from fedsim.training.side_effects import Seeds
+
+EXAMPLES, STEPS = 7, 4
+
+
+def images(channels: int) -> ClientData:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(EXAMPLES, channels, 9, 9, dtype=torch.float64, generator=generator)
+    return ClientData(x, torch.arange(EXAMPLES) % 3, [np.arange(EXAMPLES)])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_filters_that_are_copied_with_channels_last_train_as_in_a_plain_loop(
+    channels: int, momentum: float
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(channels, 6, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(6, 6, 3, groups=3), nn.Flatten(), nn.Linear(24, 3),
+    ).double()  # fmt: skip
+    data = images(channels)
+    trainer = Trainer(
+        model, SGD(lr=0.1, momentum=momentum), data, batch_size=0, steps=STEPS, path="plain",
+        randomness=Randomness(1),
+    )  # fmt: skip
+    vector = trainer.initial()
+    places = [parameter.data_ptr() for parameter in trainer.model.parameters()]
+    (block,) = trainer.train(vector, np.arange(1), 1)
+    assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == places
+    assert torch.equal(trainer.initial(), vector)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=momentum)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(alone(data.x), data.y).backward()
+        optimizer.step()
+    ended = Layout.of(alone.state_dict()).flatten(dict(alone.named_parameters())).detach()
+    torch.testing.assert_close(block.rows[0], ended - vector, rtol=0, atol=1e-12)
+
+
+def test_a_client_s_seeds_are_the_same_drawn_together_or_step_by_step() -> None:
+    seeds = Seeds([Randomness(3).repeated()] * 2, np.array([5, 9]), 2)
+    by_step = np.stack([seeds.of_step(step, 2)[:, 0] for step in range(STEPS)], axis=1)
+    assert by_step.tolist() == [seeds.of_client(k, STEPS).tolist() for k in range(2)]
+    assert len(set(by_step.ravel().tolist())) == 2 * STEPS
