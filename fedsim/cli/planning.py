@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fedsim.rows.block import Ids
     from fedsim.training import Trainer
+    from fedsim.training.paths.choice import PathName
 
 
 def partition(
@@ -172,7 +173,7 @@ def tune(
     the device, unless its config sets them. `tune` prints the settings to write there:
 
         fedsim tune run.toml
-        fedsim run run.toml --set client.path=stacked --set client.block-size=25
+        fedsim run run.toml --set client.path=layered --set client.block-size=25
     """
     settings = RunConfig.load(config, set_ or [])
     # What is trained here is released to nobody: clients' state and budgets stay as they are.
@@ -239,10 +240,15 @@ def measure(
 
 
 def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer]:
-    """A trainer for each path that takes the model and each block size up to ``clients``."""
+    """A trainer for each path that takes the model and each block size up to ``clients``.
+
+    The one that a run takes unless it is told otherwise is among them.
+    """
     candidates: dict[tuple[str, int], Trainer] = {}
-    for path in ("stacked", "layered", "func", "plain"):
-        for size in sorted({min(s, clients) for s in (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)}):
+    paths: tuple[PathName, ...] = ("layered", "func", "plain")
+    sizes = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, trainer.block_size)
+    for path in paths:
+        for size in sorted({min(size, clients) for size in sizes}):
             try:
                 candidate = trainer.on(path, size)
             except FedsimError:
@@ -270,7 +276,7 @@ def report_timings(console: Console, timings: list[Timing], trainer: Trainer) ->
     for column in ("path", "block size", "CPU ms", "wall ms", "clients/s", ""):
         table.add_column(column, justify="left" if column in ("path", "") else "right")
     largest = max(timing.block_size for timing in timings)
-    default = (trainer.path.name, min(trainer.block_size, largest))
+    rule = (trainer.path.name, min(trainer.block_size, largest))
     for timing in timings:
         table.add_row(
             timing.path,
@@ -278,7 +284,7 @@ def report_timings(console: Console, timings: list[Timing], trainer: Trainer) ->
             f"{timing.cpu * 1e3:.3f}",
             f"{timing.wall * 1e3:.3f}",
             f"{1 / timing.wall:.0f}",
-            "nearest to the default" if (timing.path, timing.block_size) == default else "",
+            "by default" if (timing.path, timing.block_size) == rule else "",
         )
     console.print(table)
     console.print(

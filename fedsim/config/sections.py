@@ -253,13 +253,13 @@ class ClientSection(Choice):
         Doc("The folder in which clients keep that, and their ledgers; empty for the run's."),
     ] = ""
     path: Annotated[
-        Literal["auto", "plain", "func", "stacked", "layered"],
+        Literal["auto", "plain", "func", "layered"],
         Doc("How gradients of a block of clients are computed; all agree to rounding."),
     ] = "auto"
     kernel: Annotated[
         Literal["auto", "eager", "compiled"],
         Doc(
-            "What the paths 'stacked' and 'layered' compute with on a CPU: torch's operations, or "
+            "What the path 'layered' computes with on a CPU: torch's operations, or "
             "kernels that are compiled at their first use; both agree to rounding."
         ),
     ] = "auto"

@@ -34,7 +34,7 @@ from torch import Tensor
 from fedsim.clients.base import Dense, State, Step
 from fedsim.rows.packing import LINE
 from fedsim.training.gradients import Factor, Factored, Parts
-from fedsim.training.paths.choice import CAPTURED
+from fedsim.training.paths.choice import is_captured
 from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class GraphRecorder(Protocol):
 
 
 def captured_steps(stepper: Stepper) -> StepGraphs | None:
-    """Steps from graphs, where the rule of `fedsim.training.paths.choice` has them."""
-    if stepper.device.type == "cuda" and stepper.path.name in CAPTURED:
+    """Steps from graphs on a GPU, where `fedsim.training.paths.choice` says that there are any."""
+    if stepper.device.type == "cuda" and is_captured(stepper.path):
         return StepGraphs(stepper, CudaRecorder(stepper.device))
     return None
 

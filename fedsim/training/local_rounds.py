@@ -18,10 +18,11 @@ from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
+from fedsim.training.paths.program import Program
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
-from fedsim.training.probe import probed_method
+from fedsim.training.probe import Probe, gradient_methods
 from fedsim.training.side_effects import HiddenDraws
 from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
 from fedsim.training.structure.reading import Reading
@@ -90,14 +91,16 @@ class LocalRounds:
         draws: HiddenDraws,
         reading: Reading,
         privacy: ExamplePrivacy | None,
-        compiled: bool,
+        program: Program | None,
     ) -> Self:
         """Of clients that protect their examples, or do not; parameters as a trainer has them."""
         if privacy is None:
             plain = PlainStepFactory(stepper, workload, draws.training)
             return cls(model, client_state, payload, plain, compression, None)
         packing, data = stepper.packing, stepper.data
-        method = probed_method(model, packing, loss, draws, data, reading, compiled=compiled)
+        drawing = draws.training or draws.evaluation
+        methods = gradient_methods(model, packing, loss, reading, program, drawing)
+        method = Probe(model, packing, loss, draws, data, reading).fastest(methods)
         private = PrivateStepFactory(
             stepper,
             workload,

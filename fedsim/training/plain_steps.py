@@ -2,8 +2,8 @@
 
 There are two loops besides the general one of `Steps`, both for a CPU. `SequentialSteps` go client
 by client: one that takes all its steps before the next begins keeps its row in the cache, and by
-autograd the model's parameters are views of that row for all of its steps. `ChainSteps` are those
-of a chain of layers, for which the targets of all steps are prepared together: all clients of a
+autograd the model's parameters are views of that row for all of its steps. `ProgramSteps` are those
+of a model program, for which the targets of all steps are prepared together: all clients of a
 block at once where their models are small, else client by client too.
 """
 
@@ -21,8 +21,8 @@ from fedsim.clients.base import State, Step
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import empty_rows
 from fedsim.training.batches import Batches, Floats, Ints, Workload, plan_batches, width
-from fedsim.training.paths.chain import ChainPath
 from fedsim.training.paths.plain import PlainPath
+from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import Seeds
 from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
@@ -92,8 +92,8 @@ class PlainStepFactory:
         stepper, path = self.stepper, self.stepper.path
         # A GPU's steps are captured, or bound by launches: the general loop is the fastest there.
         on_cpu = stepper.device.type == "cpu"
-        if isinstance(path, ChainPath) and on_cpu and stepper.captured is None:
-            return ChainSteps(stepper, path, batches, clients.round)
+        if isinstance(path, Program) and on_cpu and stepper.captured is None:
+            return ProgramSteps(stepper, path, batches, clients.round)
         seeds = clients.seeds if self.draws else None
         make = SequentialSteps if isinstance(path, PlainPath) and on_cpu else Steps
         return make(stepper, batches, clients.round, seeds)
@@ -158,10 +158,10 @@ class SequentialSteps(Steps):
         return self._losses
 
 
-class ChainSteps(SequentialSteps):
-    """Steps of clients whose model is a chain of layers."""
+class ProgramSteps(SequentialSteps):
+    """Steps of clients whose model is a program of layers."""
 
-    def __init__(self, stepper: Stepper, path: ChainPath, batches: Batches, round: int) -> None:
+    def __init__(self, stepper: Stepper, path: Program, batches: Batches, round: int) -> None:
         super().__init__(stepper, batches, round)
         self.path = path
         # Step by step, as a block takes them: batch number is step * clients + client.

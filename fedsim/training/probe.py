@@ -23,7 +23,15 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
-from fedsim.training.paths.examples import GradientMethod, gradient_methods
+from fedsim.training.paths.examples import (
+    GradientMethod,
+    OneByOne,
+    Unrolled,
+    Vmapped,
+    is_recurrent,
+)
+from fedsim.training.paths.factored import Hooked, ProgramRows, owned_by_layers, product_layers
+from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import HiddenDraws, OwnState, exact, seeded
 from fedsim.training.structure.reading import Reading
 
@@ -37,22 +45,32 @@ TOLERANCE = 1e-5
 SEED = 1
 
 
-def probed_method(
+def gradient_methods(
     model: nn.Module,
     packing: Packing,
     loss: Loss,
-    draws: HiddenDraws,
-    data: ClientData,
     reading: Reading,
-    *,
-    compiled: bool = False,
-) -> GradientMethod:
-    """The fastest method that gives gradients of single examples, as a `Probe` finds."""
-    drawing = draws.training or draws.evaluation
-    methods = gradient_methods(
-        model, packing, loss, reading, data.x.dim() - 1, drawing, compiled=compiled
-    )
-    return Probe(model, packing, loss, draws, data, reading).fastest(methods)
+    program: Program | None,
+    draws: bool = False,
+) -> list[GradientMethod]:
+    """All that a model's structure allows, from the fastest to the one that takes everything.
+
+    ``draws``: whether the model draws random numbers.
+    """
+    state = OwnState(model, loss)
+    structure, read_loss = reading.structure, reading.loss
+    methods: list[GradientMethod] = []
+    recurrent: list[GradientMethod] = []
+    if structure is not None and read_loss is not None:
+        module = structure.module
+        if program is not None and program.by_example:
+            methods.append(ProgramRows(program))
+        elif layers := product_layers(structure, packing):
+            methods.append(Hooked(module, packing, read_loss, layers))
+        if is_recurrent(module) and owned_by_layers(structure, packing):
+            recurrent.append(Unrolled(module, packing, read_loss))
+    vmapped = Vmapped(model, packing, loss, state)
+    return [*methods, vmapped, *recurrent, OneByOne(model, packing, loss, state, draws)]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of, most_clients
+from fedsim.training.paths.program import lowered
 from fedsim.training.payload import Compression, Payload, Personal
 from fedsim.training.side_effects import examples_to_try, hidden_draws
 from fedsim.training.steps import RoundClients, RoundStart, Stepper
@@ -62,9 +63,9 @@ class Trainer:
         What an evaluation reports besides the loss (accuracy); of a callable's numbers the mean.
     test : ClientData, optional
         Examples on which clients evaluate, each its own; those they train on, if it is not given.
-    path : "auto", "stacked", "layered", "func" or "plain"
+    path : "auto", "layered", "func" or "plain"
     kernel : "auto", "eager" or "compiled"
-        What the stacked and the layered path compute with: they agree up to rounding.
+        What the layered path computes with: they agree up to rounding.
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness
@@ -162,6 +163,9 @@ class Trainer:
         shapes = self.data.empty(self.layout.dtype)
         self.reading = read(self.model.train(), self.loss, *shapes, declared=not private)
         self.kernel = kernel_of(kernel, self.device)
+        plain_only = self.draws.training or self.draws.evaluation or bool(statistics)
+        compiled = self.kernel == "compiled"
+        program = None if plain_only else lowered(self.reading, self.packing, compiled=compiled)
         self.path: Path = choose(
             path,
             self.model,
@@ -170,8 +174,8 @@ class Trainer:
             self.reading,
             device=self.device,
             data=self.data,
-            plain_only=self.draws.training or self.draws.evaluation or bool(statistics),
-            compiled=self.kernel == "compiled",
+            program=program,
+            plain_only=plain_only,
         )
         self.block_size = most_clients(self.model, self.packing, self.device, block_size)
         self.stepper = Stepper(
@@ -195,7 +199,7 @@ class Trainer:
             draws=self.draws,
             reading=self.reading,
             privacy=privacy,
-            compiled=self.kernel == "compiled",
+            program=program,
         )
         self.evaluation = Evaluation(
             self.model,

@@ -19,12 +19,12 @@ def test_every_path_that_takes_the_model_is_measured_in_every_block_size():
     trainer = Trainer(make_mlp(), SGD(lr=0.1), make_data([4, 5, 6]), randomness=Randomness(0))
     found = measure(trainer, np.arange(3), repeats=1)
     assert {(one.path, one.block_size) for one in found} == {
-        (path, size) for path in ("stacked", "func", "plain") for size in (1, 2, 3)
+        (path, size) for path in ("layered", "func", "plain") for size in (1, 2, 3)
     }
     assert [one.cpu for one in found] == sorted(one.cpu for one in found)
 
 
-def test_a_model_with_convolutions_is_not_offered_the_stacked_path():
+def test_a_model_with_convolutions_is_offered_every_path():
     data = make_data([4, 5], features=36, shape=(1, 6, 6))
     trainer = Trainer(make_cnn(), SGD(lr=0.1), data, randomness=Randomness(0))
     assert {one.path for one in measure(trainer, np.arange(2), repeats=1)} == {

@@ -109,7 +109,7 @@ def run(algorithm, dtype=torch.float64, path="auto", steps=9, **settings):
     return trainer.fit(trainer.initial(), np.arange(4), 1)
 
 
-@pytest.mark.parametrize("path", ["plain", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "layered"])
 def test_without_adaptation_it_is_sgd_with_half_the_rate(path):
     still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
     adadp, sgd = run(still, path=path, steps=8), run(SGD(lr=0.2), path=path, steps=8)
@@ -126,9 +126,9 @@ def test_decisions_are_each_clients_own():
 def test_the_error_from_factors_is_that_of_dense_gradients():
     for lr, tol in ((0.3, 0.2), (3.0, 2.0)):  # with the larger rate coordinates exceed 1
         algorithm = AdadpLR(lr=lr, tol=tol, eta_max=5.0)
-        stacked, plain = run(algorithm, path="stacked"), run(algorithm, path="plain")
-        np.testing.assert_allclose(stacked.metrics["eta"], plain.metrics["eta"], rtol=1e-10)
-        torch.testing.assert_close(stacked.theta, plain.theta, rtol=0, atol=1e-10)
+        layered, plain = run(algorithm, path="layered"), run(algorithm, path="plain")
+        np.testing.assert_allclose(layered.metrics["eta"], plain.metrics["eta"], rtol=1e-10)
+        torch.testing.assert_close(layered.theta, plain.theta, rtol=0, atol=1e-10)
 
 
 def test_the_rate_stays_in_its_bounds_and_moves_at_most_by_alpha():

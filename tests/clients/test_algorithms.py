@@ -110,7 +110,7 @@ def test_every_algorithm_has_the_same_bytes_in_every_block_size(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("path", ["stacked", "func"])
+@pytest.mark.parametrize("path", ["layered", "func"])
 def test_every_algorithm_agrees_with_the_plain_path(algorithm, path):
     data = make_data([9, 4, 13, 1, 30, 7], dtype=torch.float64)
     finals = []

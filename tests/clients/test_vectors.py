@@ -227,7 +227,7 @@ def test_fednova_is_fedavg_where_all_take_as_many_steps() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(lr=0.2), Scaffold(0.2, "gradient"), FedNova(0.1)])
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 def test_vectors_do_not_depend_on_path_or_blocks(algorithm, path: str) -> None:
     settings = {"batch_size": 3, "steps": None, "epochs": 2}
     one, first = run(make_trainer(algorithm, **settings))

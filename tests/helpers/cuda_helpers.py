@@ -33,7 +33,7 @@ ALGORITHMS = {
 }
 
 MODELS = {
-    "stacked": lambda: make_mlp(36, 5, 3, dtype=torch.float64),
+    "layered": lambda: make_mlp(36, 5, 3, dtype=torch.float64),
     "func": lambda: make_cnn(dtype=torch.float64),
 }
 """A small model for each path that is captured."""

@@ -19,7 +19,8 @@ from fedsim.kernels.building import FUSED
 from fedsim.kernels.dense import DenseKernel, DenseShape, is_compiled, self_test
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.training.paths.dense_layers import CompiledPass, DenseLayer, DenseLayers, EagerPass
+from fedsim.training.gradients import Factored
+from fedsim.training.paths.dense_layers import CompiledGradient, DenseLayer, DenseLayers
 
 compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 
@@ -69,20 +70,29 @@ def blocks(draw):
     return layers, packing, rows, x, delta
 
 
-def results(dense_layers, rows, x, delta, *, eager=False):
+def passed(dense_layers, rows, x, delta):
+    """Outputs, gradient and that of the inputs of a pass, whose outputs have the gradient delta."""
+    outputs = []
+
+    def deltas(of_outputs):
+        outputs.append(of_outputs.clone())
+        return delta
+
+    gradient, below = dense_layers.gradient(rows, x, deltas, below=True)
+    return outputs[0], gradient, below
+
+
+def results(dense_layers, rows, x, delta):
     """All that a pass gives, and what is made of it."""
     n = len(rows)
-    way = (dense_layers.eager if eager else dense_layers.forward)(rows, x)
-    outputs = way.outputs.clone()
-    gradient, below = way.backward(delta, below=True)
+    outputs, gradient, below = passed(dense_layers, rows, x, delta)
     rates = torch.linspace(0.1, 0.5, n, dtype=rows.dtype)
     into, inside = torch.zeros_like(rows), rows.clone()
     gradient.subtract_from(rows, rates, into)
     gradient.subtract_from(inside, rates)
     half = gradient.scaled(torch.full((n,), 0.5, dtype=rows.dtype))
-    other_way = (dense_layers.eager if eager else dense_layers.forward)(into, x.flip(1))
-    other, _ = other_way.backward(delta)
-    return type(way), [
+    other, _ = dense_layers.gradient(into, x.flip(1), lambda _: delta)
+    return type(gradient), [
         outputs, below, into, inside, gradient.dense(), gradient.norms(), half.dense(),
         half.norms(), gradient[:1].dense(), 
         # The distance of gradients that are nearly one loses digits, beside their norm.
@@ -96,10 +106,9 @@ def results(dense_layers, rows, x, delta, *, eager=False):
 @given(blocks())
 def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
     layers, packing, *rest = block
-    dense_layers = DenseLayers(layers, packing, compiled=True)
-    kind, ours = results(dense_layers, *rest)
-    eager_kind, torchs = results(dense_layers, *rest, eager=True)
-    assert (kind, eager_kind) == (CompiledPass, EagerPass)
+    kind, ours = results(DenseLayers(layers, packing, compiled=True), *rest)
+    eager_kind, torchs = results(DenseLayers(layers, packing, compiled=False), *rest)
+    assert (kind, eager_kind) == (CompiledGradient, Factored)
     tolerance = 1e-5 if rest[0].dtype == torch.float32 else 1e-12
     for mine, other in zip(ours, torchs, strict=True):
         assert float((mine - other).norm()) <= tolerance * float(other.norm()) + 1e-30
@@ -111,16 +120,14 @@ def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
 def test_a_client_has_the_same_bytes_whoever_is_beside_it(block) -> None:
     layers, packing, rows, x, delta = block
     dense_layers = DenseLayers(layers, packing, compiled=True)
-    together = dense_layers.forward(rows, x)
-    gradient, below = together.backward(delta, below=True)
+    outputs, gradient, below = passed(dense_layers, rows, x, delta)
     written = gradient.dense()
     for k in range(len(rows)):
         client = slice(k, k + 1)
         # At another address, which is on no cache line.
         alone = torch.empty(1 + rows[k].numel(), dtype=rows.dtype)[1:].copy_(rows[k])[None]
-        way = dense_layers.forward(alone, x[client].clone())
-        own, own_below = way.backward(delta[client], below=True)
-        assert same_bytes(way.outputs, together.outputs[client])
+        own_outputs, own, own_below = passed(dense_layers, alone, x[client].clone(), delta[client])
+        assert same_bytes(own_outputs, outputs[client])
         assert same_bytes(own_below, below[client])
         assert same_bytes(own.dense(), written[client])
 
@@ -210,8 +217,8 @@ def test_gradients_and_steps_are_those_of_autograd(dtype, compiled) -> None:
     row = packing.pack(packing.layout.flatten(parameters).detach()[None])
     outputs = layers[1].module(torch.relu(layers[0].module(x)))
     *gradients, of_x = torch.autograd.grad((outputs * delta).sum(), (*parameters.values(), x))
-    way = DenseLayers(layers, packing, compiled=compiled).forward(row, x.detach()[None])
-    gradient, below = way.backward(delta[None], below=True)
+    dense_layers = DenseLayers(layers, packing, compiled=compiled)
+    _, gradient, below = passed(dense_layers, row, x.detach()[None], delta[None])
     ended = row.clone()
     gradient.subtract_from(row, torch.tensor([0.1], dtype=dtype), ended)
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-13}
@@ -227,7 +234,8 @@ def test_infinities_and_no_numbers_stay_with_their_example() -> None:
     generator = torch.Generator().manual_seed(0)
     row, x = (torch.randn(1, *shape, generator=generator) for shape in ((packing.width,), (6, 40)))
     x[0, 2, 39], x[0, 4, 0] = np.nan, np.inf
-    outputs = DenseLayers(layers, packing, compiled=True).forward(row, x).outputs
+    dense_layers = DenseLayers(layers, packing, compiled=True)
+    outputs, *_ = passed(dense_layers, row, x, torch.zeros(1, 6, 7))
     assert outputs.isfinite().all(-1).tolist() == [[True, True, False, True, False, True]]
 
 
@@ -241,9 +249,9 @@ def test_rows_with_gaps_are_read_and_written_where_they_are() -> None:
     x, delta = (torch.randn(2, 4, width, generator=generator) for width in (16, 8))
     ended = []
     for point in (rows, gapped):
-        way = DenseLayers(layers, packing, compiled=True).forward(point, x)
-        assert isinstance(way, CompiledPass)
-        gradient, _ = way.backward(delta)
+        dense_layers = DenseLayers(layers, packing, compiled=True)
+        gradient, _ = dense_layers.gradient(point, x, lambda _: delta)
+        assert isinstance(gradient, CompiledGradient)
         for out in (torch.zeros_like(rows), torch.zeros(2, 2 * packing.width)[:, ::2]):
             gradient.subtract_from(point, torch.full((1,), 0.1).expand(2), out)
             ended.append(out)
@@ -260,5 +268,5 @@ def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> Non
         layer = DenseLayer(layer.module, layer.weight, layer.bias, nn.Tanh)
     x = torch.ones(1, 4, 8, dtype=dtype)
     dense_layers = DenseLayers([layer], packing, compiled=True)
-    way = dense_layers.forward(torch.zeros(1, packing.width, dtype=dtype), x)
-    assert isinstance(way, EagerPass)
+    theta = torch.zeros(1, packing.width, dtype=dtype)
+    assert isinstance(dense_layers.gradient(theta, x, torch.ones_like)[0], Factored)

@@ -15,8 +15,9 @@ from fedsim.mechanisms import AdaClip, Clipping, Mechanism, Normalization, Quant
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
-from fedsim.training.paths.examples import BY_STRUCTURE, gradient_methods
+from fedsim.training.paths.examples import BY_STRUCTURE
 from fedsim.training.paths.factored import PositionsPart
+from fedsim.training.probe import gradient_methods
 
 
 def layout_of(rows: OuterRows) -> Layout:
@@ -96,7 +97,8 @@ def test_a_convolution_before_a_group_norm_is_bounded():
     layout = Layout.of({n: p for n, p in model.named_parameters() if p.requires_grad})
     packing = Packing(layout)
     theta = packing.pack(layout.flatten(dict(model.named_parameters()))[None])
-    way = gradient_methods(model, packing, CrossEntropy(), reading_of(model, (16, 2, 2)), 3)[0]
+    reading = reading_of(model, (16, 2, 2))
+    way = gradient_methods(model, packing, CrossEntropy(), reading, None)[0]
     assert way.evidence == BY_STRUCTURE
     (examples,) = way.rows(theta, x, y, [5], None)
     rows = examples.rows[0, slice(None)]

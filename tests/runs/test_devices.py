@@ -39,7 +39,7 @@ def devices_of(**settings: float) -> Devices:
     return Devices.of(BASE.replace(seed=7, **keys))
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 @pytest.mark.parametrize("unit", ["epochs", "steps"])
 def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, unit: str) -> None:
     counts, sizes = [3, 1, 5, 2, 1, 4], [9, 7, 9, 4, 12, 9]

@@ -152,7 +152,7 @@ def test_what_looks_across_a_batch_trains_on_real_batches(name, batch):
         torch.testing.assert_close(rows[client], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", ["stacked", "func", "layered"])
+@pytest.mark.parametrize("path", ["layered", "func"])
 def test_a_path_of_equal_widths_does_not_take_what_looks_across_a_batch(path):
     with pytest.raises(FedsimError, match=r"look across a batch \(the model's mean goes through"):
         trainer_of(MIXES["centring"][0](), data=make_data(SIZES), path=path)
@@ -172,7 +172,7 @@ def test_a_loss_may_declare_whether_it_looks_across_a_batch():
     data = make_data(SIZES)
     assert trainer_of(make_mlp(), declared(True), data=data).path.name == "plain"
     trainer = trainer_of(make_mlp(), declared(False), data=data)
-    assert trainer.path.name == "stacked"
+    assert trainer.path.name == "layered"
     plain = trainer_of(make_mlp(), declared(False), data=data, path="plain")
     torch.testing.assert_close(rows_of(trainer), rows_of(plain), rtol=0, atol=1e-5)
 
@@ -184,10 +184,10 @@ def test_a_loss_is_not_taken_at_its_word_where_examples_are_private():
 
 
 BY_EXAMPLE = {
-    "stacked": (make_mlp, {"features": 6}),
+    "dense layered": (make_mlp, {"features": 6}),
     "func": (lambda: nn.Sequential(nn.LayerNorm(6), make_mlp()), {"features": 6}),
     "graphs by func": (Graphs, {"features": 6}),
-    "layered": (make_cnn, {"features": 36, "shape": (1, 6, 6)}),
+    "convolved layered": (make_cnn, {"features": 36, "shape": (1, 6, 6)}),
 }
 
 
@@ -268,7 +268,7 @@ def test_an_evaluation_pads_with_nothing_where_it_would_be_seen():
     assert [b.metrics["loss"][0] for b in singly] == list(block.metrics["loss"])
 
 
-def test_a_users_chain_of_modules_is_stacked_and_its_own_forward_is_not_overlooked():
+def test_a_users_chain_of_modules_is_a_program_and_its_own_forward_is_not_overlooked():
     class Mixing(nn.Sequential):
         def forward(self, x):
             return super().forward(x - x.mean(0))
@@ -283,7 +283,7 @@ def test_a_users_chain_of_modules_is_stacked_and_its_own_forward_is_not_overlook
     other = nn.Linear(6, 6)
     other.weight = shared.weight
     tied = nn.Sequential(shared, nn.ReLU(), other, nn.ReLU(), nn.Linear(6, 3))
-    assert trainer_of(tied, data=make_data(SIZES)).path.name != "stacked"
+    assert trainer_of(tied, data=make_data(SIZES)).path.name != "layered"
 
 
 def test_tensors_of_a_client_are_never_zeros_made_up(monkeypatch):

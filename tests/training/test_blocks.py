@@ -18,7 +18,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, plain_steps
-from fedsim.training.paths import chain
+from fedsim.training.paths import program
 
 SIZES = [9, 0, 4, 1, 12, 7, 4, 30]
 IDS = np.arange(len(SIZES))
@@ -28,7 +28,7 @@ GUILTY = 17
 
 @pytest.fixture(autouse=True)
 def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", 0)
+    monkeypatch.setattr(program, "SEQUENTIAL_BYTES", 0)
 
 
 def made(*, guilty: tuple[int, ...] = (), **changes: object) -> Trainer:
@@ -81,7 +81,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("path", ["stacked", "plain"])
+@pytest.mark.parametrize("path", ["layered", "plain"])
 @pytest.mark.parametrize("changes", [{}, {"counts": [1, 2, 3, 1, 2, 3, 5, 1]}], ids=["", "counts"])
 def test_a_client_has_the_same_bytes_however_many_draw_at_once(
     path: str, changes: dict, drawn: list[int], monkeypatch: pytest.MonkeyPatch
@@ -170,7 +170,7 @@ def cnn() -> Trainer:
     return Trainer(make_cnn(), SGD(lr=0.3), data, batch_size=4, randomness=Randomness(3))
 
 
-@pytest.mark.parametrize("path", ["stacked", "plain"])
+@pytest.mark.parametrize("path", ["layered", "plain"])
 def test_a_clients_loss_is_the_mean_over_its_steps_of_their_mean_losses(path: str) -> None:
     work = [1, 2, 3, 1, 2, 3, 5, 1]
     losses: list[list[float]] = []

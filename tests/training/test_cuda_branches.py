@@ -31,13 +31,14 @@ from fedsim.training.batches import plan_batches
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
+from fedsim.training.paths.program import lowered
 from fedsim.training.side_effects import exact
 from fedsim.training.steps import Steps
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 
 
-@pytest.mark.parametrize("path", ["stacked", "func"])
+@pytest.mark.parametrize("path", ["layered", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monkeypatch, path, name):
     plain = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), "plain")
@@ -70,7 +71,7 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
             )  # fmt: skip
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
-        assert trainer.path.name == "stacked"
+        assert trainer.path.name == "layered"
         trainer.stepper.captured = None
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
@@ -104,6 +105,7 @@ def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
     chosen = choose(
         "auto", trainer.model, trainer.packing, trainer.loss, trainer.reading,
         device=torch.device("cuda"), data=clients,
+        program=lowered(trainer.reading, trainer.packing),
     )  # fmt: skip
     assert chosen.name == path
 

@@ -22,8 +22,9 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
 from fedsim.training.batches import chunk_width, plan_poisson
-from fedsim.training.paths.examples import gradient_methods
 from fedsim.training.paths.factored import PositionsPart
+from fedsim.training.paths.program import lowered
+from fedsim.training.probe import gradient_methods
 
 SIZES = [20, 7, 0, 33, 12]
 IDS = np.arange(len(SIZES))
@@ -103,7 +104,8 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     y = torch.randint(3, (2, 7), generator=generator)
     packing = Packing(Layout.of(dict(model.named_parameters())))
     reading = reading_of(model, shape)
-    rows = gradient_methods(model, packing, CrossEntropy(), reading, len(shape))[way].rows
+    program = lowered(reading, packing)
+    rows = gradient_methods(model, packing, CrossEntropy(), reading, program)[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
     found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):
@@ -259,7 +261,7 @@ def test_a_private_client_has_the_same_bytes_in_every_block(algorithm, sampling)
     assert torch.equal(rows[2], torch.zeros_like(rows[2]))
 
 
-@pytest.mark.parametrize("path", ["plain", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "layered"])
 def test_private_adadp_without_adaptation_is_dp_sgd_with_half_the_rate(path):
     still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
     adadp = final(private_trainer(still, Clipping(0.5), path=path))
@@ -295,7 +297,7 @@ def test_every_mechanism_and_algorithm_runs_on_every_path():
     ):
         thetas = [
             final(private_trainer(AdadpNoise(lr=0.01), mechanism, path=path)).theta
-            for path in ("plain", "stacked")
+            for path in ("plain", "layered")
         ]
         assert torch.isfinite(thetas[0]).all()
         torch.testing.assert_close(*thetas, rtol=0, atol=1e-6)

@@ -41,7 +41,7 @@ def eager(trainer):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [("mlp", "stacked"), ("mlp", "func"), ("mlp", "plain"), ("cnn", "func"), ("cnn", "plain")],
+    [("mlp", "layered"), ("mlp", "func"), ("mlp", "plain"), ("cnn", "func"), ("cnn", "plain")],
 )
 def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
     cpu = make(kind, ALGORITHMS[name], "plain", "cpu")
@@ -55,7 +55,7 @@ def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "adadp"])
-@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "layered"), ("cnn", "func")])
 def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
     found = []
     for way, device in (("plain", "cpu"), (path, "cuda")):
@@ -67,7 +67,7 @@ def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "layered"), ("cnn", "func")])
 def test_captured_steps_are_the_eager_ones_to_the_byte(kind, path, name, dtype):
     # At most seven clients: their number is not rounded up.
     captured = make(kind, ALGORITHMS[name], path, "cuda", dtype)
@@ -79,7 +79,7 @@ def test_captured_steps_are_the_eager_ones_to_the_byte(kind, path, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adadp"])
-@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "layered"), ("cnn", "func")])
 def test_a_client_has_the_same_bytes_in_blocks_of_any_size(kind, path, name):
     found = []
     for block_size in (0, 1, 3):
@@ -123,7 +123,7 @@ def test_a_loss_of_the_users_own_is_captured_too():
     def squared(outputs, targets):
         return (outputs - torch.nn.functional.one_hot(targets, 3)).square().sum(1)
 
-    gpu = make("mlp", SGD(lr=0.05), "stacked", "cuda", loss=squared)
+    gpu = make("mlp", SGD(lr=0.05), "layered", "cuda", loss=squared)
     cpu = make("mlp", SGD(lr=0.05), "plain", "cpu", loss=squared)
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (gpu, cpu))
     for one, other in zip(got, expected, strict=True):
@@ -132,20 +132,20 @@ def test_a_loss_of_the_users_own_is_captured_too():
 
 
 def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
-    reads = make("mlp", Reads(lr=0.1), "stacked", "cuda")
-    plain = eager(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
+    reads = make("mlp", Reads(lr=0.1), "layered", "cuda")
+    plain = eager(make("mlp", SGD(lr=0.1), "layered", "cuda"))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert isinstance(reads.stepper.captured, StepGraphs)
     assert not reads.stepper.captured.works
     # Others can still capture.
-    later = make("mlp", SGD(lr=0.1), "stacked", "cuda")
+    later = make("mlp", SGD(lr=0.1), "layered", "cuda")
     rounds(later, later.initial(), COHORTS)
     assert later.stepper.captured.works
 
 
 def test_memory_does_not_grow_with_rounds():
-    trainer = make("mlp", AdadpLR(lr=0.1), "stacked", "cuda", torch.float32, [9] * 50)
+    trainer = make("mlp", AdadpLR(lr=0.1), "layered", "cuda", torch.float32, [9] * 50)
     cohorts = [np.random.default_rng(t).permutation(50)[: 20 + t % 25] for t in range(60)]
     rounds(trainer, trainer.initial(), cohorts[:30])
     before = torch.cuda.memory_reserved()

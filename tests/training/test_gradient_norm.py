@@ -45,7 +45,7 @@ def loop(model, data, client: int, bound: float) -> torch.Tensor:
     return torch.cat([(after - before).detach().reshape(-1) for after, before in pairs])
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 @pytest.mark.parametrize("bound", [0.05, 0.6, 100.0])
 def test_every_path_shortens_a_batchs_gradient_as_clip_grad_norm_does(
     path: str, bound: float

@@ -29,7 +29,7 @@ SIZES = [9, 5, 7, 1, 14, 0, 12, 12, 13, 11, 12]
 COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
 
 
-@pytest.mark.parametrize("path", ["stacked", "func"])
+@pytest.mark.parametrize("path", ["layered", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):
     found = []
@@ -52,7 +52,7 @@ def eager(monkeypatch):
 
     def make(algorithm, sizes=SIZES):
         data = make_data(sizes, features=36)
-        trainer = make_trainer(make_mlp(36, 5, 3), algorithm, data, "stacked")
+        trainer = make_trainer(make_mlp(36, 5, 3), algorithm, data, "layered")
         return as_if_on_a_gpu(monkeypatch, trainer)
 
     return make

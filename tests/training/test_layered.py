@@ -14,9 +14,8 @@ from fedsim.kernels import convolutions
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
-from fedsim.training.paths.chain import layered
+from fedsim.training.paths.program import lowered
 
 SIZES = [9, 0, 4, 1]
 IDS = np.arange(len(SIZES))
@@ -59,15 +58,18 @@ def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: ob
 @pytest.mark.parametrize(
     "algorithm", [SGD(lr=0.3), SGD(lr=0.3, momentum=0.9), AdadpLR(lr=0.2, tol=0.5)], ids=repr
 )
-@pytest.mark.parametrize("settings", [{}, {"pool": True}, {"max_grad_norm": 0.1}], ids=repr)
+@pytest.mark.parametrize(
+    "settings", [{}, {"pool": True}, {"frozen": True}, {"max_grad_norm": 0.1}], ids=repr
+)
 def test_the_layered_path_agrees_with_the_plain_path(
     algorithm: LocalAlgorithm, settings: dict[str, object]
 ) -> None:
     results = []
     for path in ("layered", "plain"):
         changes = dict(settings)
-        if changes.pop("pool", False):
-            changes["model"] = network(torch.float64, pool_first=True)
+        model = network(torch.float64, pool_first=changes.pop("pool", False))
+        model[0].requires_grad_(not changes.pop("frozen", False))
+        changes["model"] = model
         results.append(trained(path, algorithm, rounds=10, **changes))
     for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(
@@ -107,7 +109,7 @@ def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:
     [
         lambda model: model.insert(1, nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
         lambda model: model.pop(1),
-        lambda model: model[0].requires_grad_(False),
+        lambda model: model[3].requires_grad_(False),
         lambda model: setattr(model[0], "padding_mode", "circular"),
     ],
 )
@@ -115,13 +117,11 @@ def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
     model = network(torch.float32)
     change(model)
     trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    structure = reading_of(model, (2, 11, 11)).structure
-    if structure is not None:
-        assert layered(structure, Packing(Layout.of(trained_ones)), CrossEntropy()) is None
+    assert lowered(reading_of(model, (2, 11, 11)), Packing(Layout.of(trained_ones))) is None
 
 
-def test_a_model_without_convolutions_is_not_layered() -> None:
-    with pytest.raises(FedsimError, match="'layered' does not take a Linear"):
+def test_a_model_that_is_no_chain_is_not_layered() -> None:
+    with pytest.raises(FedsimError, match="'layered' does not take a LayerNorm"):
         Trainer(
-            nn.Linear(6, 3), SGD(lr=0.1), make_data([3]), path="layered", randomness=Randomness(0)
+            nn.LayerNorm(6), SGD(lr=0.1), make_data([3]), path="layered", randomness=Randomness(0)
         )

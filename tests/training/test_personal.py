@@ -53,7 +53,7 @@ def flat(model: nn.Module, names: set[str] | None = None) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 def test_a_personal_head_is_trained_kept_and_never_sent(path: str) -> None:
     """FedPer by hand: three rounds of all clients, averaging the shared layers only."""
     t = make_trainer(personal=HEAD, path=path)
@@ -164,11 +164,11 @@ def test_keeping_parameters_needs_clients_that_keep_something() -> None:
 def test_clients_with_parameters_of_their_own_train_alike_on_another_path() -> None:
     t = make_trainer(personal=HEAD, path="plain")
     rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, 1)])
-    other = torch.cat([block.rows for block in t.on("stacked").train(t.initial(), IDS, 1)])
+    other = torch.cat([block.rows for block in t.on("layered").train(t.initial(), IDS, 1)])
     torch.testing.assert_close(other, rows, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 def test_fedrep_trains_the_head_first_and_then_the_body(path: str) -> None:
     """FedRep by hand: two steps of the head, one of the body, of which the body's is sent."""
     t = make_trainer(FedRep(lr=0.3, head_lr=0.2, head_steps=2), HEAD, steps=3, path=path)

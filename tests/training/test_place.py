@@ -60,10 +60,10 @@ def model_of(activation, hidden, classes):
 @pytest.mark.parametrize(
     ("activation", "hidden", "classes", "algorithm", "path"),
     [
-        (nn.Sigmoid, 4, 3, SGD(lr=0.5), "stacked"),
-        (nn.Sigmoid, 2, 3, SGD(lr=0.5), "stacked"),
-        (nn.ReLU, 5, 3, Adam(lr=0.1), "stacked"),
-        (nn.Tanh, 5, 3, AdadpLR(tol=0.3, exponent=0.3), "stacked"),
+        (nn.Sigmoid, 4, 3, SGD(lr=0.5), "layered"),
+        (nn.Sigmoid, 2, 3, SGD(lr=0.5), "layered"),
+        (nn.ReLU, 5, 3, Adam(lr=0.1), "layered"),
+        (nn.Tanh, 5, 3, AdadpLR(tol=0.3, exponent=0.3), "layered"),
         *[
             (activation, hidden, 16, SGD(lr=0.5), "func")
             for hidden in (1, 3)

@@ -12,9 +12,9 @@ from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData, Trainer
-from fedsim.training.paths import chain
+from fedsim.training.paths import program
+from fedsim.training.paths.program import lowered
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -28,7 +28,7 @@ ALGORITHMS = [
 
 @pytest.fixture(autouse=True)
 def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", 0)
+    monkeypatch.setattr(program, "SEQUENTIAL_BYTES", 0)
 
 
 def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: object) -> tuple:
@@ -52,7 +52,7 @@ def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: ob
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_clients_that_train_alone_agree_with_the_plain_path(algorithm: LocalAlgorithm) -> None:
-    rows, losses, vector = trained("stacked", algorithm, rounds=10)
+    rows, losses, vector = trained("layered", algorithm, rounds=10)
     plain_rows, plain_losses, plain_vector = trained("plain", algorithm, rounds=10)
     torch.testing.assert_close(vector, plain_vector, rtol=0, atol=1e-10)
     torch.testing.assert_close(rows, plain_rows, rtol=0, atol=1e-10)
@@ -64,7 +64,7 @@ def test_clients_that_train_alone_have_the_same_bytes_in_any_block(
     algorithm: LocalAlgorithm,
 ) -> None:
     first, *others = (
-        trained("stacked", algorithm, dtype=torch.float32, block_size=size) for size in (1, 3, 7)
+        trained("layered", algorithm, dtype=torch.float32, block_size=size) for size in (1, 3, 7)
     )
     for other in others:
         assert torch.equal(first[0], other[0])
@@ -78,14 +78,14 @@ def test_a_kernel_gives_the_same_bytes_in_any_block(
     algorithm: LocalAlgorithm, max_grad_norm: float, kernel: str
 ) -> None:
     changes = {"dtype": torch.float32, "max_grad_norm": max_grad_norm, "kernel": kernel}
-    rows, _, vector = trained("stacked", algorithm, rounds=2, **changes)
-    others, _, other_vector = trained("stacked", algorithm, rounds=2, block_size=2, **changes)
+    rows, _, vector = trained("layered", algorithm, rounds=2, **changes)
+    others, _, other_vector = trained("layered", algorithm, rounds=2, block_size=2, **changes)
     assert torch.equal(rows, others)
     assert torch.equal(vector, other_vector)
 
 
 def test_gradients_that_are_shortened_agree_with_the_plain_path() -> None:
-    rows = [trained(path, SGD(lr=0.3), max_grad_norm=0.1)[0] for path in ("stacked", "plain")]
+    rows = [trained(path, SGD(lr=0.3), max_grad_norm=0.1)[0] for path in ("layered", "plain")]
     torch.testing.assert_close(*rows, rtol=0, atol=1e-10)
 
 
@@ -98,7 +98,7 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
     loss: str, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", alone)
+    monkeypatch.setattr(program, "SEQUENTIAL_BYTES", alone)
     data, changes = make_data(SIZES, dtype=torch.float64), {}
     if loss == "own":
         changes["loss"] = squares
@@ -106,7 +106,7 @@ def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
         mask = torch.arange(len(data.x)) % 3 > 0
         changes["data"] = ClientData(data.x, data.y, data.indices, mask=mask)
     for mine, plain in zip(
-        trained("stacked", SGD(lr=0.3), **changes),
+        trained("layered", SGD(lr=0.3), **changes),
         trained("plain", SGD(lr=0.3), **changes),
         strict=True,
     ):
@@ -118,7 +118,7 @@ def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.2, tol=0.5)], ids=repr)
 def test_frozen_parameters_stay_put_where_clients_train_alone(algorithm: LocalAlgorithm) -> None:
     changed = []
-    for path in ("stacked", "plain"):
+    for path in ("layered", "plain"):
         model = make_mlp(dtype=torch.float64)
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         linear[0].weight.requires_grad_(False)
@@ -139,9 +139,7 @@ def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
     model[4].bias.requires_grad_(frozen != "a bias")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     packing = Packing(Layout.of(trainable))
-    path = chain.stack(
-        reading_of(model, (12,)).structure, packing, CrossEntropy(), 1, compiled=compiled
-    )
+    path = lowered(reading_of(model, (12,)), packing, compiled=compiled)
     assert path is not None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)

@@ -164,8 +164,8 @@ def test_batch_norm_is_refused_with_the_cure():
 
 
 WAYS = {
-    "mlp": (lambda: make_mlp(12), "stacked"),
-    "a linear layer in a class": (lambda: Wrapped(), "stacked"),
+    "mlp": (lambda: make_mlp(12), "layered"),
+    "a linear layer in a class": (lambda: Wrapped(), "layered"),
     "functions behind linear": (lambda: Wrapped(after=lambda y: 2 * y.tanh()), "factored"),
     "layers used twice": (Twice, "vmapped"),
     "folded tokens": (Folded, "vmapped"),
@@ -297,7 +297,7 @@ def test_without_example_level_privacy_examples_may_be_mixed():
 
 def test_convolutions_and_tokens_are_probed_too():
     images = make_data(SIZES, features=36, shape=(1, 6, 6))
-    assert private(make_cnn(), data=images).rounds.factory.method.name == "factored"
+    assert private(make_cnn(), data=images).rounds.factory.method.name == "layered"
     tokens = make_data(SIZES, features=12)
     tokens = type(tokens)(torch.randint(7, (21, 5)), tokens.y, tokens.indices)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3))

@@ -124,9 +124,9 @@ def rows(t: Trainer) -> Tensor:
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("path", ["func", "stacked"])
+@pytest.mark.parametrize("path", ["func", "layered"])
 def test_every_path_trains_every_kind_of_target_as_the_plain_one(task: str, path: str) -> None:
-    if path == "stacked" and task in ("tokens", "recurrent"):
+    if path == "layered" and task in ("tokens", "recurrent"):
         pytest.skip("no dense model")
     if path == "func" and task == "recurrent":
         pytest.skip("vmap goes through an LSTM by itself, slowly, or not at all")

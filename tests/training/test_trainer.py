@@ -65,7 +65,7 @@ def loop(model, data, client, *, lr, batch, epochs, seed, round, momentum=0.0, w
     )
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_every_path_does_what_a_plain_pytorch_loop_does(path, momentum):
     data = make_data(SIZES, dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_every_path_does_what_a_plain_pytorch_loop_does(path, momentum):
         torch.testing.assert_close(rows[client], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("path", ["func", "stacked"])
+@pytest.mark.parametrize("path", ["func", "layered"])
 @pytest.mark.parametrize(
     ("dtype", "rounds", "tolerance"),
     [
@@ -101,7 +101,7 @@ def test_paths_agree_with_the_plain_path(path, dtype, rounds, tolerance):
     torch.testing.assert_close(*results, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_and_metrics_have_the_same_bytes_for_any_block_size(path, dtype):
     sizes = list(np.random.default_rng(0).integers(0, 14, 23))
@@ -207,7 +207,7 @@ def test_rates_may_differ_within_a_block():
     assert torch.equal(both[1], one[0])
 
 
-@pytest.mark.parametrize("path", ["plain", "stacked", "func"])
+@pytest.mark.parametrize("path", ["plain", "layered", "func"])
 def test_evaluation_is_the_mean_over_each_clients_examples(path):
     trainer = trainer_of(path)
     vector = trainer.initial()
@@ -265,7 +265,7 @@ class Residual(nn.Module):
 def test_the_rule_chooses_by_model_alone():
     data = make_data([8, 5], features=16, classes=4)
     names = {
-        "stacked": make_mlp(16, 5, 4),
+        "layered": make_mlp(16, 5, 4),
         "func": Residual(),
         "plain": nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
     }
@@ -278,7 +278,7 @@ def test_frozen_layers_are_neither_trained_nor_sent():
     model = make_cnn()
     model[0].requires_grad_(False)
     trainer = trainer_of("auto", model=model, data=data)
-    assert trainer.path.name == "stacked"
+    assert trainer.path.name == "layered"
     assert [e.name for e in trainer.layout.entries] == ["4.weight", "4.bias"]
     rows, _ = rows_of(trainer, np.arange(3))
     plain, _ = rows_of(trainer_of("plain", model=model, data=data), np.arange(3))
@@ -290,9 +290,9 @@ def test_a_frozen_first_or_last_dense_layer_stays_put():
         model = make_mlp(dtype=torch.float64)
         model[frozen].requires_grad_(False)
         data = make_data(SIZES, dtype=torch.float64)
-        stacked, _ = rows_of(trainer_of("stacked", model=model, data=data))
+        layered, _ = rows_of(trainer_of("layered", model=model, data=data))
         plain, _ = rows_of(trainer_of("plain", model=model, data=data))
-        torch.testing.assert_close(stacked, plain, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layered, plain, rtol=0, atol=1e-12)
 
 
 def test_a_users_loss_trains_alike_on_every_path():
@@ -305,7 +305,7 @@ def test_a_users_loss_trains_alike_on_every_path():
                 path, loss=squared, dtype=torch.float64, data=make_data(SIZES, dtype=torch.float64)
             )
         )[0]
-        for path in ("plain", "func", "stacked")
+        for path in ("plain", "func", "layered")
     ]
     torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(rows[2], rows[0], rtol=0, atol=1e-12)

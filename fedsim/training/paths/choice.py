@@ -1,22 +1,21 @@
 """Which path trains a model, and how many clients at a time: one fixed rule.
 
-| path    | what it takes                                          | gradients as | on a GPU |
-| ------- | ------------------------------------------------------ | ------------ | -------- |
-| stacked | a chain of (frozen stem,) Linear, ReLU/tanh/sigmoid    | factors      | captured |
-| layered | a chain of Conv2d, ReLU, MaxPool2d; then as above      | mixed        | eager    |
-| func    | what `torch.func.vmap` takes                           | dense rows   | captured |
-| plain   | everything; one client at a time                       | dense rows   | eager    |
+| path    | what it takes                                           | gradients as | on a GPU |
+| ------- | ------------------------------------------------------- | ------------ | -------- |
+| layered | a chain of layers: a model program (`program.lowered`)  | factors      | captured |
+| func    | what `torch.func.vmap` takes                            | dense rows   | captured |
+| plain   | everything; one client at a time                        | dense rows   | eager    |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
-The rule (`choose`): stacked where the model has it; else layered on a CPU; else func on a GPU,
-which is bound by launches, and on a CPU for small models whose parameters are all in linear
+The rule (`choose`): layered where the model has it, with convolutions on a CPU only; else func on a
+GPU, which is bound by launches, and on a CPU for small models whose parameters are all in linear
 layers, if it can take them; else plain, as the others are bound by arithmetic there.
 `fedsim tune` measures all of them.
 
-On a CPU clients with large rows (`chain.SEQUENTIAL_BYTES`) take their steps one after another,
+On a CPU clients with large rows (`program.SEQUENTIAL_BYTES`) take their steps one after another,
 each all of its own while its row is in the cache.
 
-The first three give all batches of a block one width, by copies of a batch's own examples whose
+The first two give all batches of a block one width, by copies of a batch's own examples whose
 weight is 0: they are for models and losses that have been read and look at each example by itself
 (`fedsim.training.structure`). All others have the plain path, which gives a model its real batches
 and nothing else. So has a model that draws random numbers itself (dropout): torch's generator is
@@ -24,8 +23,9 @@ lent to one client at a time (`fedsim.training.side_effects`). Gradients of sing
 clients that protect them, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
-here; not for one that does not say which of its steps are alike (`LocalAlgorithm.phase`), nor
-where gradients are privatised in the client. Eager: kernel by kernel.
+here; not with convolutions on the layered path, not for an algorithm that does not say which of its
+steps are alike (`LocalAlgorithm.phase`), nor where gradients are privatised in the client. Eager:
+kernel by kernel.
 """
 
 from __future__ import annotations
@@ -44,17 +44,15 @@ from fedsim.kernels.dense import is_compiled
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
-from fedsim.training.paths.chain import layered, stack
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
+from fedsim.training.paths.program import Program
 from fedsim.training.structure.reading import Reading
 
 _log = logging.getLogger(__name__)
 
-PathName = Literal["auto", "plain", "func", "stacked", "layered"]
+PathName = Literal["auto", "plain", "func", "layered"]
 KernelName = Literal["auto", "eager", "compiled"]
-
-CAPTURED = ("stacked", "func")
 
 # What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
 CPU_BYTES = 8 * 2**20
@@ -104,16 +102,16 @@ def choose(
     *,
     device: torch.device,
     data: ClientData,
+    program: Program | None,
     plain_only: bool = False,
-    compiled: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
-    The rule tries func on some of the data's own examples before it settles on it. ``plain_only``
-    are models that run for one client at a time: one that draws random numbers, for which torch's
-    generator is lent to a client, or that writes down statistics of its batches. So has one that
-    may look across a batch, as its ``reading`` says, the plain path only. ``compiled``: whether the
-    stacked and the layered path use compiled kernels.
+    The rule tries func on some of the data's own examples before it settles on it. ``program`` is
+    the model's, if it has one. ``plain_only`` are models that run for one client at a time: one
+    that draws random numbers, for which torch's generator is lent to a client, or that writes down
+    statistics of its batches. So has one that may look across a batch, as its ``reading`` says, the
+    plain path only.
 
     Raises
     ------
@@ -132,18 +130,16 @@ def choose(
         raise FedsimError(
             f"client.path = '{wanted}' does not take {refused}; allowed here: 'auto', 'plain'."
         )
-    chain: Path | None = None
-    if wanted in ("auto", "stacked"):
-        chain = stack(structure, packing, read_loss, data.x.dim() - 1, compiled=compiled)
-    if wanted == "layered" or (chain is None and wanted == "auto" and device.type == "cpu"):
-        chain = layered(structure, packing, read_loss, compiled=compiled)
-    if chain is not None:
-        return chain
-    if wanted in _CHAINS:
-        takes, others = _CHAINS[wanted]
+    if program is not None:
+        # On a GPU convolutions go client by client here, bound by launches.
+        wins = device.type == "cpu" or not program.convolutions
+        if wanted == "layered" or (wanted == "auto" and wins):
+            return program
+    elif wanted == "layered":
         raise FedsimError(
-            f"client.path = '{wanted}' does not take a {type(model).__name__} like this one; it "
-            f"takes {takes}. Allowed here: {others}."
+            f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
+            "takes a chain of convolutions with ReLU and max-pooling, or none, then linear layers "
+            "with ReLU, tanh or sigmoid. Allowed here: 'auto', 'func', 'plain'."
         )
     func = FuncPath(structure.module, packing, read_loss)
     small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
@@ -153,25 +149,18 @@ def choose(
     if wanted in ("auto", "plain"):
         return PlainPath(model, packing, loss)
     raise FedsimError(
-        f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'layered', 'func' or 'plain'."
+        f"client.path is '{wanted}'; it must be 'auto', 'layered', 'func' or 'plain'."
     )
 
 
-_CHAINS = {
-    "stacked": (
-        "a chain of linear layers with ReLU, tanh or sigmoid",
-        "'auto', 'layered', 'func', 'plain'",
-    ),
-    "layered": (
-        "a chain of convolutions with ReLU and max-pooling, then linear layers",
-        "'auto', 'stacked', 'func', 'plain'",
-    ),
-}
-"""What the two paths of chains take, and the paths that remain."""
+def is_captured(path: Path) -> bool:
+    """Whether a GPU's steps on a path are captured: all kernels of a step must be a block's."""
+    dense = isinstance(path, Program) and not path.convolutions
+    return dense or isinstance(path, FuncPath)
 
 
 def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
-    """What the stacked and the layered path compute with: "eager" or "compiled".
+    """What the layered path computes with: "eager" or "compiled".
 
     The compiled kernels add up in another order than torch's operations: which of them a run uses
     is a part of it. The rule takes them on every CPU where they can be built.

@@ -1,4 +1,4 @@
-"""Linear layers one after another, each with an activation: the passes of ``n`` clients.
+"""Linear layers one after another, each with an activation: outputs and gradients of ``n`` clients.
 
 A pass goes through the layers at each client's own point and back, and hands out the gradients by
 the factors of which they are products: a weight gradient is written down only by those who need it.
@@ -15,7 +15,7 @@ outputs than `NARROW` is computed as one of `NARROW` outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -65,34 +65,6 @@ class DenseLayer:
         return weight, None if frozen is None else frozen.detach().expand(n, 1, outputs)
 
 
-def dense_layers(
-    modules: Sequence[tuple[str, nn.Module]], slices: Mapping[str, slice], flat: bool
-) -> list[DenseLayer] | None:
-    """Layers of modules by name, if they are linear with at most one activation each.
-
-    ``flat``: what they are given are vectors; otherwise a Flatten comes first.
-    """
-    layers: list[DenseLayer] = []
-    for name, module in modules:
-        if isinstance(module, nn.Flatten):
-            if module.start_dim != 1 or module.end_dim != -1:
-                return None
-            flat = True
-        elif type(module) is nn.Linear and flat:
-            weight, bias = slices.get(f"{name}.weight"), slices.get(f"{name}.bias")
-            layers.append(DenseLayer(module, weight, bias, None))
-        elif type(module) in ACTIVATIONS and layers and layers[-1].activation is None:
-            layers[-1] = replace(layers[-1], activation=type(module))
-        else:
-            return None
-    return layers
-
-
-def covered(layers: Sequence[DenseLayer]) -> int:
-    """How many trained parameters they have."""
-    return sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
-
-
 def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
     """The layers as compiled functions take them; None where they do not."""
     shapes = []
@@ -127,19 +99,55 @@ class DenseLayers:
         self._shapes = _shapes(layers) if compiled else None
         self._kernels: dict[int, DenseKernel | None] = {}
 
-    def forward(self, theta: Tensor, x: Tensor) -> DensePass:
-        """Go through the layers at ``theta [n, D]`` with inputs ``x [n, B, in]``."""
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs ``[n, B, K]`` at ``theta [n, D]``, operation by operation."""
+        return self._values(theta, x)[-1]
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], *, below: bool = False
+    ) -> tuple[CompiledGradient | Factored, Tensor | None]:
+        """Go through the layers at ``theta [n, D]`` with inputs ``x [n, B, in]``, and back.
+
+        ``deltas`` makes of the outputs ``[n, B, K]`` their gradients. Beside the layers' gradients
+        stand those of the inputs, if they are wanted ``below``.
+        """
         kernel = None if theta.is_cuda else self._kernel(x.shape[1], theta.dtype)
         if kernel is None or x.dtype != theta.dtype:
-            return self.eager(theta, x)
+            return self._eager(theta, x, deltas, below)
         if theta.stride(1) != 1:
             theta = theta.contiguous()
         if x.stride()[1:] != (x.shape[2], 1):
             x = x.contiguous()
-        return CompiledPass(self, kernel, theta, x, kernel.forward(theta, x))
+        buffers = kernel.forward(theta, x)
+        delta = deltas(kernel.values(buffers, len(self.layers) - 1))
+        inputs = kernel.backward(theta, buffers, delta, below=below)
+        return CompiledGradient(self, kernel, x, buffers), inputs
 
-    def eager(self, theta: Tensor, x: Tensor) -> EagerPass:
-        """The same, operation by operation."""
+    def _eager(
+        self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], below: bool
+    ) -> tuple[Factored, Tensor | None]:
+        """The same by batched products over the clients."""
+        values = self._values(theta, x)
+        delta = deltas(values[-1])
+        factors: list[Factor] = []
+        first = 0 if below else self.first
+        inputs: Tensor | None = None
+        for i in range(len(self.layers) - 1, first - 1, -1):
+            layer = self.layers[i]
+            if layer.activation is not None:
+                delta = ACTIVATIONS[layer.activation][1](delta, values[i + 1])
+            delta = _on_lines(delta)
+            # delta^T x would be the weight gradient. A plain step folds the two factors into the
+            # weights in one product (`Factored`), and others write it down.
+            if layer.weight is not None or layer.bias is not None:
+                factors.append(Factor(values[i], delta, layer.weight, layer.bias))
+            if i > first or below:
+                inputs = aligned_empty(delta, *values[i].shape)
+                delta = torch.bmm(delta, layer.parameters(theta)[0], out=inputs)
+        return Factored(factors, self.packing), inputs if below else None
+
+    def _values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
+        """Inputs of every layer, and the outputs, each ``[n, B, width]``."""
         values = [_on_lines(x)]
         for layer in self.layers:
             weight, bias = layer.parameters(theta)
@@ -154,7 +162,7 @@ class DenseLayers:
                 # In place: backward needs the outputs of these activations, never their inputs.
                 h = ACTIVATIONS[layer.activation][0](h)
             values.append(h)
-        return EagerPass(self, theta, values)
+        return values
 
     def _kernel(self, batch: int, dtype: torch.dtype) -> DenseKernel | None:
         if self._shapes is None:
@@ -165,75 +173,8 @@ class DenseLayers:
 
 
 @dataclass(frozen=True)
-class EagerPass:
-    """A batch's pass through the layers of ``n`` clients, by batched products over them.
-
-    Attributes
-    ----------
-    dense : DenseLayers
-    point : Tensor ``[n, D]``
-    values : list of Tensor
-        Inputs of every layer, and the outputs, each ``[n, B, width]``.
-    """
-
-    dense: DenseLayers
-    point: Tensor
-    values: Sequence[Tensor]
-
-    @property
-    def outputs(self) -> Tensor:
-        """Of the last layer, ``[n, B, K]``."""
-        return self.values[-1]
-
-    def backward(self, delta: Tensor, *, below: bool = False) -> tuple[Factored, Tensor | None]:
-        """The gradients, from that of the outputs; and, ``below``, that of the inputs."""
-        factors: list[Factor] = []
-        first = 0 if below else self.dense.first
-        inputs: Tensor | None = None
-        for i in range(len(self.values) - 2, first - 1, -1):
-            layer = self.dense.layers[i]
-            if layer.activation is not None:
-                delta = ACTIVATIONS[layer.activation][1](delta, self.values[i + 1])
-            delta = _on_lines(delta)
-            # delta^T x would be the weight gradient. A plain step folds the two factors into the
-            # weights in one product (`Factored`), and others write it down.
-            if layer.weight is not None or layer.bias is not None:
-                factors.append(Factor(self.values[i], delta, layer.weight, layer.bias))
-            if i > first or below:
-                inputs = aligned_empty(delta, *self.values[i].shape)
-                delta = torch.bmm(delta, layer.parameters(self.point)[0], out=inputs)
-        return Factored(factors, self.dense.packing), inputs if below else None
-
-
-@dataclass(frozen=True)
-class CompiledPass:
-    """A batch's pass through the layers of ``n`` clients, by a `DenseKernel`."""
-
-    dense: DenseLayers
-    kernel: DenseKernel
-    point: Tensor
-    x: Tensor
-    buffers: Tensor
-
-    @property
-    def outputs(self) -> Tensor:
-        """Of the last layer, ``[n, B, K]``."""
-        return self.kernel.values(self.buffers, len(self.dense.layers) - 1)
-
-    def backward(
-        self, delta: Tensor, *, below: bool = False
-    ) -> tuple[CompiledGradient, Tensor | None]:
-        """The gradients, from that of the outputs; and, ``below``, that of the inputs."""
-        inputs = self.kernel.backward(self.point, self.buffers, delta, below=below)
-        return CompiledGradient(self.dense, self.kernel, self.x, self.buffers), inputs
-
-
-DensePass = EagerPass | CompiledPass
-
-
-@dataclass(frozen=True)
 class CompiledGradient:
-    """Gradients of ``n`` clients' layers, as a compiled pass leaves their factors.
+    """Gradients of ``n`` clients' layers, as a kernel leaves their factors.
 
     Attributes
     ----------

@@ -2,38 +2,34 @@
 
 A bound on a row protects an example only if no other example has a part in the row. There are two
 ways to know that. A model and a loss that have been read (`fedsim.training.structure`) act on each
-example by itself, *by structure*, so that one pass may take all examples at once: all clients of a
-block by factors, one client by factors (`fedsim.training.paths.factored`), or by Opacus for
-recurrent layers (`Unrolled`). What runs then is the graph that was read, never the user's forward.
-Everything else goes *one at a time*: in parallel by `torch.func.vmap`, inside which a model sees
-one example, or one after another, each from the same buffers and attributes. The fastest method
-that `fedsim.training.probe` finds nothing against is used.
+example by itself, *by structure*, so that one pass may take all examples at once: by factors
+(`fedsim.training.paths.factored`), or by Opacus for recurrent layers (`Unrolled`). What runs then
+is the graph that was read, never the user's forward. Everything else goes *one at a time*: in
+parallel by `torch.func.vmap`, inside which a model sees one example, or one after another, each
+from the same buffers and attributes. The fastest method that `fedsim.training.probe` finds nothing
+against is used.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedsim.models.parameters import call_with
-from fedsim.rows import DenseRows, LinearPart, OuterRows
+from fedsim.rows import DenseRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
-from fedsim.training.gradients import Factored
-from fedsim.training.paths.chain import ChainPath, stack
-from fedsim.training.paths.dense_layers import CompiledGradient
-from fedsim.training.paths.factored import Hooked, owned_by_layers, product_layers
 from fedsim.training.side_effects import OwnState, seeded
-from fedsim.training.structure.reading import Reading
 
 BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
 """How it is known that a row is one example's."""
@@ -60,129 +56,53 @@ class ExampleBlock:
     losses: Tensor
 
 
-ClientRows = Callable[[Tensor, Tensor, Tensor], tuple[BlockRows, Tensor]]
-"""``(theta [D], x [B, ...], y [B, ...])`` of a client to rows ``[1, B, d]`` and losses ``[B]``."""
-
-ExampleRows = Callable[
-    [Tensor, Tensor, Tensor, Sequence[int], "Sequence[int] | None"], Iterator[ExampleBlock]
-]
-"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n], seeds [n])`` to gradients of examples.
-
-Only the first ``counts`` examples of a client are its own; what comes after them is padding,
-and may be left out. The seeds are those of what the model draws for each client, if it does.
-"""
-
-
 @dataclass(frozen=True)
-class GradientMethod:
+class GradientMethod(ABC):
     """A method to compute the gradients of single examples.
 
-    Attributes
-    ----------
-    name : str
-    of_client : ClientRows
-        Of one client.
-    rows : ExampleRows
-        Of a block.
-    evidence : str
-        How it is known that a row is one example's, for ledgers and statements.
+    ``name`` is what it is called; ``evidence`` how it is known that a row is one example's, for
+    ledgers and statements.
     """
 
-    name: str
-    of_client: ClientRows
-    rows: ExampleRows
-    evidence: str
+    name: ClassVar[str]
+    evidence: ClassVar[str]
 
+    @abstractmethod
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows ``[1, B, d]`` and losses ``[B]`` of one client's ``x``, ``y`` at ``theta [D]``."""
 
-def gradient_methods(
-    model: nn.Module,
-    packing: Packing,
-    loss: Loss,
-    reading: Reading,
-    example_dims: int,
-    draws: bool = False,
-    *,
-    compiled: bool = False,
-) -> list[GradientMethod]:
-    """All that a model's structure allows, from the fastest to the one that takes everything.
-
-    A model that ``draws`` has no stacked path; ``compiled`` says whether that uses kernels.
-    """
-    state = OwnState(model, loss)
-    methods, recurrent = [], []
-    structure, read_loss = reading.structure, reading.loss
-    if structure is not None and read_loss is not None:
-        layers = product_layers(structure, packing)
-        if layers is not None:
-            stacked = None
-            if not draws:
-                stacked = stack(structure, packing, read_loss, example_dims, compiled=compiled)
-            if stacked is not None:
-                methods.append(_whole_block(stacked))
-            hooked = Hooked(structure.module, packing, read_loss, layers)
-            methods.append(_client_by_client("factored", hooked, BY_STRUCTURE))
-        if is_recurrent(structure.module) and owned_by_layers(structure, packing):
-            unrolled = Unrolled(structure.module, packing, read_loss)
-            recurrent.append(_client_by_client("unrolled", unrolled, BY_STRUCTURE))
-    vmapped = _client_by_client("vmapped", Vmapped(model, packing, loss, state), ONE_AT_A_TIME)
-    one_by_one = OneByOne(model, packing, loss, state, draws)
-    return [
-        *methods,
-        vmapped,
-        *recurrent,
-        _client_by_client("one by one", one_by_one, ONE_AT_A_TIME),
-    ]
-
-
-def _client_by_client(name: str, of_client: ClientRows, evidence: str) -> GradientMethod:
     def rows(
-        theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        counts: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> Iterator[ExampleBlock]:
+        """Gradients of the examples of a block's clients, here of one client after another.
+
+        Parameters
+        ----------
+        theta : Tensor ``[n, D]``, packed
+        x, y : Tensor ``[n, B, ...]``
+        counts : sequence of n ints
+            A client's own examples are the first so many; what comes after them is padding, and
+            may be left out.
+        seeds : sequence of n ints, optional
+            Of what the model draws for each client, if it does.
+        """
         for k, count in enumerate(counts):
             if count:
                 # Copies, at an allocator's address: bits must not depend on where a row lies.
                 with seeded(seeds[k] if seeds else None, theta.device):
-                    gradients, losses = of_client(
+                    gradients, losses = self.of_client(
                         theta[k].clone(), x[k, :count].clone(), y[k, :count]
                     )
                 yield ExampleBlock(slice(k, k + 1), [count], gradients, losses[None])
 
-    return GradientMethod(name, of_client, rows, evidence)
-
-
-def _whole_block(path: ChainPath) -> GradientMethod:
-    def of_client(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        (examples,) = _stacked_rows(path, theta[None], x[None], y[None], [len(x)])
-        return examples.rows, examples.losses[0]
-
-    return GradientMethod(
-        "stacked",
-        of_client,
-        lambda theta, x, y, counts, seeds: _stacked_rows(path, theta, x, y, counts),
-        BY_STRUCTURE,
-    )
-
-
-def _stacked_rows(
-    path: ChainPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
-) -> Iterator[ExampleBlock]:
-    clients: slice | Tensor = slice(None)
-    if not all(counts):
-        clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
-        theta, x, y = theta[clients], x[clients], y[clients]
-    batch_losses = path.losses(y, theta.new_ones(x.shape[:2]))
-    gradient = path.gradient_of(theta, x, batch_losses, 0)
-    assert isinstance(gradient, CompiledGradient | Factored)
-    losses = batch_losses.values()
-    parts = [LinearPart(f.x, f.delta, f.bias is not None) for f in reversed(gradient.factors)]
-    counts = [count for count in counts if count]
-    # Products over fewer examples of weight zero have the same bits.
-    b = x.shape[1] if x.is_cuda else max(counts)
-    yield ExampleBlock(clients, counts, OuterRows(tuple(parts))[:, :b], losses[:, :b])
-
 
 @dataclass(frozen=True)
-class Vmapped:
+class Vmapped(GradientMethod):
     """Gradients of single examples by `torch.func`, written out.
 
     A model and a loss are given one example: what they could mix is not there.
@@ -193,7 +113,10 @@ class Vmapped:
     loss: Loss
     state: OwnState
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+    name = "vmapped"
+    evidence = ONE_AT_A_TIME
+
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
         with self.state.restored():
@@ -215,7 +138,7 @@ class Vmapped:
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class OneByOne(GradientMethod):
     """Gradients of single examples by autograd on one example after another.
 
     Nothing that an example is computed with is another's: each call starts from the same buffers
@@ -228,7 +151,10 @@ class OneByOne:
     state: OwnState
     draws: bool
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+    name = "one by one"
+    evidence = ONE_AT_A_TIME
+
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         rows, losses = [], []
         # Drawn from a generator that is seeded for the client; unused by a model that draws not.
@@ -253,7 +179,7 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class Unrolled(GradientMethod):
     """Gradients of single examples by Opacus, on a copy of the model with its recurrent layers.
 
     `torch.func` cannot take such layers. Opacus unrolls one into linear layers, and knows each
@@ -266,7 +192,10 @@ class Unrolled:
     packing: Packing
     loss: Loss
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+    name = "unrolled"
+    evidence = BY_STRUCTURE
+
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         copied = self._copy
         parameters: dict[str, Any] = dict(copied.named_parameters())

@@ -18,7 +18,7 @@ of two products and its norm no product of their norms (`product_layers`, `owned
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,8 @@ from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
+from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
+from fedsim.training.paths.program import Program
 from fedsim.training.structure.reading import Structure
 
 
@@ -48,7 +50,8 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
 
     Each is called once: an example's gradient is one product.
     """
-    model, calls = structure.module, structure.calls
+    model = structure.module
+    calls = [str(node.target) for node in model.graph.nodes if node.op == "call_module"]
     if not owned_by_layers(structure, packing):
         return None
     owners = dict.fromkeys(e.name.rpartition(".")[0] for e in packing.layout.entries)
@@ -63,7 +66,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
             and module.padding_mode == "zeros"
             and not isinstance(module.padding, str)
         )
-        if not plain or not module.weight.requires_grad or calls.get(owner) != 1:
+        if not plain or not module.weight.requires_grad or calls.count(owner) != 1:
             return None
         prefix = f"{owner}." if owner else ""
         names.append(f"{prefix}weight")
@@ -178,11 +181,56 @@ class PositionsPart(LinearPart):
 
 
 @dataclass(frozen=True)
-class Hooked:
-    """Inputs and output gradients of layers, by one forward and one backward pass.
+class ProgramRows(GradientMethod):
+    """The model program, read example by example: all clients of a block where it is dense."""
 
-    The backward pass is of the sum of the losses: each example's loss follows from that example
-    alone, so that the gradient of a layer's outputs has each example's own in its row.
+    program: Program
+
+    name = "layered"
+    evidence = BY_STRUCTURE
+
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows and losses of one client."""
+        rows, losses = self._of_block(theta[None], x[None], y[None])
+        return rows, losses[0]
+
+    def rows(
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        counts: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> Iterator[ExampleBlock]:
+        """Of all clients at once, unless there are convolutions."""
+        if self.program.convolutions:
+            yield from super().rows(theta, x, y, counts, seeds)
+            return
+        clients: slice | Tensor = slice(None)
+        if not all(counts):
+            clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
+            theta, x, y = theta[clients], x[clients], y[clients]
+        rows, losses = self._of_block(theta, x, y)
+        counts = [count for count in counts if count]
+        # Products over fewer examples of weight zero have the same bits.
+        b = x.shape[1] if x.is_cuda else max(counts)
+        yield ExampleBlock(clients, counts, rows[:, :b], losses[:, :b])
+
+    def _of_block(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
+        losses = self.program.losses(y, theta.new_ones(x.shape[:2]))
+        convolved, dense = self.program.example_factors(theta, x, losses)
+        parts: list[LinearPart] = [_convolved_part(*factor) for factor in convolved]
+        parts += [LinearPart(f.x, f.delta, f.bias is not None) for f in dense]
+        return OuterRows(tuple(parts)), losses.values()
+
+
+@dataclass(frozen=True)
+class Hooked(GradientMethod):
+    """Inputs and output gradients of layers, by one forward and one backward pass of autograd.
+
+    For models that were read and are no program: layers beside each other, or on sequences. The
+    backward pass is of the sum of the losses: each example's loss follows from that example alone,
+    so that the gradient of a layer's outputs has each example's own in its row.
     """
 
     model: nn.Module
@@ -190,7 +238,10 @@ class Hooked:
     loss: Loss
     layers: Sequence[tuple[str, nn.Module]]
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+    name = "factored"
+    evidence = BY_STRUCTURE
+
+    def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         called: dict[str, tuple[Tensor, Tensor]] = {}
         handles = [
@@ -219,14 +270,19 @@ class Hooked:
 
 
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
-    bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
-        kernel = (module.in_channels, *module.kernel_size)
-        windows, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
-        return PositionsPart(windows, delta, bias, kernel)
+        return _convolved_part(module, x, delta)
+    bias = module.bias is not None and bool(module.bias.requires_grad)
     if x.dim() == 2:
         return LinearPart(x[None], delta[None], bias)
     return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
+
+
+def _convolved_part(module: nn.Conv2d, x: Tensor, delta: Tensor) -> PositionsPart:
+    bias = module.bias is not None and module.bias.requires_grad
+    kernel = (module.in_channels, *module.kernel_size)
+    windows, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
+    return PositionsPart(windows, delta, bias, kernel)
 
 
 def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:

@@ -50,40 +50,14 @@ class Structure:
     Attributes
     ----------
     module : GraphModule
-        Does what the graph says, with the model's own parameters.
+        Does what the graph says, with the model's own parameters. Each node's ``meta`` has its
+        ``"value"``: `Batched`, `Fixed` or what holds them.
     outputs : Batched
         Of which shape its outputs are.
     """
 
     module: fx.GraphModule
     outputs: Batched
-
-    @property
-    def chain(self) -> list[tuple[str, nn.Module]] | None:
-        """Modules by name, if the model is one after another, and no parameter is in two places."""
-        modules = []
-        (last, *others) = (n for n in self.module.graph.nodes if n.op == "placeholder")
-        for node in self.module.graph.nodes:
-            if node.op == "call_module":
-                if node.args != (last,) or node.kwargs or len(last.users) != 1 or others:
-                    return None
-                module = self.module.get_submodule(str(node.target))
-                if not isinstance(module, nn.Identity):
-                    modules.append((str(node.target), module))
-                last = node
-            elif node.op == "output":
-                used = [id(p) for _, m in modules for p in m.parameters()]
-                once = len({*used}) == len(used)
-                return modules if once and node.args == (last,) else None
-            elif node.op != "placeholder":
-                return None
-        return None
-
-    @property
-    def calls(self) -> dict[str, int]:
-        """How often each of its modules is called."""
-        names = [str(n.target) for n in self.module.graph.nodes if n.op == "call_module"]
-        return {name: names.count(name) for name in names}
 
     def same(self, other: Structure) -> bool:
         """Whether both do the same."""
@@ -248,7 +222,6 @@ class _Tracer(fx.Tracer):
         self.proxy_buffer_attributes = True
         self.device = device
         self._inputs = iter(inputs)
-        self._values: dict[fx.Node, Any] = {}
         self._measuring = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -267,8 +240,8 @@ class _Tracer(fx.Tracer):
         if kind in ("output", "get_attr"):
             return proxy
         # At once: the very next line of the code may ask for a shape.
-        self._values[proxy.node] = self._result(proxy.node)
-        return self._unpacked(proxy, self._values[proxy.node])
+        proxy.node.meta["value"] = self._result(proxy.node)
+        return self._unpacked(proxy, proxy.node.meta["value"])
 
     def _unpacked(self, proxy: Any, value: Any) -> Any:
         """A tuple of what is in a tuple, as code expects of one; other values as they are."""
@@ -292,10 +265,10 @@ class _Tracer(fx.Tracer):
     def value(self, argument: Any) -> Any:
         """What a node stands for; what is inside others; a constant itself."""
         if isinstance(argument, fx.Node):
-            if argument.op == "get_attr" and argument not in self._values:
+            if argument.op == "get_attr" and "value" not in argument.meta:
                 tensor = _attribute(self.root, str(argument.target))
-                self._values[argument] = Fixed(on_meta(tensor))
-            return self._values[argument]
+                argument.meta["value"] = Fixed(on_meta(tensor))
+            return argument.meta["value"]
         if isinstance(argument, tuple | list):
             inside = [self.value(a) for a in argument]
             return tuple(inside) if isinstance(argument, tuple) else inside

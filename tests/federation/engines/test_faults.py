@@ -179,7 +179,7 @@ def rows_of(grid):
 def test_a_client_without_data_sends_zero_on_every_path_and_block_size(who):
     sizes = [0 if k in WHO[who] else size for k, size in enumerate(SIZES)]
     seen = []
-    for path in ("stacked", "plain"):
+    for path in ("layered", "plain"):
         for block_size in (0, 1, 4):
             trainer = Trainer(
                 make_mlp(dtype=torch.float64), SGD(lr=0.1), make_data(sizes, dtype=torch.float64),
@@ -188,7 +188,7 @@ def test_a_client_without_data_sends_zero_on_every_path_and_block_size(who):
             counts, model = run(LocalGrid(trainer), initial_of(trainer))
             assert counts == [(len(SIZES), len(SIZES), 0)] * 2
             seen.append((path, model))
-    for path in ("stacked", "plain"):
+    for path in ("layered", "plain"):
         models = [model for name, model in seen if name == path]
         assert models == models[:1] * 3
 
@@ -218,13 +218,13 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
         y[torch.from_numpy(data.indices[client])] = guilty
     trainer = Trainer(
         make_mlp(), SGD(lr=0.1), ClientData(data.x, y, data.indices),
-        loss=loss, path="stacked", block_size=block_size, randomness=Randomness(3),
+        loss=loss, path="layered", block_size=block_size, randomness=Randomness(3),
     )  # fmt: skip
     counts, _ = run(LocalGrid(trainer), initial_of(trainer))
     assert counts == [(6, 4, 2)] * 2
     alone = Trainer(
         make_mlp(), SGD(lr=0.1), data, loss=clamped,
-        path="stacked", block_size=1, randomness=Randomness(3),
+        path="layered", block_size=1, randomness=Randomness(3),
     )  # fmt: skip
     for block in guarded_blocks(trainer, "train", trainer.initial(), np.arange(6), 1):
         for index, client in enumerate(block.client_ids.tolist()):

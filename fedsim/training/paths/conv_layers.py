@@ -1,0 +1,245 @@
+"""Convolutions, each with ReLU and max-pooling, forward and backward by hand.
+
+Four things make this faster than autograd on the same operations. ReLU is monotone, so that it
+commutes with max-pooling: it and its mask are taken after pooling, at a quarter of the size or
+less. A place that is not the largest of its window has no gradient: sums run over the windows'
+winners, not over all places (`fedsim.kernels.convolutions`). Nobody wants the gradient of an image,
+so that the first layer's is never computed. And no graph is recorded.
+
+It holds for a plain max-pooling without returned indices, and for ReLU alone: neither tanh after
+an average, nor a pooling of other activations, commutes to the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.kernels.convolutions import (
+    Patches,
+    input_gradient,
+    sums_over_winners,
+    weight_gradient,
+)
+from fedsim.rows.packing import channels_last
+
+# With so many places a window, sums over winners take less time than products over all places.
+SPARSE = 3
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ConvLayer:
+    """A convolution, all of it trained, with ReLU and what pools it; its places in a packed row."""
+
+    name: str
+    module: nn.Conv2d
+    weight: slice
+    bias: slice | None
+    activation: type[nn.Module] | None = None
+    pool: nn.MaxPool2d | None = None
+
+
+def is_plain(module: nn.Conv2d) -> bool:
+    """Whether a convolution is trained as a whole, and its padding, if any, is of zeros."""
+    trained = all(parameter.requires_grad for parameter in module.parameters())
+    return trained and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+@dataclass(frozen=True)
+class ConvActivations:
+    """What a layer's backward pass needs of its forward pass."""
+
+    layer: ConvLayer
+    x: Tensor
+    weight: Tensor
+    convolved: Tensor
+    places: Tensor | None
+    outputs: Tensor
+
+
+class ConvFactor(NamedTuple):
+    """What meets a convolution's weight in examples' gradients.
+
+    Attributes
+    ----------
+    module : nn.Conv2d
+    x : Tensor ``[B, C, H, W]``
+        Its inputs.
+    delta : Tensor ``[B, O, H', W']``
+        Gradients of each example's loss with respect to its outputs.
+    """
+
+    module: nn.Conv2d
+    x: Tensor
+    delta: Tensor
+
+
+def forward(layers: Sequence[ConvLayer], row: Tensor, x: Tensor) -> list[ConvActivations]:
+    """Go through the layers with images ``x [B, C, H, W]`` at a packed ``row [D]``.
+
+    The last one's outputs are the features, channels last.
+    """
+    passed = []
+    x = channels_last(x)
+    for layer in layers:
+        module = layer.module
+        weight = channels_last(row[layer.weight].view(module.weight.shape))
+        bias = None if layer.bias is None else row[layer.bias]
+        convolved = F.conv2d(
+            x, weight, bias, module.stride, module.padding, module.dilation, module.groups
+        )
+        places, outputs = None, convolved
+        if layer.pool is not None:
+            # The places are the windows' winners, from which `_of_winners` takes the gradients.
+            outputs, places = torch.ops.aten.max_pool2d_with_indices.default(
+                convolved, *_pooling(layer.pool)
+            )
+        outputs = torch.relu_(outputs)
+        passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
+        x = outputs
+    return passed
+
+
+def backward(
+    passed: Sequence[ConvActivations],
+    delta: Tensor,
+    of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
+) -> list[Result]:
+    """Go back from the gradient of the features, and give what is made of each layer, last first.
+
+    ``of_layer`` gets the gradient of what a layer gives before ReLU, and whether that of its inputs
+    is wanted, which it gives beside its result.
+    """
+    results = []
+    below: Tensor | None = channels_last(delta)
+    for number in range(len(passed) - 1, -1, -1):
+        past = passed[number]
+        assert below is not None
+        # ReLU's mask at the pooled size: no gradient goes through an output of 0.
+        delta = torch.ops.aten.threshold_backward.default(below, past.outputs, 0)
+        below, result = of_layer(past, delta, number > 0)
+        results.append(result)
+    return results
+
+
+def gradients_by_name(
+    past: ConvActivations, delta: Tensor, below: bool, *, compiled: bool
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Gradients of a layer's inputs, where they are wanted, and of its parameters by name."""
+    # Which is faster depends on how much pooling throws away.
+    made = _of_winners if compiled and _sparse(past) else _of_places
+    inputs, weight, bias = made(past, delta, below)
+    named = {f"{past.layer.name}.weight": weight, f"{past.layer.name}.bias": bias}
+    return inputs, {name: part for name, part in named.items() if part is not None}
+
+
+def factor_of(
+    past: ConvActivations, delta: Tensor, below: bool
+) -> tuple[Tensor | None, ConvFactor]:
+    """Gradients of a layer's inputs, where they are wanted, and the factors of examples'."""
+    delta = _before_pooling(past, delta)
+    inputs = _products(past, delta, below, parameters=False)[0] if below else None
+    return inputs, ConvFactor(past.layer.module, past.x, delta)
+
+
+def _sparse(past: ConvActivations) -> bool:
+    """Whether a layer's gradients are taken from its windows' winners."""
+    module = past.layer.module
+    if past.layer.pool is None or module.groups != 1 or module.dilation != (1, 1):
+        return False
+    if past.x.is_cuda or not sums_over_winners(past.x.dtype):
+        return False
+    return past.convolved.numel() >= SPARSE * past.outputs.numel()
+
+
+def _of_winners(
+    past: ConvActivations, delta: Tensor, below: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
+    module, places = past.layer.module, past.places
+    assert places is not None
+    assert not isinstance(module.padding, str)
+    down, across = module.padding
+    x = past.x.permute(0, 2, 3, 1)
+    # The kernels know no padding: it is written out, and its gradient cut off at the end.
+    if down or across:
+        x = F.pad(x, (0, 0, across, across, down, down))
+    x = x.contiguous()
+    height, width, channels = x.shape[1:]
+    kernel, stride = (module.kernel_size[0], module.kernel_size[1]), module.stride
+    patches = _patches((height, width, channels), kernel, (stride[0], stride[1]))
+    windows, places = (
+        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, places)
+    )
+    weights = weight_gradient(x, windows, places, patches)
+    weights = weights.view(-1, *kernel, channels).permute(0, 3, 1, 2)
+    bias = None if module.bias is None else windows.flatten(0, 1).sum(0)
+    if not below:
+        return None, weights, bias
+    rows = past.weight.permute(0, 2, 3, 1).flatten(2)
+    inputs = input_gradient(rows, windows, places, patches)
+    inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
+    return inputs, weights, bias
+
+
+_patches = functools.cache(Patches)
+
+
+def _of_places(
+    past: ConvActivations, delta: Tensor, below: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """The same, by products over all places."""
+    inputs, weight, bias = _products(past, _before_pooling(past, delta), below, parameters=True)
+    assert weight is not None
+    return inputs, weight, bias
+
+
+def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
+    """Gradients of all that is convolved, from those of the windows."""
+    if past.layer.pool is None:
+        return delta
+    gradients: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(
+        delta, past.convolved, *_pooling(past.layer.pool), past.places
+    )
+    return gradients
+
+
+def _products(
+    past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the inputs, the weight and a bias, of those that are wanted."""
+    module = past.layer.module
+    biased = module.bias is not None
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (
+        torch.ops.aten.convolution_backward.default(
+            delta,
+            past.x,
+            past.weight,
+            [module.out_channels] if biased else None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            False,
+            [0, 0],
+            module.groups,
+            [below, parameters, parameters and biased],
+        )
+    )
+    return gradients
+
+
+def _pooling(pool: nn.MaxPool2d) -> tuple[Any, ...]:
+    """Kernel, stride, padding, dilation and rounding, as pairs."""
+    pairs = (
+        [value, value] if isinstance(value, int) else list(value)
+        for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    )
+    return (*pairs, pool.ceil_mode)

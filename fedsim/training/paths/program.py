@@ -1,0 +1,327 @@
+"""The model program: a chain of layers, lowered once from the graph that was read of a model.
+
+Its parts come in one order: what is frozen (the stem), convolutions with ReLU and perhaps
+max-pooling, linear layers with at most one activation each. Every layer knows its places in a
+client's row. Two executors run it, without autograd: the eager one operation by operation, on any
+device, the compiled one by kernels in C where there are some for a layer (`dense_layers`,
+`conv_layers`). Gradients of single examples are the same program read example by example
+(`Program.example_factors`).
+
+Clients with small rows take each step together. Batched work over clients reads every client's
+parameters in each step, though: where those of one client nearly fill the cache, and where there
+are convolutions, a client takes all its steps by itself instead, and its row stays in the cache
+(`Program.sequential`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.base import Dense, Gradient
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+from fedsim.training.gradients import BlockOfOne, Factor, Factored, Parts
+from fedsim.training.paths.conv_layers import (
+    ConvActivations,
+    ConvFactor,
+    ConvLayer,
+    backward,
+    factor_of,
+    forward,
+    gradients_by_name,
+    is_plain,
+)
+from fedsim.training.paths.dense_layers import (
+    ACTIVATIONS,
+    CompiledGradient,
+    DenseLayer,
+    DenseLayers,
+)
+from fedsim.training.paths.losses import BatchLosses, losses_of
+from fedsim.training.paths.plain import PlainPath
+from fedsim.training.structure.reading import Reading, Structure
+
+# Of a client's parameters: from this size on a client takes all its steps before the next begins.
+SEQUENTIAL_BYTES = 2**19
+
+Result = TypeVar("Result")
+
+
+def lowered(reading: Reading, packing: Packing, *, compiled: bool = False) -> Program | None:
+    """The program of a model, or None where what was read of it is no such chain.
+
+    Parameters
+    ----------
+    reading : Reading
+    packing : Packing
+        Of all parameters that are trained.
+    compiled : bool
+        Whether compiled kernels are used.
+    """
+    structure, loss = reading.structure, reading.loss
+    if structure is None or loss is None:
+        return None
+    chain = _chain(structure)
+    trained = [any(p.requires_grad for p in call.module.parameters()) for call in chain]
+    first = trained.index(True) if True in trained else 0
+    # Flattening inputs costs nothing; as a part of the stem it would go client by client.
+    if first and isinstance(chain[first - 1].module, nn.Flatten):
+        first -= 1
+    layers = _layers(chain[first:], packing)
+    convolutions = tuple(layer for layer in layers if isinstance(layer, ConvLayer))
+    dense = tuple(layer for layer in layers if isinstance(layer, DenseLayer))
+    places = [place for layer in layers for place in (layer.weight, layer.bias) if place]
+    # ReLU alone commutes with pooling, and a gradient reaches convolutions by a trained layer.
+    fits = all(layer.activation is nn.ReLU for layer in convolutions)
+    fits = fits and not (convolutions and dense and dense[0].weight is None)
+    if not (fits and dense and len(places) == len(packing.slices)):
+        return None
+    stem = tuple(call.module for call in chain[:first])
+    return Program(structure.module, stem, convolutions, dense, packing, loss, compiled)
+
+
+class _Call(NamedTuple):
+    """A module that a graph calls, and how many dimensions a batch of its inputs has."""
+
+    name: str
+    module: nn.Module
+    rank: int
+
+
+def _chain(structure: Structure) -> list[_Call]:
+    """A model's modules, if each is called on what the one before gives; none otherwise."""
+    calls = []
+    nodes = list(structure.module.graph.nodes)
+    for before, node in pairwise(nodes):
+        if node.args != (before,) or node.kwargs:
+            return []
+        if node.op == "call_module":
+            module = structure.module.get_submodule(str(node.target))
+            calls.append(_Call(str(node.target), module, before.meta["value"].like.dim()))
+    parameters = [id(p) for call in calls for p in call.module.parameters()]
+    # A function in between is no call of a module; a row has a parameter in one place.
+    whole = len(calls) == len(nodes) - 2 and len({*parameters}) == len(parameters)
+    return [call for call in calls if not isinstance(call.module, nn.Identity)] if whole else []
+
+
+def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseLayer]:
+    """Layers of modules that are called one after another; none if one of them is no part of any.
+
+    What follows a layer, its activation and pooling, may come in either order.
+    """
+    layers: list[ConvLayer | DenseLayer] = []
+    for name, module, rank in chain:
+        weight, bias = (packing.slices.get(f"{name}.{entry}") for entry in ("weight", "bias"))
+        last = layers[-1] if layers else None
+        if type(module) is nn.Linear and rank == 2:
+            layers.append(DenseLayer(module, weight, bias, None))
+        elif type(module) is nn.Conv2d and weight and is_plain(module):
+            layers.append(ConvLayer(name, module, weight, bias))
+        elif type(module) in ACTIVATIONS and last and last.activation is None:
+            layers[-1] = replace(last, activation=type(module))
+        elif type(module) is nn.MaxPool2d and isinstance(last, ConvLayer) and last.pool is None:
+            layers[-1] = replace(last, pool=module)
+        elif not isinstance(module, nn.Flatten) or (module.start_dim, module.end_dim) != (1, -1):
+            return []
+    return layers
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model's layers, and how they are computed: the same bits for every number of clients.
+
+    It is the path of its name: see `fedsim.training.paths.choice.Path`.
+
+    Attributes
+    ----------
+    model : nn.Module
+        The graph that was read.
+    stem : tuple of nn.Module
+        Frozen, before the layers.
+    convolutions : tuple of ConvLayer
+    layers : tuple of DenseLayer
+        After them.
+    packing : Packing
+    loss : callable
+    compiled : bool
+        Whether compiled kernels are used.
+    """
+
+    model: nn.Module
+    stem: tuple[nn.Module, ...]
+    convolutions: tuple[ConvLayer, ...]
+    layers: tuple[DenseLayer, ...]
+    packing: Packing
+    loss: Loss
+    compiled: bool
+
+    name = "layered"
+
+    @property
+    def sequential(self) -> bool:
+        """Whether clients take their steps one after another."""
+        size = self.packing.width * self.packing.layout.dtype.itemsize
+        on_gpu = self.layers[0].module.weight.is_cuda
+        return not on_gpu and (bool(self.convolutions) or size >= SEQUENTIAL_BYTES)
+
+    @property
+    def by_example(self) -> bool:
+        """Whether layers' factors, one after another, are rows of examples.
+
+        They are where each layer that is trained has its weight trained, in the layout's order.
+        """
+        layers: list[ConvLayer | DenseLayer] = [*self.convolutions, *self.layers]
+        starts = [layer.weight.start for layer in layers if layer.weight is not None]
+        alone = any(layer.bias is not None and layer.weight is None for layer in layers)
+        return starts == sorted(starts) and not alone
+
+    @cached_property
+    def dense(self) -> DenseLayers:
+        """The linear layers, ready for a pass."""
+        return DenseLayers(self.layers, self.packing, compiled=self.compiled)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled functions cannot be pickled; the other process compiles its own.
+        return {name: value for name, value in vars(self).items() if name != "dense"}
+
+    def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
+        """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
+        return losses_of(self.loss, y, weight)
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
+        if self.convolutions:
+            return PlainPath(self.model, self.packing, self.loss).outputs(theta, x)
+        return self.dense.outputs(theta, self._behind_stem(x).flatten(2))
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        losses = self.losses(y, weight)
+        return self.gradient_of(theta, x, losses, 0), losses.values()
+
+    def gradient_of(
+        self, theta: Tensor, x: Tensor, losses: BatchLosses, first: int
+    ) -> ProgramGradient:
+        """Gradients of ``n`` batches of these losses, from the ``first`` on: one a client."""
+        x = self._behind_stem(x)
+        if not self.convolutions:
+            return self.dense.gradient(theta, x.flatten(2), partial(losses.deltas, first=first))[0]
+        of_layer = partial(gradients_by_name, compiled=self.compiled)
+        rows = []
+        for k in range(len(theta)):
+            dense, convolved = self._convolved(theta[k : k + 1], x[k], losses, first + k, of_layer)
+            by_name = {name: part for layer in convolved for name, part in layer.items()}
+            rows.append(ConvolvedGradient(dense, Parts(BlockOfOne(by_name), self.packing)))
+        return rows[0] if len(rows) == 1 else Dense(torch.cat([row.dense() for row in rows]))
+
+    def example_factors(
+        self, theta: Tensor, x: Tensor, losses: BatchLosses
+    ) -> tuple[Sequence[ConvFactor], Sequence[Factor]]:
+        """What the gradients of examples are products of, layer by layer; see `by_example`.
+
+        Those of the first ``n`` batches of these losses, whose examples weigh 1; one where there
+        are convolutions.
+        """
+        x = self._behind_stem(x)
+        if not self.convolutions:
+            deltas = partial(losses.deltas, first=0)
+            return [], self.dense.gradient(theta, x.flatten(2), deltas)[0].factors[::-1]
+        dense, convolved = self._convolved(theta, x[0], losses, 0, factor_of)
+        return convolved[::-1], dense.factors[::-1]
+
+    def _convolved(
+        self,
+        theta: Tensor,
+        x: Tensor,
+        losses: BatchLosses,
+        batch: int,
+        of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
+    ) -> tuple[CompiledGradient | Factored, list[Result]]:
+        """Of one of the batches, ``x [B, C, H, W]``, at ``theta [1, D]``.
+
+        The dense layers' gradient; and what ``of_layer`` makes of each convolution, the last first.
+        """
+        activations = forward(self.convolutions, theta[0], x)
+        features = activations[-1].outputs
+        deltas = partial(losses.deltas, first=batch)
+        dense, delta = self.dense.gradient(theta, features.flatten(1)[None], deltas, below=True)
+        assert delta is not None
+        return dense, backward(activations, delta.view(features.shape), of_layer)
+
+    def _behind_stem(self, x: Tensor) -> Tensor:
+        """Inputs of the first layer that is trained."""
+        if not self.stem:
+            return x
+        # One client at a time: a convolution's bits may depend on how many rows it gets.
+        outputs = []
+        for features in x:
+            for module in self.stem:
+                features = module(features)
+            outputs.append(features)
+        return torch.stack(outputs)
+
+
+@dataclass(frozen=True)
+class ConvolvedGradient:
+    """Gradient of one client: of its linear layers by factors, of its convolutions written out.
+
+    Attributes
+    ----------
+    dense_part : CompiledGradient or Factored
+    convolved : Parts
+    """
+
+    dense_part: CompiledGradient | Factored
+    convolved: Parts
+
+    def __getitem__(self, clients: slice) -> Gradient:
+        """Of this client, or of none."""
+        return Dense(self.dense())[clients]
+
+    def dense(self) -> Tensor:
+        """Write it out, ``[1, D]``."""
+        out = self.dense_part.dense()
+        for name, part in self.convolved.parts.items():
+            out[:, self.convolved.packing.slices[name]].view(part.shape).copy_(part)
+        return out
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """Fold the factors into ``theta`` without a gradient in between."""
+        # A CPU reads a number at no cost, and a multiply-add takes one as a factor.
+        number, into = float(rate), theta if out is None else out
+        self.dense_part.subtract_from(theta, rate, out)
+        for name, part in self.convolved.parts.items():
+            place = self.convolved.packing.slices[name]
+            old, new = (rows[:, place].view(part.shape) for rows in (theta, into))
+            torch.add(old, part, alpha=-number, out=new)
+
+    def distance(self, other: Gradient) -> Tensor:
+        """L2 distance, from the factors."""
+        if not isinstance(other, ConvolvedGradient):
+            return Dense(self.dense()).distance(other)
+        distance = self.dense_part.distance(other.dense_part)
+        return torch.hypot(distance, self.convolved.distance(other.convolved))
+
+    def norms(self) -> Tensor:
+        """L2 norms, from the factors."""
+        return torch.hypot(self.dense_part.norms(), self.convolved.norms())
+
+    def peak(self) -> Tensor:
+        """The norm: no coordinate is larger."""
+        return self.norms()
+
+    def scaled(self, factors: Tensor) -> ConvolvedGradient:
+        """The gradients times the one factor."""
+        return ConvolvedGradient(self.dense_part.scaled(factors), self.convolved.scaled(factors))
+
+
+ProgramGradient = CompiledGradient | Factored | ConvolvedGradient | Dense
