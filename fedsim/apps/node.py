@@ -73,7 +73,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     declared = settings.values() if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
-    protected = config.private or config.client.private
+    protected = config.protects
     dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
     dealer = partitioner(config)
     if protected:

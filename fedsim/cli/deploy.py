@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -227,11 +225,7 @@ def _run_services(services: Sequence[Service], logs: Path, message: str) -> None
 @contextmanager
 def _until_interrupted(console: Console) -> Iterator[None]:
     """End on Ctrl-C and on SIGTERM in good order, which for these commands is no failure."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    # `fedsim.cli.boundary` makes a KeyboardInterrupt of SIGTERM.
     with suppress(KeyboardInterrupt):
         yield
     console.print("Down.")

@@ -20,7 +20,8 @@ from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.reports.sweep import RunLine, SeedsLine
-    from fedsim.runs.sweep import Halving, RunOutcome, SweepRun
+    from fedsim.runs.directory import Ending
+    from fedsim.runs.sweep import Halving, SweepRun
     from fedsim.runs.sweep.search import Spread
 
 
@@ -109,8 +110,7 @@ def sweep(
             member.point,
             where / member.label,
             measure_of(member.config),
-            outcome=outcomes[member.label].ended,
-            reason=outcomes[member.label].reason,
+            outcomes[member.label],
         )
         for member in grid
     ]
@@ -140,7 +140,7 @@ def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
 
 def _run(
     console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
-) -> Mapping[str, RunOutcome]:
+) -> Mapping[str, Ending]:
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
@@ -185,7 +185,7 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
                 _figure(line.mean_test, name),
                 epsilon,
                 _figure(line.loss, "loss"),
-                line.outcome,
+                line.outcome.ended,
             ]
         else:
             figures = [
@@ -240,8 +240,8 @@ def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:
         )
 
 
-def _end_if_failed(console: Console, outcomes: Mapping[str, RunOutcome]) -> None:
-    failed = {label: o.reason for label, o in outcomes.items() if o.ended == "failed"}
+def _end_if_failed(console: Console, outcomes: Mapping[str, Ending]) -> None:
+    failed = {label: o.why for label, o in outcomes.items() if o.ended == "failed"}
     for label, reason in failed.items():
         console.print(Text(f"{label} failed: {reason}", style="yellow"))
     if failed:
@@ -300,7 +300,7 @@ def _print_cost(
         f"Each private run is (epsilon, {delta:g})-differentially private with the epsilon of its "
         f"line. {_joint_cost(released, delta, halving)}"
     )
-    if any(line.outcome == "dropped" for line in lines):
+    if any(line.outcome.ended == "dropped" for line in lines):
         console.print(
             "The epsilon of a dropped run is that of a number of rounds fixed in advance; its own "
             "statement accounts for the choice."

@@ -72,10 +72,6 @@ def _default_unless(
     return lambda c: allows(c) or getattr(c.devices, field.name) == field.default
 
 
-def _private(config: RunConfig) -> bool:
-    return bool(config.private or config.client.private)
-
-
 def _bounds_examples(config: RunConfig) -> bool:
     return bool(config.client.mechanism.name != "none")
 
@@ -304,7 +300,7 @@ RULES: tuple[KeyRule, ...] = (
     ),
     KeyRule(
         "evaluate.clients-every",
-        lambda c: not (_private(c) and c.evaluate.clients_every and not c.evaluate.unprotected),
+        lambda c: not (c.protects and c.evaluate.clients_every and not c.evaluate.unprotected),
         "0 in a run that is private at client or example level, since metrics of clients' data are "
         "released without noise; set evaluate.unprotected = true to have them all the same",
     ),
@@ -322,7 +318,7 @@ RULES: tuple[KeyRule, ...] = (
     ),
     KeyRule(
         "devices.deadline",
-        lambda c: not (_private(c) and c.devices.deadline),
+        lambda c: not (c.protects and c.devices.deadline),
         "0 in a run that is private at client or example level: how long a device takes depends on "
         "how many examples it has, which would decide whose update is in the sum",
     ),

@@ -283,6 +283,11 @@ class RunConfig(ConfigTable):
         bounded = self.mechanism.name != "none" and not self.mechanism.gives_none
         return bounded and self.noise.adds_noise
 
+    @property
+    def protects(self) -> bool:
+        """Whether it claims privacy at either level."""
+        return self.private or self.client.private
+
 
 def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConfig:
     """The config of a run that has begun, perhaps by another version of fedsim.

@@ -194,7 +194,7 @@ class _Rows:
                     round=int(row["round"]),
                     row=row,
                     arrays=ArrayRecord(),
-                    protects=self._resolved.config.private or self._resolved.config.client.private,
+                    protects=self._resolved.config.protects,
                     of_clients=self._resolved.data.split.of_clients,
                     directory=self._directory,
                 )

@@ -17,8 +17,11 @@ from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
+from fedsim.runs.directory import Ending
 from fedsim.runs.metrics import MetricsFile, display_name
 from fedsim.runs.sweep.search import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
+
+_FINISHED = Ending("finished")
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,7 @@ class RunLine:
     Attributes
     ----------
     point : mapping of key to value
-    outcome : str
-        How it ended: "finished", "stopped", "budget", "dropped" (by halving), "failed", or
-        "interrupted".
-    reason : str
-        A sentence if it did not finish.
+    outcome : Ending
     rounds : int
         That it finished.
     measure : Measure
@@ -49,8 +48,7 @@ class RunLine:
     """
 
     point: dict[str, Scalar]
-    outcome: str
-    reason: str
+    outcome: Ending
     rounds: int
     measure: Measure
     test: float
@@ -66,9 +64,7 @@ def read_line(
     point: dict[str, Scalar],
     directory: Path,
     measure: Measure,
-    *,
-    outcome: str = "finished",
-    reason: str = "",
+    outcome: Ending = _FINISHED,
 ) -> RunLine:
     """The line of a run whose artefacts are in ``directory``; parameters as `RunLine`'s."""
     rows = MetricsFile(directory / "metrics.csv").rows()
@@ -77,7 +73,6 @@ def read_line(
     return RunLine(
         point=point,
         outcome=outcome,
-        reason=reason,
         rounds=int(last["round"]),
         measure=measure,
         test=tests[-1] if tests else math.nan,
@@ -118,7 +113,7 @@ class SeedsLine:
 
 
 def _counts(line: RunLine) -> bool:
-    return line.outcome in ("finished", "stopped", "budget")
+    return line.outcome.ended in ("finished", "stopped", "budget")
 
 
 def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
@@ -167,7 +162,7 @@ def to_csv(lines: Sequence[RunLine]) -> str:
     rows = [
         [
             *line.point.values(),
-            *(line.outcome, line.reason, line.rounds),
+            *(*line.outcome, line.rounds),
             *(line.test, line.mean_test, line.loss, line.validation, line.epsilon),
             *(None if line.epsilon is None else int(m) for m in (line.simulated, line.declared)),
         ]

@@ -209,7 +209,7 @@ class Judge:
         evaluated = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in resolved.trainer.metrics.items()}
         central = config.evaluate.every and config.data.validation
-        private = config.private or config.client.private
+        private = config.protects
         # What may be shown all the same (evaluate.unprotected) may still decide nothing.
         prefixes = [_CENTRAL] if central and "validation" not in own else []
         if not private:

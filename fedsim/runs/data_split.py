@@ -98,7 +98,7 @@ def resolve_data(
     """
     overrides = overrides or ObjectOverrides()
     data, device = config.data, device_of(config)
-    private = config.private or config.client.private
+    private = config.protects
     dataset = (load or load_dataset)(config) if overrides.data is None else overrides.data
     if private:
         dataset = dataset.protected()
@@ -187,7 +187,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         normalize=data.normalize,
         train=data.train,
         test=data.test,
-        protected=config.private or config.client.private,
+        protected=config.protects,
         **data.settings_for(data.find(), data.filled),
     )
 
@@ -206,7 +206,7 @@ def split_data(config: RunConfig, partition: Partition, dataset: Dataset) -> Dat
             f"evaluate.every = {config.evaluate.every}; it must be 0, since {dataset.name} has no "
             "test examples."
         )
-    private = config.private or config.client.private
+    private = config.protects
     owners = train.columns.get(getattr(partition, "column", "owner"))
     of_clients = _of_clients(config, partition, dataset) if private else ()
     rest, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)

@@ -32,7 +32,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 from fedsim import regular_files
 from fedsim.config import Scalar
@@ -48,6 +48,14 @@ from fedsim.runs.run_lock import RunLock, is_marked
 
 Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
 """How a run has ended; 'dropped' is by a sweep's halving."""
+
+
+class Ending(NamedTuple):
+    """How a run has ended, and a sentence if that was early."""
+
+    ended: Ended
+    why: str = ""
+
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -312,13 +320,13 @@ class RunDirectory:
             ) from None
 
 
-def ending(path: Path) -> tuple[Ended, str]:
-    """How the run in a directory has ended, and a sentence if that was early."""
+def ending(path: Path) -> Ending:
+    """How the run in a directory has ended."""
     try:
         written = json.loads(regular_files.read_text(path / "done"))
-        return cast(Ended, str(written["ended"])), str(written["why"])
+        return Ending(written["ended"], str(written["why"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return "interrupted", "The run has not come to its end."
+        return Ending("interrupted", "The run has not come to its end.")
 
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,37 +31,29 @@ def initial_model(
     FedsimError
         If one from Python cannot be copied, or such a run may not train it.
     """
-    override = None if overrides is None else overrides.model
-    model = _named(config, dataset) if override is None else _copy_of(override)
-    model, notes = _prepared(config, model)
-    return model, tuple(notes)
-
-
-def _named(config: RunConfig, dataset: Dataset) -> nn.Module:
-    """The model that a config names, for the examples of a data set."""
     settings = config.model
-    return models.build(
-        settings.name,
-        dataset.input_shape,
-        dataset.num_outputs,
-        vocabulary=dataset.vocabulary,
-        dtype=getattr(torch, settings.dtype),
-        seed=config.seed,
-        **settings.settings_for(settings.find(), models.OFFERED),
-    )
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
+    if overrides is None or overrides.model is None:
+        model = models.build(
+            settings.name,
+            dataset.input_shape,
+            dataset.num_outputs,
+            vocabulary=dataset.vocabulary,
+            dtype=getattr(torch, settings.dtype),
+            seed=config.seed,
+            **settings.settings_for(settings.find(), models.OFFERED),
+        )
+        return _prepared(config, model)
     try:
-        return copy.deepcopy(model)
+        model = copy.deepcopy(overrides.model)
     except Exception as error:  # a user's code
         raise FedsimError(
             f"model= cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
             "module that copy.deepcopy takes, with parameters and buffers alone for tensors."
         ) from error
+    return _prepared(config, model)
 
 
-def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]]:
+def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """A model as the run trains it, and sentences about what was done to it."""
     settings, notes = config.model, list[str]()
     dtype = getattr(torch, settings.dtype)
@@ -81,7 +74,7 @@ def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]
     models.freeze(model, settings.trainable)
     if config.private:
         models.refuse_running_statistics(model)
-    return model, notes
+    return model, tuple(notes)
 
 
 def personal_parameters(config: RunConfig, model: nn.Module) -> list[str]:
@@ -102,7 +95,7 @@ def shared_arrays(model: nn.Module, personal: list[str]) -> ArrayRecord:
     )
 
 
-def try_model(config: RunConfig, model: nn.Module, clients: ClientData) -> None:
+def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: ClientData) -> None:
     """Let a model take an example of its data, once as in training and once as in evaluation.
 
     Raises
@@ -120,10 +113,13 @@ def try_model(config: RunConfig, model: nn.Module, clients: ClientData) -> None:
     for training in (True, False):
         tried = scratch_copy(model.to(device)).train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
-            _check_outputs(_outputs(tried, x), x)
+            outputs = _outputs(tried, x)
+            _check_outputs(outputs, x)
+        if config.task.loss == "cross-entropy":
+            _check_classes(dataset, outputs)
 
 
-def _outputs(model: nn.Module, x: Tensor) -> object:
+def _outputs(model: nn.Module, x: Tensor) -> Any:
     try:
         return model(x.clone())
     except (Exception, SystemExit) as error:  # a user's code
@@ -136,7 +132,7 @@ def _outputs(model: nn.Module, x: Tensor) -> object:
         ) from error
 
 
-def _check_outputs(outputs: object, x: Tensor) -> None:
+def _check_outputs(outputs: Tensor, x: Tensor) -> None:
     """Refuse outputs with which no loss could begin."""
     if not isinstance(outputs, Tensor):
         raise FedsimError(
@@ -157,6 +153,21 @@ def _check_outputs(outputs: object, x: Tensor) -> None:
         raise FedsimError(
             "what the model gives does not depend on a parameter that is trained, or has no "
             "gradient any more (by detach or torch.no_grad); there must be one."
+        )
+
+
+def _check_classes(dataset: Dataset, outputs: Tensor) -> None:
+    """Refuse a model without an output for each class, before an example of one comes."""
+    classes = dataset.num_classes
+    if not (classes or dataset.train.y.is_floating_point()):
+        raise FedsimError(
+            f"{dataset.name} does not say how many classes there are (num_classes of its "
+            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
+        )
+    if outputs.dim() > 1 and outputs.shape[-1] < classes:
+        raise FedsimError(
+            f"the model has {outputs.shape[-1]} outputs, and the data have {classes} classes "
+            "(data.classes); it must have one for each."
         )
 
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from flwr.app import ConfigRecord
-from torch import Tensor
 
 from fedsim.clients.proximal import server_numbers
 from fedsim.config import RunConfig
@@ -62,7 +61,7 @@ def check(resolved: Resolved) -> None:
     key = resolved.config.noise.ledger_key
     if key and not resolved.config.engine.federation:  # where the key is on the server's machine
         private_key(Path(key))
-    _try_out(resolved)
+    _evaluate_example(resolved)
 
 
 def check_past(resolved: Resolved, directory: RunDirectory) -> None:
@@ -171,37 +170,12 @@ def _check_scalars(resolved: Resolved, names: tuple[str, ...]) -> None:
             )
 
 
-def _try_out(resolved: Resolved) -> None:
-    """Evaluate the initial model on one example."""
+def _evaluate_example(resolved: Resolved) -> None:
+    """Try loss and metrics on one example: `try_model` has tried the model alone."""
     trainer = resolved.trainer
     example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
     if example is not None:
         trainer.model.eval()
         theta = trainer.personal.initial[None]
-
-        def outputs_fit(outputs: Tensor, _targets: Tensor) -> Tensor:
-            _check_outputs(resolved, tuple(outputs.shape))
-            return outputs.new_zeros(len(outputs))
-
-        # In this order: what does not fit would be an error of torch's in the loss.
-        first = {"outputs": MeanOf(outputs_fit), "loss": MeanOf(trainer.loss)}
-        metrics = {**first, **trainer.metrics}
+        metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
         evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)
-
-
-def _check_outputs(resolved: Resolved, shape: tuple[int, ...]) -> None:
-    """Refuse a model without an output for each class, before an example of one comes."""
-    if resolved.config.task.loss != "cross-entropy":
-        return
-    dataset = resolved.data.dataset
-    classes = dataset.num_classes
-    if not (classes or dataset.train.y.is_floating_point()):
-        raise FedsimError(
-            f"{dataset.name} does not say how many classes there are (num_classes of its "
-            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
-        )
-    if len(shape) > 1 and shape[-1] < classes:
-        raise FedsimError(
-            f"the model has {shape[-1]} outputs, and the data have {classes} classes "
-            "(data.classes); it must have one for each."
-        )

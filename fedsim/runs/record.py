@@ -59,8 +59,12 @@ class RunRecord:
     released: Entry | None = None
 
     @classmethod
-    def read(cls, path: Path, *, ledgers: bool = True) -> RunRecord:
+    def read(
+        cls, path: Path, *, ledgers: bool = True, statements: list[Statement] | None = None
+    ) -> RunRecord:
         """Read a run's directory, with its ``ledgers`` or without.
+
+        Its ``statements`` are composed unless they are given, which takes a while.
 
         Raises
         ------
@@ -78,15 +82,18 @@ class RunRecord:
         server = clients = None
         if ledgers and directory.ledger.is_file():
             server = Ledger.read(directory.ledger)
-        if ledgers and (kept := clients_ledgers(path, config)) is not None:
-            clients = ClientLedgers(kept, delta=delta_of(config, "client"), read_only=True)
+        if statements is None:
+            kept = clients_ledgers(path, config) if ledgers else None
+            if kept is not None:
+                clients = ClientLedgers(kept, delta=delta_of(config, "client"), read_only=True)
+            statements = statements_of(config, server, clients, ending(path).ended)
         return cls(
             path=path,
             config=config,
             rows=directory.metrics_file.rows(),
-            statements=statements_of(config, server, clients, ending(path)[0]),
+            statements=statements,
             summary=_read_summary(directory.summary),
-            released=None if server is None else last_release(server),
+            released=server.charged[-1] if server is not None and server.charged else None,
         )
 
     @property
@@ -168,11 +175,6 @@ def _read_summary(path: Path) -> dict[str, Any]:
             "that wrote it."
         )
     return dict(summary)
-
-
-def last_release(ledger: Ledger) -> Entry | None:
-    """A ledger's last line that counts; None without any."""
-    return ledger.charged[-1] if ledger.charged else None
 
 
 def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:

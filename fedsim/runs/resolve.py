@@ -139,7 +139,7 @@ def resolve(
     test = None if split.test is None else data.clients(dataset.test, split.test)
 
     model, notes = initial_model(config, dataset, overrides)
-    try_model(config, model, clients)
+    try_model(config, model, dataset, clients)
     personal = personal_parameters(config, model)
     # Before a trainer has used the model, whose parameters are its scratch.
     arrays = shared_arrays(model, personal)

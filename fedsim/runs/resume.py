@@ -92,8 +92,7 @@ def resumed_config(
 
 def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
     """Refuse to declare afterwards that releases do not end the run: delta is shared already."""
-    private = config.private or config.client.private
-    if private and declares_stops(began) and not declares_stops(wanted):
+    if config.protects and declares_stops(began) and not declares_stops(wanted):
         key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
         raise FedsimError(
             f"{key} = {_text(wanted.get(key) or None)}; it must be {_text(began[key])} as it was "

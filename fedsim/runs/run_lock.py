@@ -75,15 +75,9 @@ class RunLock:
         """
         while True:
             descriptor = regular_files.opener(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(descriptor, fcntl.LOCK_EX):
                 os.close(descriptor)
                 return False
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    os.close(descriptor)
-                    raise
             if self._is_there(descriptor):
                 break
             os.close(descriptor)  # the run that held it has just removed it
@@ -99,15 +93,9 @@ class RunLock:
         except FileNotFoundError:
             return True
         try:
-            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+            return _locked(probe, fcntl.LOCK_SH)
         finally:
             os.close(probe)
-        return True
 
     def release(self, *, remove: bool = False) -> None:
         """Unlock it, and remove it where the directory shall no longer be marked as a run's."""
@@ -123,3 +111,15 @@ class RunLock:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
             return False
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    """Lock a file without waiting; False if another holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

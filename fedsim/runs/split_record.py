@@ -70,7 +70,7 @@ def write_record(resolved: Resolved, directory: Path) -> None:
 
     Without such objects config.toml says it all.
     """
-    if _private(resolved.config) and _has_objects(resolved):
+    if resolved.config.protects and _has_objects(resolved):
         durable.replace(directory / FILE, _record(resolved, directory).to_json())
 
 
@@ -89,7 +89,7 @@ def refuse_other_split(resolved: Resolved, past: Path, past_config: RunConfig) -
     FedsimError
         Naming the key; or if the earlier run had other objects from Python, or cannot be compared.
     """
-    if not (_private(resolved.config) and _private(past_config)):
+    if not (resolved.config.protects and past_config.protects):
         return
     before = SplitRecord.read(past) or SplitRecord(dict(split_settings(past_config)))
     changed = _changed(resolved, before, past)
@@ -132,10 +132,6 @@ def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
             f"here {name} {now}, so that a client has other examples, and what the runs cost it "
             "cannot be added up; make them equal, or choose another client.state-dir."
         )
-
-
-def _private(config: RunConfig) -> bool:
-    return config.private or config.client.private
 
 
 def _has_objects(resolved: Resolved) -> bool:

@@ -20,16 +20,14 @@ from torch import Tensor
 
 from fedsim import models, regular_files
 from fedsim.config import RunConfig
-from fedsim.config.run_config import read_config
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.lazy import function
-from fedsim.privacy import Ledger
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
-from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult, last_release
+from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.training import Trainer
 from fedsim.version import VERSION
@@ -64,15 +62,7 @@ def leave_report(
         summary = summarise(resolved, evaluation, tensors(result.arrays), ended=ended, why=why)
         directory.save_summary(summary)
         directory.seal()
-        ledger = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
-        record = RunRecord(
-            path=directory.path,
-            config=read_config(directory.config),
-            rows=result.metrics,
-            statements=result.statements,
-            summary=summary,
-            released=last_release(ledger) if ledger is not None else None,
-        )
+        record = RunRecord.read(directory.path, statements=result.statements)
         directory.save_report(_page(record))
     except (OSError, FedsimError) as error:
         _log.error("the run is whole, but its report could not be written: %s", error)
@@ -196,7 +186,7 @@ def measured(
         summary["test-of-clients"] = "test" in resolved.data.split.of_clients or any(
             len(indices) for indices in resolved.data.split.test or ()
         )
-    if config.evaluate.unprotected or not (config.private or config.client.private):
+    if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved)
     return summary
 

@@ -273,8 +273,8 @@ def test_a_failed_run_states_its_reason_and_the_others_finish(tmp_path: Path) ->
     grid = grid_runs(PLAIN, parse_axes(["client.lr=0.1,1e6"]))
     outcomes = run_sweep(grid, tmp_path)
     assert [outcomes[member.label].ended for member in grid] == ["finished", "failed"]
-    assert "3 rounds in a row" in outcomes[grid[1].label].reason
-    assert "client.lr may be too high" in outcomes[grid[1].label].reason
+    assert "3 rounds in a row" in outcomes[grid[1].label].why
+    assert "client.lr may be too high" in outcomes[grid[1].label].why
     alone = tmp_path / "alone"
     fedsim.run(grid[0].config, out=alone)
     whole = RunDirectory(tmp_path / grid[0].label)

@@ -16,7 +16,7 @@ from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, seeds_csv
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import Ending, RunDirectory
 from fedsim.runs.sweep import Halving, Span, grid_runs, parse_axes, random_runs, run_sweep
 from fedsim.runs.sweep.search import Measure
 from fedsim.tasks.class_metrics import Accuracy
@@ -113,11 +113,11 @@ def test_the_page_of_a_dropped_run_says_so_and_why(tmp_path: Path) -> None:
             [row["validation-accuracy"] for row in directory.metrics_file.rows()[-min(last, 5) :]]
         )
         told = json.loads(directory.summary.read_text())
-        assert (told["ended"], told["why"]) == ("dropped", outcome.reason)
-        assert f"Dropped after round {last}: its setting had validation-accuracy" in outcome.reason
-        assert f"{scores[last]:.4g}; " in outcome.reason or last == 2
+        assert (told["ended"], told["why"]) == ("dropped", outcome.why)
+        assert f"Dropped after round {last}: its setting had validation-accuracy" in outcome.why
+        assert f"{scores[last]:.4g}; " in outcome.why or last == 2
         page = directory.report.read_text()
-        assert outcome.reason in page
+        assert outcome.why in page
         assert "Interrupted" not in page
     assert set(scores) == {2, 4}
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")}
@@ -220,7 +220,7 @@ def test_a_run_whose_code_raises_fails_alone_and_is_retried(
         patched.setattr(Accuracy, "finish", failing_at(4))
         outcomes = run_sweep(grid, tmp_path)
     assert sorted(outcome.ended for outcome in outcomes.values()) == ["failed", "finished"]
-    assert "ArithmeticError: no number" in {outcome.reason for outcome in outcomes.values()}
+    assert "ArithmeticError: no number" in {outcome.why for outcome in outcomes.values()}
     again = run_sweep(grid, tmp_path)
     assert {outcome.ended for outcome in again.values()} == {"finished"}
     for number, member in enumerate(grid):
@@ -234,8 +234,7 @@ def test_a_run_whose_code_raises_fails_alone_and_is_retried(
 def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):
     return RunLine(
         point={"client.lr": lr, "seed": seed},
-        outcome=outcome,
-        reason="",
+        outcome=Ending(outcome),
         rounds=4,
         measure=Measure("accuracy", higher_is_better=True),
         test=test,

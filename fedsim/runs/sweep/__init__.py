@@ -1,12 +1,11 @@
 """Many runs in one go: a grid or random points of a config's keys, trained side by side."""
 
 from fedsim.runs.sweep.halving import Halving, outcomes
-from fedsim.runs.sweep.running import RunOutcome, is_done, run_sweep
+from fedsim.runs.sweep.running import is_done, run_sweep
 from fedsim.runs.sweep.search import Span, SweepRun, grid_runs, measure_of, parse_axes, random_runs
 
 __all__ = [
     "Halving",
-    "RunOutcome",
     "Span",
     "SweepRun",
     "grid_runs",

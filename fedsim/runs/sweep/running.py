@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data
-from fedsim.runs.directory import Ended, RunDirectory, ending
+from fedsim.runs.directory import Ending, RunDirectory, ending
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
@@ -31,22 +31,6 @@ from fedsim.strategies import run_to_end
 _log = logging.getLogger("fedsim")
 
 Observer = Callable[[SweepRun, Row], None]
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """How a run of a sweep ended.
-
-    Attributes
-    ----------
-    ended : str
-        As of any run; "dropped" where halving ended it, "failed" where it raised or diverged.
-    reason : str
-        A sentence; empty for one that finished.
-    """
-
-    ended: Ended
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ def run_sweep(
     out: Path,
     observer: Observer | None = None,
     halving: Halving | None = None,
-) -> dict[str, RunOutcome]:
+) -> dict[str, Ending]:
     """Make the runs of a grid that have not ended in ``out`` yet.
 
     A run that diverges or raises has failed, and the others continue. One that failed for a
@@ -86,7 +70,7 @@ def run_sweep(
 
     Returns
     -------
-    dict of str to RunOutcome
+    dict of str to Ending
         Of each run, by its label.
 
     Raises
@@ -130,9 +114,9 @@ def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
         )
 
 
-def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[str, RunOutcome]:
+def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[str, Ending]:
     """Make the runs from rung to rung; rounds that were made before are not repeated."""
-    outcomes: dict[str, RunOutcome] = {}
+    outcomes: dict[str, Ending] = {}
     remaining = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
     for rung in rungs:
@@ -146,14 +130,14 @@ def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[s
         dropped = halving.dropped(rows, rung)
         for label, why in dropped.items():
             if reached[label].ended == "interrupted":
-                outcomes[label] = RunOutcome("dropped", why)
+                outcomes[label] = Ending("dropped", why)
                 record_ending(RunDirectory(sweep.out / label), "dropped", why)
         remaining = [run for run in remaining if run.label not in dropped]
     return outcomes
 
 
 def _rows_at(
-    rung: int, directory: RunDirectory, outcomes: Mapping[str, RunOutcome]
+    rung: int, directory: RunDirectory, outcomes: Mapping[str, Ending]
 ) -> list[Row] | None:
     """A run's rows up to a rung; None if it failed before that.
 
@@ -168,17 +152,14 @@ def _rows_at(
 
 def _run_all(
     grid: Sequence[SweepRun], sweep: _Sweep, until: int | None = None
-) -> dict[str, RunOutcome]:
+) -> dict[str, Ending]:
     """Make the runs to their ends, or up to round ``until``."""
     out = sweep.out
     waiting = [run for run in grid if not _has_reached(run, out, until)]
-    outcomes: dict[str, RunOutcome] = {}
+    outcomes: dict[str, Ending] = {}
     for group in _groups(waiting, out):
         outcomes |= _run_group(group, sweep, until)
-    for run in grid:
-        ended, why = ending(out / run.label)
-        outcomes.setdefault(run.label, RunOutcome(ended, why))
-    return outcomes
+    return {run.label: ending(out / run.label) for run in grid} | outcomes
 
 
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
@@ -247,9 +228,7 @@ def _shared_work(run: SweepRun) -> tuple[object, ...]:
     )
 
 
-def _run_group(
-    group: Sequence[SweepRun], sweep: _Sweep, until: int | None
-) -> dict[str, RunOutcome]:
+def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> dict[str, Ending]:
     directories = [RunDirectory(sweep.out / run.label) for run in group]
     with ExitStack() as claims:
         sessions = []
@@ -266,9 +245,7 @@ def _run_group(
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # it would fail again
                 directories[index].finish("failed", str(error))
-    return {
-        group[index].label: RunOutcome("failed", _reason(error)) for index, error in failed.items()
-    }
+    return {group[index].label: Ending("failed", _reason(error)) for index, error in failed.items()}
 
 
 def _reason(error: Exception) -> str:
