@@ -289,7 +289,8 @@ def test_a_failed_run_states_its_reason_and_the_others_finish(tmp_path: Path) ->
 def test_runs_that_evaluate_at_different_rounds_end_with_the_same_bytes_as_alone(
     over: str, tmp_path: Path
 ) -> None:
-    grid = grid_runs(PLAIN.replace(rounds=3), parse_axes([over]))
+    # With rates of their own, runs have models of their own.
+    grid = grid_runs(PLAIN.replace(rounds=3), parse_axes(["client.lr=0.1,0.5", over]))
     run_sweep(grid, tmp_path)
     for number, member in enumerate(grid):
         alone = tmp_path / f"alone-{number}"

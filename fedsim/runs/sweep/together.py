@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Message
-from torch import Tensor
 
 from fedsim.clients.proximal import server_numbers
 from fedsim.randomness import Purpose, Randomness
@@ -39,142 +38,122 @@ def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exc
         The errors of the runs that failed; the others have ended without them.
     """
     shared = _SharedTrainer(runs)
-    asked: dict[int, Iterable[Message]] = {}
+    requests: dict[int, Iterable[Message]] = {}  # of each run that has not ended
     failed: dict[int, Exception] = {}
 
-    def advance(index: int, step: Callable[[], Iterable[Message]]) -> None:
-        asked.pop(index, None)
+    def advance(run: int, step: Callable[[], Iterable[Message]]) -> None:
+        requests.pop(run, None)
         try:
-            asked[index] = step()
+            requests[run] = step()
         except StopIteration:
             pass
         except Exception as error:
-            failed[index] = error
+            failed[run] = error
 
-    for index, generator in enumerate(rounds):
-        advance(index, partial(next, generator))
-    while asked:
-        instructions = {i: m for i, m in asked.items() if isinstance(m, Instructions)}
+    for run, generator in enumerate(rounds):
+        advance(run, partial(next, generator))
+    while requests:
+        instructions = {run: m for run, m in requests.items() if isinstance(m, Instructions)}
         # A run that evaluates on its clients has one more step in that round: the others wait.
         first = min((m.round for m in instructions.values()), default=0)
-        due = {i: m for i, m in instructions.items() if m.round == first}
+        due = {run: m for run, m in instructions.items() if m.round == first}
         replies = shared.replies(due)
-        for index in [i for i in asked if i in due or i not in instructions]:
-            advance(index, partial(rounds[index].send, replies.get(index, [])))
+        for run in [run for run in requests if run in due or run not in instructions]:
+            advance(run, partial(rounds[run].send, replies.get(run, [])))
     return failed
 
 
 @dataclass(frozen=True)
 class _Shifted(Randomness):
-    """A run's draws, for clients that are numbered from ``first`` on."""
+    """A run's draws, for clients that are numbered from ``offset`` on."""
 
-    first: int = 0
+    offset: int = 0
 
     def generators(
         self, purpose: Purpose, *, client: int = 0, **address: Any
     ) -> Iterator[np.random.Generator]:
-        return super().generators(purpose, client=client - self.first, **address)
+        return super().generators(purpose, client=client - self.offset, **address)
 
 
 class _SharedTrainer:
-    """One trainer over all runs' clients, numbered one run after another."""
+    """One trainer over all runs' clients, which are numbered one run after another.
+
+    A run is called by its index among them, and its clients' numbers begin at its offset.
+    """
 
     def __init__(self, runs: Sequence[Resolved]) -> None:
         sizes = [run.config.partition.clients for run in runs]
-        self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-        numbers = [algorithm(run.config).numbers() for run in runs]
-        self._numbers = {name: [values[name] for values in numbers] for name in numbers[0]}
+        self._offsets = [sum(sizes[:run]) for run in range(len(runs))]
+        self._rates = [algorithm(run.config).numbers() for run in runs]
         self._randomness = [
-            _Shifted(seed_of(run.config), run.release, first=int(first))
-            for run, first in zip(runs, self._first, strict=True)
+            _Shifted(seed_of(run.config), run.release, offset=offset)
+            for run, offset in zip(runs, self._offsets, strict=True)
         ]
-        first = runs[0]
         parts = [indices for run in runs for indices in run.data.split.train]
-        data = first.data.clients(first.data.dataset.train, parts)
-        self._trainer: Trainer = first.local.trainer(data)
+        data = runs[0].data.clients(runs[0].data.dataset.train, parts)
+        self._trainer: Trainer = runs[0].local.trainer(data)
         self._trainers = [run.trainer for run in runs]
 
-    def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
+    def replies(self, due: dict[int, Instructions]) -> dict[int, Replies]:
         """Train or evaluate the clients that each run asks."""
-        blocks: dict[int, list[Block]] = {index: [] for index in asked}
-        training = {
-            i: instructions
-            for i, instructions in asked.items()
-            if instructions.message_type == "train"
-        }
-        for index, block in self._train(training):
-            blocks[index].append(block)
-        for index in asked.keys() - training.keys():
+        blocks: dict[int, list[Block]] = {run: [] for run in due}
+        training = {run: m for run, m in due.items() if m.message_type == "train"}
+        for run, block in self._train(training):
+            blocks[run].append(block)
+        for run in due.keys() - training.keys():
             # By the run's own trainer: test examples and a model's draws are its own.
-            trainer, its = self._trainers[index], asked[index]
-            blocks[index] += trainer.evaluate(its.vector, its.client_ids, its.round)
-        return {index: _replies(of_run) for index, of_run in blocks.items()}
+            vector, ids, number = due[run].vector, due[run].client_ids, due[run].round
+            blocks[run] += self._trainers[run].evaluate(vector, ids, number)
+        return {run: _replies(of_run) for run, of_run in blocks.items()}
 
-    def _train(self, asked: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
-        if not asked:
-            return
-        owners = np.concatenate(
-            [np.full(len(instructions), i) for i, instructions in asked.items()]
-        )
-        ids = np.concatenate(
-            [self._first[i] + instructions.client_ids for i, instructions in asked.items()]
-        )
-        (server_round,) = {instructions.round for instructions in asked.values()}
-        vectors = {i: instructions.vector for i, instructions in asked.items()}
-        self._server_numbers = {
-            i: server_numbers(self._trainer.algorithm, instructions.config)
-            for i, instructions in asked.items()
-        }
-        for start in range(0, len(ids), self._trainer.block_size):
+    def _train(self, training: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
+        """Blocks of clients, each with its run; a run's clients stand together."""
+        owners = np.repeat([*training], [len(m) for m in training.values()])
+        ids = [self._offsets[run] + m.client_ids for run, m in training.items()]
+        for start in range(0, len(owners), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)
-            yield from self._guarded(vectors, owners[block], ids[block], server_round)
+            yield from self._guarded(training, owners[block], np.concatenate(ids)[block])
 
     def _guarded(
-        self, vectors: dict[int, Tensor], owners: Ids, ids: Ids, server_round: int
+        self, training: dict[int, Instructions], owners: Ids, ids: Ids
     ) -> list[tuple[int, Block]]:
-        """A common block; where it raises, its clients one by one, so that only one has failed.
-
-        ``owners`` is sorted: a run's clients stand together.
-        """
+        """A common block; where it raises, its clients one by one, so that only one has failed."""
         try:
-            return list(self._block(vectors, owners, ids, server_round))
+            return list(self._block(training, owners, ids))
         except Exception:
             if len(ids) > 1:
-                alone = (slice(position, position + 1) for position in range(len(ids)))
-                blocks = (self._guarded(vectors, owners[k], ids[k], server_round) for k in alone)
+                each = range(len(ids))
+                blocks = (self._guarded(training, owners[[k]], ids[[k]]) for k in each)
                 return list(itertools.chain.from_iterable(blocks))
-            _log.warning("client %d failed in round %d", ids[0], server_round, exc_info=True)
-            index = int(owners[0])
-            return [(index, Block.failed(ids - self._first[index], "raised"))]
+            run, client = int(owners[0]), ids - self._offsets[int(owners[0])]
+            number = training[run].round
+            _log.warning("client %d failed in round %d", client[0], number, exc_info=True)
+            return [(run, Block.failed(client, "raised"))]
 
     def _block(
-        self, vectors: dict[int, Tensor], owners: Ids, ids: Ids, server_round: int
+        self, training: dict[int, Instructions], owners: Ids, ids: Ids
     ) -> Iterator[tuple[int, Block]]:
-        present, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
-        starts = torch.cat(
-            [vectors[i].expand(n, -1) for i, n in zip(present.tolist(), counts, strict=True)]
-        )
+        # In the order in which they stand, which is not always that of the runs.
+        counts = {run: int((owners == run).sum()) for run in dict.fromkeys(owners.tolist())}
+        starts = torch.cat([training[run].vector.expand(n, -1) for run, n in counts.items()])
+        rates = {
+            run: self._rates[run] | server_numbers(self._trainer.algorithm, training[run].config)
+            for run in counts
+        }
         local = self._trainer.fit(
             starts,
             ids,
-            server_round,
+            training[next(iter(counts))].round,
             numbers={
-                name: [self._server_numbers[i].get(name, of[i]) for i in owners.tolist()]
-                for name, of in self._numbers.items()
+                name: [rates[run][name] for run in owners.tolist()] for name in self._rates[0]
             },
-            randomness=[self._randomness[i] for i in owners],
+            randomness=[self._randomness[run] for run in owners],
         )
         rows = local.theta - starts.to(local.theta)
-        for index, first, count in zip(present.tolist(), firsts, counts, strict=True):
-            its_clients = slice(first, first + count)
-            yield (
-                index,
-                Block.sent(
-                    ids[its_clients] - self._first[index],
-                    rows[its_clients],
-                    {name: column[its_clients] for name, column in local.metrics.items()},
-                ),
-            )
+        for run in counts:
+            chosen = owners == run
+            metrics = {name: column[chosen] for name, column in local.metrics.items()}
+            yield run, Block.sent(ids[chosen] - self._offsets[run], rows[chosen], metrics)
 
 
 def _replies(blocks: list[Block]) -> Replies:
