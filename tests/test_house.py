@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 VAGUE = {"own", "each", "found", "kind", "at", "part", "whole", "some", "its"}
 
 
+@cache
 def trees():
-    for package in ("fedsim", "experiments"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+    return [
+        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
+        for package in ("fedsim", "experiments")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
 
 
 def test_no_two_public_classes_have_one_name():

@@ -102,7 +102,7 @@ def test_every_mechanism_is_accepted(mechanism: Mechanism) -> None:
 def test_every_cohort_and_placement_is_accepted(cohort: Cohort, placement: str) -> None:
     verdict = audit(
         strategies(Clipping(1.0), cohort, placement=placement),
-        runs=60,
+        runs=30,
         worlds=(ALONE, OPPOSED),
         canaries=20,
         checks=False,

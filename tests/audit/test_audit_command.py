@@ -13,6 +13,8 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs import factories
 
+pytestmark = pytest.mark.usefixtures("few_system_rounds")
+
 CONFIG = """
 name = "audited"
 rounds = 20

@@ -8,7 +8,7 @@ from bugs import BUGS
 from leaks import OF_BUDGETS
 from planted import strategies
 
-from fedsim.audit import ALONE, OPPOSED, Target, audit, conformance
+from fedsim.audit import ALONE, OPPOSED, Target, audit
 from fedsim.audit.checks import Check
 from fedsim.audit.config_audit import run_budget_check
 from fedsim.audit.conformance import (
@@ -187,10 +187,8 @@ def test_what_else_leaves_a_round_is_detected(name: str) -> None:
         ("cohorts from 256 seeds of the system", {"cohorts with system entropy"}),
     ],
 )
-def test_few_seeds_of_the_system_are_detected(
-    name: str | None, detected_by: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conformance, "SYSTEM_ROUNDS", 100)
+@pytest.mark.usefixtures("few_system_rounds")
+def test_few_seeds_of_the_system_are_detected(name: str | None, detected_by: set[str]) -> None:
     target = Target(strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0), 100)
     if name is None:
         assert not failed(system_checks(target, deep=False))

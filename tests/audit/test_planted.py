@@ -47,6 +47,7 @@ def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> 
         ("no release when a client fails", "plan: releases"),
     ],
 )
+@pytest.mark.usefixtures("few_system_rounds")
 def test_a_planted_bug_is_caught_and_named(name: str, seen_by: str) -> None:
     with BUGS[name]():
         verdict = checked(Normalization(1.0))
@@ -64,6 +65,7 @@ def test_every_planted_bug_is_caught(name: str) -> None:
     assert verdict.failed
 
 
+@pytest.mark.usefixtures("few_system_rounds")
 def test_a_run_that_is_as_it_should_be_is_accepted() -> None:
     verdict = checked(PrivateScalar(PerLayer(Clipping(1.0)), name="loss", high=4.0, fraction=0.3))
     assert not verdict.failed

@@ -44,7 +44,7 @@ def test_a_part_has_the_bits_that_it_has_in_the_whole(dtype, function, expected)
 def rows(model, algorithm, path, dtype, block_size, classes):
     data = make_data(SIZES, features=16, classes=classes, dtype=dtype)
     trainer = Trainer(
-        model.to(dtype), algorithm, data, batch_size=4, steps=40, path=path,
+        model.to(dtype), algorithm, data, batch_size=4, steps=15, path=path,
         block_size=block_size, randomness=Randomness(3),
     )  # fmt: skip
     blocks = list(trainer.train(trainer.initial(), np.arange(len(SIZES)), 1))
