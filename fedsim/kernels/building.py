@@ -8,6 +8,7 @@ that does not give what it should, there is none, and numpy and torch do the wor
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -29,7 +30,9 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 # Whether a product and its sum are one rounding changes bytes, so that it is always said.
 FUSED, UNFUSED = ("-ffp-contract=fast",), ("-ffp-contract=off",)
 PROCESSOR = "-march=native"
-SECONDS = 60
+# Of a compiler that hangs. All sources take two seconds of CPU time, and a busy machine is no
+# reason to train with other kernels.
+SECONDS = 600
 
 
 def library(
@@ -112,7 +115,7 @@ def built(
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
-    _log.info("compiling %s, once on this machine", source.name)
+    _announce()
     # Written beside and renamed: processes that start together each find a library, or none.
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         draft = Path(directory) / path.name
@@ -123,6 +126,12 @@ def built(
         draft.chmod(0o700)
         os.replace(draft, path)
     return path
+
+
+@functools.cache
+def _announce() -> None:
+    """Say once why a run begins some seconds late."""
+    _log.warning("compiling fedsim's kernels, once on this machine: about two seconds")
 
 
 def _processor() -> bytes:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from fedsim.kernels.building import library
 
 Array = npt.NDArray[np.float64]
+ARCHIVE = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
+"""What numpy draws with."""
 # Draws from which on taking a generator's state and giving it back is worth it.
 LEAST = 1024
 
@@ -70,8 +72,7 @@ def prepare() -> None:
 
 @functools.cache
 def _compiled() -> ctypes.CDLL | None:
-    archive = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
-    return library("normals.c", _self_test, (archive,))
+    return library("normals.c", _self_test, (ARCHIVE,))
 
 
 def _self_test(compiled: ctypes.CDLL) -> bool:

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_helpers import plan_of
 from tensor_bytes import same_bytes
+from test_dense import builds, built_by
 
 from fedsim.federation.aggregation.worker_sums import prefetched
 from fedsim.kernels import building, classes, convolutions, dense, normals, rows
+from fedsim.kernels.building import UNFUSED
 from fedsim.kernels.normals import sums_of_normals
 from fedsim.kernels.rows import TILE, add_rounded, by_halves, is_supported, squared_norms
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
@@ -102,6 +104,20 @@ def test_rows_with_gaps_of_any_sort_have_the_norms_of_their_copies() -> None:
         assert torch.equal(*sums)
 
 
+@compiled
+@pytest.mark.parametrize("build", [name for name in builds() if name != "native"])
+def test_every_processor_and_compiler_gives_the_bytes_of_numpy_and_torch(
+    build, tmp_path, monkeypatch
+) -> None:
+    """As it is loaded a library's results are compared with theirs, to the byte."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module, archives in ((rows, ()), (classes, ()), (normals, (normals.ARCHIVE,))):
+        source = f"{module.__name__.rpartition('.')[2]}.c"
+        assert module._self_test(
+            built_by(monkeypatch, build, source, archives=archives, sums=UNFUSED)
+        )
+
+
 @pytest.mark.parametrize("d", [1, 3, 100, TILE, 3 * TILE + 5, TILE * TILE + 1])
 def test_halving_sums_everything_once(d) -> None:
     assert float(by_halves(torch.ones(d, dtype=torch.float64))) == d
@@ -181,8 +197,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @compiled
-def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch) -> None:
+def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch, caplog) -> None:
+    building._announce.cache_clear()
     assert building.library("rows.c", rows._self_test) is not None
+    assert building.library("classes.c", classes._self_test) is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # which is shown
+    (cache / next(path.name for path in cache.iterdir() if "classes" in path.name)).unlink()
     (built,) = cache.iterdir()
     assert cache.stat().st_mode & 0o777 == 0o700
     assert built.stat().st_mode & 0o777 == 0o700

@@ -153,13 +153,11 @@ def builds() -> dict[str, tuple[str, tuple[str, ...], str]]:
     return found
 
 
-def built_by(monkeypatch, build, source, *flags: str) -> ctypes.CDLL:
+def built_by(monkeypatch, build, source, *flags: str, archives=(), sums=FUSED) -> ctypes.CDLL:
     compiler, more, processor = builds()[build]
     monkeypatch.setattr(building.shutil, "which", lambda _, which=shutil.which: which(compiler))
     path = Path(building.__file__).with_name(source)
-    return ctypes.CDLL(
-        str(building.built(path, flags=(*FUSED, *more, *flags), processor=processor))
-    )
+    return ctypes.CDLL(str(building.built(path, archives, (*sums, *more, *flags), processor)))
 
 
 @compiled
