@@ -21,6 +21,7 @@ from fedsim.federation.engines.client_app import AppTrainer, client_app
 from fedsim.federation.engines.directory import ConsecutiveNodes
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
+from fedsim.federation.engines.process import keep_freed_memory
 from fedsim.federation.engines.workers import Crew
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
@@ -212,6 +213,7 @@ class LocalGrid(Closed, Grid):
         # Instructions of fedsim's own strategy are trained in blocks. Any other strategy, or a
         # wrapper that has gone over them, sends plain messages, which are answered one by one.
         if self._trainer is not None and isinstance(messages, Instructions):
+            keep_freed_memory()
             trainer, instructions = self._trainer, messages
             if instructions.message_type == "train":
                 trainer.receive(instructions.config)

@@ -15,14 +15,18 @@ MAPPED_FROM, KEPT = 2**25, 2**30
 
 
 def use_one_thread() -> None:
-    """One torch thread, and freed memory kept for the next block.
-
-    Workers, not threads, spread work over cores. Blocks of one size come and go all the time:
-    by its defaults glibc gives their pages back after each and asks for fresh ones, which the
-    kernel clears first; that was up to two fifths of a round's time. Other C libraries are
-    left as they are.
-    """
+    """One torch thread, and freed memory kept. Workers, not threads, spread work over cores."""
     torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Keep what is freed for the next block.
+
+    Blocks of one size come and go all the time: by its defaults glibc gives their pages back
+    after each and asks for fresh ones, which the kernel clears first; that was up to two fifths
+    of a round's time. Other C libraries are left as they are.
+    """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
