@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -259,12 +261,48 @@ def test_rows_with_gaps_are_read_and_written_where_they_are() -> None:
 @pytest.mark.parametrize("change", ["frozen", "tanh", "half"])
 def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> None:
     dtype = torch.bfloat16 if change == "half" else torch.float32
-    (layer,), packing = layers_of([8, 8], [True], [True], dtype)
+    layers, packing = layers_of([8, 8, 8], [True, True], [True, True], dtype)
     if change == "frozen":
-        layer = DenseLayer(layer.module, layer.weight, None, nn.ReLU)
+        layers[0] = replace(layers[0], bias=None)
     elif change == "tanh":
-        layer = DenseLayer(layer.module, layer.weight, layer.bias, nn.Tanh)
+        layers[0] = replace(layers[0], activation=nn.Tanh)
     x = torch.ones(1, 4, 8, dtype=dtype)
-    dense_layers = DenseLayers([layer], packing, compiled=True)
+    dense_layers = DenseLayers(layers, packing, compiled=True)
     theta = torch.zeros(1, packing.width, dtype=dtype)
     assert isinstance(dense_layers.gradient(theta, x, torch.ones_like)[0], Factored)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.Sigmoid])
+def test_any_activation_may_follow_the_last_compiled_layer(activation, dtype) -> None:
+    (first, last), packing = layers_of([20, 16, 7], [True, True], [True, False], dtype)
+    layers = [first, replace(last, activation=activation)]
+    generator = torch.Generator().manual_seed(0)
+    rows, x, delta = (
+        torch.randn(5, *shape, dtype=dtype, generator=generator)
+        for shape in ((packing.width,), (3, 20), (3, 7))
+    )
+    outputs = []
+
+    def deltas(h, delta=delta):
+        outputs.append(h.clone())
+        return delta
+
+    compiled_layers = DenseLayers(layers, packing, compiled=True)
+    together, below = compiled_layers.gradient(rows, x, deltas, below=True)
+    eager, _ = DenseLayers(layers, packing, compiled=False).gradient(rows, x, deltas)
+    assert isinstance(together, CompiledGradient)
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
+    torch.testing.assert_close(outputs[0], outputs[1], **tolerance)
+    torch.testing.assert_close(together.dense() / 10, eager.dense() / 10, **tolerance)
+    for k in range(5):
+        client = slice(k, k + 1)
+        alone, own_below = compiled_layers.gradient(
+            rows[client].clone(),
+            x[client].clone(),
+            partial(deltas, delta=delta[client]),
+            below=True,
+        )
+        assert same_bytes(alone.dense(), together[client].dense())
+        assert same_bytes(own_below, below[client])

@@ -28,7 +28,7 @@ from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
 from fedsim.training.gradients import Factor, Factored, distance_between
 
 COMPILED = (None, nn.ReLU)
-"""Activations of layers that compiled functions take."""
+"""Activations that compiled functions take; any may follow the last layer."""
 NARROW = 16
 """Outputs, of which libraries make products whose bits do not depend on the number of clients."""
 
@@ -71,7 +71,8 @@ def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
     for layer in layers:
         module = layer.module
         frozen_bias = module.bias is not None and layer.bias is None
-        if layer.weight is None or frozen_bias or layer.activation not in COMPILED:
+        taken = layer is layers[-1] or layer.activation in COMPILED
+        if layer.weight is None or frozen_bias or not taken:
             return None
         bias = -1 if layer.bias is None else layer.bias.start
         relu = layer.activation is nn.ReLU
@@ -119,7 +120,14 @@ class DenseLayers:
         if x.stride()[1:] != (x.shape[2], 1):
             x = x.contiguous()
         buffers = kernel.forward(theta, x)
-        delta = deltas(kernel.values(buffers, len(self.layers) - 1))
+        h = kernel.values(buffers, len(self.layers) - 1)
+        last = self.layers[-1].activation
+        if last in COMPILED:
+            delta = deltas(h)
+        else:
+            activated, behind = ACTIVATIONS[last]
+            h = activated(aligned_empty(h, *h.shape).copy_(h))
+            delta = behind(deltas(h), h)
         inputs = kernel.backward(theta, buffers, delta, below=below)
         return CompiledGradient(self, kernel, x, buffers), inputs
 
