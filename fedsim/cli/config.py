@@ -182,13 +182,30 @@ def schema_() -> None:
 
 
 @config.command(cls=Command)
-def show(config: ConfigFile, set_: Overrides = None) -> None:
+def show(
+    config: ConfigFile,
+    set_: Overrides = None,
+    resolved: Annotated[
+        bool,
+        typer.Option(
+            "--resolved",
+            help="Fill in what follows from the data, the model and the machine: the gradient "
+            "path, the kernel, the noise of a target epsilon.",
+        ),
+    ] = False,
+) -> None:
     """Show a config with every key, those that it leaves at their defaults included.
 
     For example:
 
         fedsim config show run.toml --set client.name=adam
 
-    Nothing is run; a mistake in the config is reported.
+    With --resolved it is what a run would write to its config.toml. Nothing is run; a mistake in
+    the config is reported.
     """
-    typer.echo(RunConfig.load(config, set_ or []).to_toml(), nl=False)
+    settings = RunConfig.load(config, set_ or [])
+    if resolved:
+        from fedsim.runs.resolve import resolve
+
+        settings = resolve(settings).config
+    typer.echo(settings.to_toml(), nl=False)

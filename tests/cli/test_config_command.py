@@ -120,3 +120,19 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert status("config", *arguments) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_resolved_config_says_what_the_rules_choose(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        'rounds = 1\n[data]\nname = "digits"\n[model]\nname = "mlp"\nwidths = [8]\n'
+    )
+    for options, path, kernels in (
+        ([], "auto", {"auto"}),
+        (["--resolved"], "layered", {"eager", "compiled"}),
+    ):
+        assert status("config", "show", "run.toml", *options) == 0
+        client = tomllib.loads(capsys.readouterr().out)["client"]
+        assert client["path"] == path
+        assert client["kernel"] in kernels
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.toml"]

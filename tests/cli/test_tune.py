@@ -24,6 +24,15 @@ def test_every_path_that_takes_the_model_is_measured_in_every_block_size():
     assert [one.cpu for one in found] == sorted(one.cpu for one in found)
 
 
+def test_what_a_run_would_take_by_default_is_measured_too():
+    clients = make_data([2] * 9)
+    trainer = Trainer(
+        make_mlp(), SGD(lr=0.1), clients, block_size=7, batch_size=2, randomness=Randomness(0)
+    )
+    found = measure(trainer, np.arange(9), repeats=1)
+    assert (trainer.path.name, 7) in {(one.path, one.block_size) for one in found}
+
+
 def test_a_model_with_convolutions_is_offered_every_path():
     data = make_data([4, 5], features=36, shape=(1, 6, 6))
     trainer = Trainer(make_cnn(), SGD(lr=0.1), data, randomness=Randomness(0))

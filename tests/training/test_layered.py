@@ -14,8 +14,10 @@ from fedsim.kernels import convolutions
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
 from fedsim.training.paths.program import lowered
+from fedsim.training.probe import gradient_methods
 
 SIZES = [9, 0, 4, 1]
 IDS = np.arange(len(SIZES))
@@ -118,6 +120,34 @@ def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
     change(model)
     trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
     assert lowered(reading_of(model, (2, 11, 11)), Packing(Layout.of(trained_ones))) is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_examples_gradients_are_those_of_one_example_at_a_time(frozen: bool, groups: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)),
+        *(nn.Conv2d(4, 6, (2, 1), dilation=(2, 1), groups=groups, bias=False), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)),
+    ).double()
+    model[0].requires_grad_(not frozen)
+    trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    packing, reading = Packing(Layout.of(trained_ones)), reading_of(model, (2, 11, 11))
+    program = lowered(reading, packing)
+    assert program is not None
+    methods = gradient_methods(model, packing, CrossEntropy(), reading, program)
+    # Grouped weights meet some of the channels: no product of whole inputs with output gradients.
+    assert [method.name for method in methods] == [
+        *(["layered"] if groups == 1 else []), "vmapped", "one by one",
+    ]  # fmt: skip
+    theta = packing.pack(packing.layout.flatten(trained_ones).detach()[None])[0]
+    x = torch.randn(5, 2, 11, 11, dtype=torch.float64)
+    y = torch.arange(5) % 3
+    results = [method.of_client(theta, x, y) for method in methods]
+    for rows, losses in results[:-1]:
+        torch.testing.assert_close(rows.dense(), results[-1][0].dense(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(losses, results[-1][1], rtol=0, atol=1e-12)
 
 
 def test_a_model_that_is_no_chain_is_not_layered() -> None:

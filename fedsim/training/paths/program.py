@@ -175,12 +175,14 @@ class Program:
     def by_example(self) -> bool:
         """Whether layers' factors, one after another, are rows of examples.
 
-        They are where each layer that is trained has its weight trained, in the layout's order.
+        They are where each layer that is trained has its weight trained, in the layout's order, and
+        where each of a convolution's weights meets all of its inputs' channels.
         """
         layers: list[ConvLayer | DenseLayer] = [*self.convolutions, *self.layers]
         starts = [layer.weight.start for layer in layers if layer.weight is not None]
         alone = any(layer.bias is not None and layer.weight is None for layer in layers)
-        return starts == sorted(starts) and not alone
+        grouped = any(layer.module.groups > 1 for layer in self.convolutions)
+        return starts == sorted(starts) and not alone and not grouped
 
     @cached_property
     def dense(self) -> DenseLayers:
