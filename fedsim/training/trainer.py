@@ -32,6 +32,7 @@ from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of, most_clients
+from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import lowered
 from fedsim.training.payload import Compression, Payload, Personal
 from fedsim.training.side_effects import examples_to_try, hidden_draws
@@ -164,18 +165,10 @@ class Trainer:
         self.reading = read(self.model.train(), self.loss, *shapes, declared=not private)
         self.kernel = kernel_of(kernel, self.device)
         plain_only = self.draws.training or self.draws.evaluation or bool(statistics)
-        compiled = self.kernel == "compiled"
-        program = None if plain_only else lowered(self.reading, self.packing, compiled=compiled)
+        program = None if plain_only else lowered(self.reading, self.packing, self.kernel)
+        plain = PlainPath(self.model, self.packing, self.loss)
         self.path: Path = choose(
-            path,
-            self.model,
-            self.packing,
-            self.loss,
-            self.reading,
-            device=self.device,
-            data=self.data,
-            program=program,
-            plain_only=plain_only,
+            path, plain, self.reading, program, self.data, self.device, plain_only=plain_only
         )
         self.block_size = most_clients(self.model, self.packing, self.device, block_size)
         self.stepper = Stepper(

@@ -143,7 +143,7 @@ def path_of(widths, biased, relu, dtype):
         modules += [nn.ReLU()] if relu else []
     model = nn.Sequential(*modules)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    path = lowered(reading_of(model, widths[:1]), packing, compiled=True)
+    path = lowered(reading_of(model, widths[:1]), packing, "compiled")
     assert path is not None
     return path
 

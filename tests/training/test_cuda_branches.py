@@ -31,6 +31,7 @@ from fedsim.training.batches import plan_batches
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
+from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import lowered
 from fedsim.training.side_effects import exact
 from fedsim.training.steps import Steps
@@ -102,11 +103,9 @@ class Branches(nn.Linear):
 def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
     clients = make_data([3, 3], features=36, shape=(1, 6, 6))
     trainer = make_trainer(model, ALGORITHMS["sgd"], clients, "plain")
-    chosen = choose(
-        "auto", trainer.model, trainer.packing, trainer.loss, trainer.reading,
-        device=torch.device("cuda"), data=clients,
-        program=lowered(trainer.reading, trainer.packing),
-    )  # fmt: skip
+    plain = PlainPath(trainer.model, trainer.packing, trainer.loss)
+    program = lowered(trainer.reading, trainer.packing)
+    chosen = choose("auto", plain, trainer.reading, program, clients, torch.device("cuda"))
     assert chosen.name == path
 
 

@@ -128,9 +128,9 @@ def test_frozen_parameters_stay_put_where_clients_train_alone(algorithm: LocalAl
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "a layer in between", "a bias"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kernel", ["compiled", "eager"])
 def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
-    frozen: str, compiled: bool
+    frozen: str, kernel: str
 ) -> None:
     model = nn.Sequential(
         nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8, bias=False), nn.ReLU(), nn.Linear(8, 5)
@@ -139,7 +139,7 @@ def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
     model[4].bias.requires_grad_(frozen != "a bias")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     packing = Packing(Layout.of(trainable))
-    path = lowered(reading_of(model, (12,)), packing, compiled=compiled)
+    path = lowered(reading_of(model, (12,)), packing, kernel)
     assert path is not None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)

@@ -42,7 +42,6 @@ from fedsim.errors import FedsimError
 from fedsim.kernels.convolutions import sums_over_winners
 from fedsim.kernels.dense import is_compiled
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
@@ -95,23 +94,21 @@ class Path(Protocol):
 
 def choose(
     wanted: PathName,
-    model: nn.Module,
-    packing: Packing,
-    loss: Loss,
+    plain: PlainPath,
     reading: Reading,
-    *,
-    device: torch.device,
-    data: ClientData,
     program: Program | None,
+    data: ClientData,
+    device: torch.device,
+    *,
     plain_only: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
-    The rule tries func on some of the data's own examples before it settles on it. ``program`` is
-    the model's, if it has one. ``plain_only`` are models that run for one client at a time: one
-    that draws random numbers, for which torch's generator is lent to a client, or that writes down
-    statistics of its batches. So has one that may look across a batch, as its ``reading`` says, the
-    plain path only.
+    ``plain`` is the model's plain path, ``program`` its program, if it has one. The rule tries func
+    on some of the data's own examples before it settles on it. ``plain_only`` are models that run
+    for one client at a time: one that draws random numbers, for which torch's generator is lent to
+    a client, or that writes down statistics of its batches. So has one that may look across a
+    batch, as its ``reading`` says, the plain path only.
 
     Raises
     ------
@@ -121,7 +118,7 @@ def choose(
     structure, read_loss = reading.structure, reading.loss
     if plain_only or structure is None or read_loss is None:
         if wanted in ("auto", "plain"):
-            return PlainPath(model, packing, loss)
+            return plain
         refused = f"a model or a loss that may look across a batch ({reading.why})"
         if plain_only:
             refused = (
@@ -137,17 +134,18 @@ def choose(
             return program
     elif wanted == "layered":
         raise FedsimError(
-            f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
-            "takes a chain of convolutions with ReLU and max-pooling, or none, then linear layers "
-            "with ReLU, tanh or sigmoid. Allowed here: 'auto', 'func', 'plain'."
+            f"client.path = 'layered' does not take a {type(plain.model).__name__} like this one; "
+            "it takes a chain of convolutions with ReLU and max-pooling, or none, and linear "
+            "layers with ReLU, tanh or sigmoid. Allowed here: 'auto', 'func', 'plain'."
         )
-    func = FuncPath(structure.module, packing, read_loss)
-    small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
+    func = FuncPath(structure.module, plain.packing, read_loss)
+    row_bytes = plain.packing.width * plain.packing.layout.dtype.itemsize
+    small = func.aligned and row_bytes <= SMALL_BYTES
     fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
     if wanted == "func" or fits:
         return func
     if wanted in ("auto", "plain"):
-        return PlainPath(model, packing, loss)
+        return plain
     raise FedsimError(
         f"client.path is '{wanted}'; it must be 'auto', 'layered', 'func' or 'plain'."
     )

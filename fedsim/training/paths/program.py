@@ -54,7 +54,7 @@ SEQUENTIAL_BYTES = 2**19
 Result = TypeVar("Result")
 
 
-def lowered(reading: Reading, packing: Packing, *, compiled: bool = False) -> Program | None:
+def lowered(reading: Reading, packing: Packing, kernel: str = "eager") -> Program | None:
     """The program of a model, or None where what was read of it is no such chain.
 
     Parameters
@@ -62,8 +62,8 @@ def lowered(reading: Reading, packing: Packing, *, compiled: bool = False) -> Pr
     reading : Reading
     packing : Packing
         Of all parameters that are trained.
-    compiled : bool
-        Whether compiled kernels are used.
+    kernel : "eager" or "compiled"
+        Which executor runs it.
     """
     structure, loss = reading.structure, reading.loss
     if structure is None or loss is None:
@@ -84,7 +84,7 @@ def lowered(reading: Reading, packing: Packing, *, compiled: bool = False) -> Pr
     if not (fits and dense and len(places) == len(packing.slices)):
         return None
     stem = tuple(call.module for call in chain[:first])
-    return Program(structure.module, stem, convolutions, dense, packing, loss, compiled)
+    return Program(structure.module, stem, convolutions, dense, packing, loss, kernel == "compiled")
 
 
 class _Call(NamedTuple):
