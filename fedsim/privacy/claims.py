@@ -15,7 +15,7 @@ from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
-from fedsim.privacy.losses import gaussian_epsilon
+from fedsim.privacy.losses import bisected, gaussian_epsilon
 
 Figures = Sequence[tuple[Accountant, float]]
 """Compositions, each at its own delta: the least epsilon of all of them may be claimed."""
@@ -325,13 +325,4 @@ def _chain(accountant: Accountant, size: int, delta: float) -> float:
         terms = np.logaddexp.reduce(epsilon * np.arange(size))
         return bool(math.log(one) + terms <= math.log(delta))
 
-    high = accountant.epsilon(delta)
-    while not holds(high):
-        high = 2 * high if high else 1e-3
-        if size * high > LARGEST:
-            return math.inf
-    low = 0.0
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return size * high if holds(high) else math.inf
+    return size * bisected(holds, 1e-4, LARGEST / size, accountant.epsilon(delta))[1]

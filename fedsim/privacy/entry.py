@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import DeclaredLaw
+from fedsim.privacy.records import read_record, to_json
+from fedsim.settings import Ge, check_settings
 
 Kind = Literal["release", "torn"]
 Entropy = Literal["config", "system"]
@@ -21,6 +23,9 @@ Fact = str | int | float | bool | None
 Place = tuple[str | None, str, int | None, int | None]
 DECLARED = "declared"
 """Among an entry's public facts: the user answers for this part of the plan."""
+
+_NOTED = ("run", "sum")
+_UNHASHED = (*_NOTED, "version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +82,16 @@ class Entry:
 
     # In this order in a line: a torn one is recognised by as much of it as was written.
     kind: Kind = "release"
-    round: int | None = None
-    attempt: int = 0
+    round: Annotated[int | None, Ge(0)] = None
+    attempt: Annotated[int, Ge(0)] = 0
     release: str | None = None
-    client: int | None = None
+    client: Annotated[int | None, Ge(0)] = None
     fingerprint: str | None = None
     level: Level = "client"
     entropy: Entropy = "system"
     event: Event
     mechanism: str = ""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float | None, Ge(0)] = None
     placement: Placement = ""
     declared_by_user: bool = False
     public: Mapping[str, Fact] = field(default_factory=dict)
@@ -97,12 +102,12 @@ class Entry:
     version: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
-        for name, (is_valid, allowed) in _FIELDS.items():
-            value = getattr(self, name)
-            if not is_valid(value):
-                raise FedsimError(
-                    f"{name.replace('_', '-')} is {value!r}; in a ledger it must be {allowed}."
-                )
+        check_settings(self, "an entry's ")
+        if not all(map(_is_fact, self.public.items())):
+            raise FedsimError(
+                f"an entry's public is {self.public!r}; it must be a table of text, finite "
+                "numbers, true or false."
+            )
         object.__setattr__(self, "public", dict(sorted(self.public.items())))
         # For a law that is known by its data alone only its author answers.
         outside = isinstance(self.event.law, DeclaredLaw)
@@ -110,11 +115,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping with kebab-case keys, in the order of the fields."""
-        data = {name: getattr(self, name) for name in _WRITTEN}
-        data["event"] = self.event.to_dict()
-        if self.clip_norm is not None and math.isinf(self.clip_norm):
-            data["clip_norm"] = "inf"
-        return {name.replace("_", "-"): value for name, value in data.items()}
+        return to_json(self, without=_UNHASHED)
 
     @property
     def noted(self) -> dict[str, str]:
@@ -123,7 +124,9 @@ class Entry:
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], noted: Mapping[str, Any] | None = None) -> Entry:
+    def from_dict(
+        cls, data: Mapping[str, Any], noted: Mapping[str, Any] | None = None, version: int = 2
+    ) -> Entry:
         """Inverse of `to_dict` and `noted`.
 
         Raises
@@ -131,17 +134,9 @@ class Entry:
         FedsimError
             If a field is missing, unknown, of the wrong type or out of range.
         """
-        fields = {name.replace("-", "_"): value for name, value in data.items()}
-        if set(fields) != set(_WRITTEN):
-            strange = sorted(set(fields) ^ set(_WRITTEN))
-            raise FedsimError(f"its fields are not an entry's: {', '.join(strange)}.")
-        if not isinstance(fields["event"], Mapping):
-            raise FedsimError(f"event is {fields['event']!r}; it must be a mapping.")
-        fields["event"] = Event.from_dict(fields["event"])
-        if fields["clip_norm"] == "inf":
-            fields["clip_norm"] = math.inf
-        fields.update((name, (noted or {}).get(name)) for name in _NOTED)
-        return cls(**fields)
+        data = {**data, "event": Event.from_dict(data.get("event"))}
+        others = {name: (noted or {}).get(name) for name in _NOTED}
+        return read_record(cls, data, "an entry", **others, version=version)
 
     @property
     def place(self) -> Place | None:
@@ -169,69 +164,10 @@ class Entry:
         return (self.sum, self.fingerprint) != (other.sum, other.fingerprint)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_facts(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        _is_text(name)
-        and isinstance(fact, str | int | float | bool | None)
-        and not (isinstance(fact, float) and not math.isfinite(fact))
-        for name, fact in value.items()
-    )
-
-
-_Rule = tuple[Callable[[Any], bool], str]
-
-
-def _optional(rule: _Rule) -> _Rule:
-    is_valid, allowed = rule
-    joint = ", or" if "," in allowed else " or"
-    return lambda value: value is None or is_valid(value), f"{allowed}{joint} null"
-
-
-def _one_of(words: tuple[str, ...]) -> _Rule:
-    *most, last = map(repr, words)
-    return lambda value: value in words, f"{', '.join(most)} or {last}"
-
-
-_WHOLE: _Rule = (_is_whole, "a whole number, 0 or more")
-_TEXT: _Rule = (_is_text, "text")
-_FLAG: _Rule = (_is_flag, "true or false")
-_FIELDS: Mapping[str, _Rule] = {
-    "kind": _one_of(get_args(Kind)),
-    "round": _optional(_WHOLE),
-    "attempt": _WHOLE,
-    "release": _optional(_TEXT),
-    "client": _optional(_WHOLE),
-    "fingerprint": _optional(_TEXT),
-    "level": _one_of(get_args(Level)),
-    "entropy": _one_of(get_args(Entropy)),
-    "mechanism": _TEXT,
-    "clip_norm": _optional((_is_number, "a number, 0 or more")),
-    "placement": _one_of(get_args(Placement)),
-    "declared_by_user": _FLAG,
-    "public": (_are_facts, "a table of text, finite numbers, true or false"),
-    "settles": _FLAG,
-    "fragment": _TEXT,
-    "run": _optional(_TEXT),
-    "sum": _optional(_TEXT),
-}
-_NOTED = ("run", "sum")
-_WRITTEN = tuple(name for name in Entry.__dataclass_fields__ if name not in (*_NOTED, "version"))
+def _is_fact(item: tuple[object, object]) -> bool:
+    name, fact = item
+    finite = not isinstance(fact, float) or math.isfinite(fact)
+    return isinstance(name, str) and isinstance(fact, str | int | float | bool | None) and finite
 
 
 class History:

@@ -15,6 +15,7 @@ from fedsim.privacy import laws
 from fedsim.privacy.laws.base import Adjacency, Law, Sampler
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
 from fedsim.privacy.laws.full import FullLaw
+from fedsim.privacy.records import read_record, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ class Event:
     0.69
     """
 
-    noise_multiplier: float
+    # In this order in a ledger.
     law: Law = field(default_factory=FullLaw)
+    noise_multiplier: float
     count: int = 1
     sides: Mapping[str, float] = field(default_factory=dict)
     guarantee: bool = True
@@ -126,16 +128,10 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; infinite numbers are written as the string "inf"."""
-        return {
-            "law": self.law.to_dict(),
-            "noise-multiplier": _encoded(self.noise_multiplier),
-            "count": self.count,
-            "sides": {name: _encoded(z) for name, z in self.sides.items()},
-            "guarantee": self.guarantee,
-        }
+        return to_json(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Event:
+    def from_dict(cls, data: object) -> Event:
         """Inverse of `to_dict`; an event of an older ledger is converted.
 
         Raises
@@ -143,24 +139,11 @@ class Event:
         FedsimError
             If a field is missing, unknown or out of range.
         """
+        if not isinstance(data, Mapping):
+            raise FedsimError(f"event is {data!r}; it must be a mapping.")
         data = _converted(data) if "sampler" in data else data
-        known = {"law", "noise-multiplier", "count", "sides", "guarantee"}
-        if set(data) != known:
-            raise FedsimError(
-                f"an event has the fields {sorted(data)}; it must have {sorted(known)}."
-            )
-        sides, count = data["sides"], data["count"]
-        if not isinstance(sides, Mapping) or not isinstance(data["guarantee"], bool):
-            raise FedsimError("an event's sides must be a mapping, its guarantee true or false.")
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise FedsimError(f"an event's count is {count!r}; it must be a whole number.")
-        return cls(
-            noise_multiplier=_decoded("noise-multiplier", data["noise-multiplier"]),
-            law=law_from_dict(data["law"]),
-            count=count,
-            sides={name: _decoded(name, z) for name, z in sides.items()},
-            guarantee=data["guarantee"],
-        )
+        data = {**data, "law": law_from_dict(data.get("law"))}
+        return read_record(cls, data, "an event")
 
 
 def law_from_dict(data: object) -> Law:
@@ -173,10 +156,9 @@ def law_from_dict(data: object) -> Law:
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
-    others = {name: value for name, value in data.items() if name != "name"}
-    if data["name"] == NAME:
-        return DeclaredLaw.from_dict(others)
-    return law_named(data["name"]).from_dict(others)
+    name, others = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
+    kind = DeclaredLaw if name == NAME else law_named(name)
+    return read_record(kind, others, f"the law '{name}'")
 
 
 @cache
@@ -259,15 +241,3 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
         return Event(noise_multiplier=noise, law=FullLaw(adjacency=adjacency), count=count)
     curves = [event.law.rdp(event.total_noise_multiplier) for event in known]
     return Event(noise_multiplier=noise, law=costliest_curve(curves, adjacency), count=count)
-
-
-def _encoded(z: float) -> float | str:
-    return "inf" if math.isinf(z) else z
-
-
-def _decoded(name: str, value: object) -> float:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FedsimError(f"an event's {name} is {value!r}; it must be a number.")
-    return float(value)

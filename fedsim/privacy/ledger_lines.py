@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.entry import Entry
 from fedsim.privacy.events import Event, dominating_event
 from fedsim.privacy.laws.base import Level
+from fedsim.privacy.records import read_record, to_json
 
 GENESIS = "0" * 64
 """Stands for the hash of the line before the first one."""
@@ -47,7 +49,9 @@ def sealed(
 
 def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     """A line up to and including its hash, and the hash."""
-    body = json.dumps({**entry, "previous": previous}, separators=(",", ":"), allow_nan=False)
+    data = {**entry, "previous": previous}
+    # Whole numbers may be NumPy's.
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False, default=operator.index)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{_BEFORE}{body},"hash":"{digest}"', digest
 
@@ -120,8 +124,7 @@ class Header:
 
     def sealed(self) -> tuple[bytes, str]:
         """The line with its newline, and its hash."""
-        about = {"level": self.level, "client": self.client}
-        return sealed({"kind": "ledger", "version": VERSION, **about}, GENESIS)
+        return sealed({"kind": "ledger", "version": VERSION, **to_json(self)}, GENESIS)
 
     @classmethod
     def of(cls, line: bytes) -> tuple[Header, str]:
@@ -144,11 +147,8 @@ class Header:
                 f"its format is {version}; this fedsim reads formats 1 to {VERSION}: read it "
                 "with the fedsim that wrote it."
             )
-        level, client = data.get("level"), data.get("client")
-        known = set(data) == {"kind", "level", "client"} and level in get_args(Level)
-        if not known or isinstance(client, bool) or not isinstance(client, int | None):
-            raise FedsimError("its header is not one that fedsim wrote.")
-        return cls(cast(Level, level), client), head
+        del data["kind"]
+        return read_record(cls, data, "its header"), head
 
 
 def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
@@ -175,8 +175,6 @@ def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
 
 _OLD_BEGINS = (b'{"kind":"release",', b'{"kind":"torn",')
 _OLD_SEAL = len(',"hash":""}') + 64
-_OLD_FIELDS = {"kind", "round", "event", "level", "entropy", "mechanism", "clip-norm", "draws"}
-_OLD_FIELDS |= {"client", "time", "settles", "fragment"}
 
 
 def is_old(data: bytes) -> bool:
@@ -222,24 +220,12 @@ def _old_entry(line: bytes, previous: str) -> tuple[Entry, str]:
     data = _parsed(body)
     if not isinstance(data, dict) or data.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
-    if set(data) != _OLD_FIELDS or not isinstance(data["event"], Mapping):
-        raise FedsimError("its fields are not those of a ledger.")
-    event = Event.from_dict(data["event"])
-    if data["level"] == "example" and event.adjacency == "add-remove":
-        event = replace(event, law=replace(event.law, adjacency="zero-out"))
     # What it called draws was an unkeyed digest of data at example level: it is not kept, and
     # no release of format 1 is ever taken for the same as another.
-    entry = Entry(
-        kind=data["kind"],
-        round=data["round"],
-        event=event,
-        level=data["level"],
-        entropy=data["entropy"],
-        mechanism=data["mechanism"],
-        clip_norm=float("inf") if data["clip-norm"] == "inf" else data["clip-norm"],
-        client=data["client"],
-        settles=data["settles"],
-        fragment=data["fragment"],
-        version=1,
-    )
-    return entry, digest
+    for name in ("draws", "time"):
+        data.pop(name, None)
+    event = Event.from_dict(data.get("event"))
+    if data.get("level") == "example" and event.adjacency == "add-remove":
+        event = replace(event, law=replace(event.law, adjacency="zero-out"))
+    newer = Entry(event=event).to_dict()
+    return Entry.from_dict({**newer, **data, "event": newer["event"]}, version=1), digest

@@ -57,9 +57,12 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def bisected(
-    is_enough: Callable[[float], bool], tolerance: float, most: float = math.inf
+    is_enough: Callable[[float], bool],
+    tolerance: float,
+    most: float = math.inf,
+    start: float = 1.0,
 ) -> tuple[float, float]:
-    """Two numbers above 0 and close together: the first is not enough, and the second is.
+    """Two numbers from 0 and close together: the first is not enough, and the second is.
 
     Parameters
     ----------
@@ -69,10 +72,12 @@ def bisected(
         Relative.
     most : float
         Beyond it infinity is the second number.
+    start : float
+        Where it is looked for first, 0 or above.
     """
-    low, high = 0.0, 1.0
+    low, high = 0.0, start
     while not is_enough(high):
-        low, high = high, 2 * high
+        low, high = high, 2 * high or 1e-3
         if high > most:
             return low, math.inf
     while high - low > tolerance * high:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from fedsim.privacy import durable
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import ARCHIVE
 from fedsim.privacy.ledger_lines import GENESIS
+from fedsim.privacy.records import read_record, to_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -105,7 +106,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """What stands in the file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"format": FORMAT, **to_json(self)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -118,26 +119,19 @@ class Manifest:
         """
         try:
             data = json.loads(regular_files.read_text(path))
-            if (written := data.pop("format")) != FORMAT:
-                raise FedsimError(
-                    f"its format is {written!r}; this fedsim reads {FORMAT}: verify the run with "
-                    "the fedsim that made it."
-                )
-            return cls(
-                ledger=_end(data.pop("ledger")),
-                archive={name: _end(end) for name, end in data.pop("archive").items()},
-                clients={name: _end(end) for name, end in data.pop("clients").items()},
-                **{name: _texts(values) for name, values in data.items()},
-            )
         except FileNotFoundError:
             raise FedsimError(
                 "there is none: it was deleted, or the run was killed or made by an older fedsim; "
                 "`fedsim run ... --resume` writes one."
             ) from None
-        except FedsimError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, RecursionError):
             raise FedsimError("it is not one that fedsim wrote.") from None
+        if isinstance(data, dict) and (written := data.pop("format", FORMAT)) != FORMAT:
+            raise FedsimError(
+                f"its format is {written!r}; this fedsim reads {FORMAT}: verify the run with the "
+                "fedsim that made it."
+            )
+        return read_record(cls, data, "it")
 
 
 def end_of(path: Path) -> End:
@@ -166,19 +160,6 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with open(path, "rb", opener=regular_files.opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _end(data: Any) -> End:
-    end = End(**data)
-    if not isinstance(end.head, str) or type(end.lines) is not int:
-        raise TypeError(data)
-    return end
-
-
-def _texts(data: Any) -> dict[str, str]:
-    if not all(isinstance(text, str) for text in data.values()):
-        raise TypeError(data)
-    return dict(data)
 
 
 SIGNATURE_FORMAT = 3

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
+from fedsim.privacy.records import to_json
 from fedsim.randomness import Draws
 
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
@@ -174,38 +175,7 @@ class Law(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """How it is written in a ledger."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"name": self.name, **dict(sorted(own.items()))}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; ``data`` is without the name.
-
-        Raises
-        ------
-        FedsimError
-            If a field is missing, unknown, of the wrong type or out of range.
-        """
-        known = {field.name: str(field.type) for field in fields(cls)}
-        if data.keys() != known.keys():
-            raise FedsimError(
-                f"the law '{cls.name}' has the fields {sorted(data)}; it must have {sorted(known)}."
-            )
-        for name, value in data.items():
-            if not _has_type(value, known[name]):
-                raise FedsimError(f"an event's {name} is {value!r}; it must be {known[name]}.")
-        return cls(**data)
-
-
-def _has_type(value: object, annotation: str) -> bool:
-    """Whether a number, text or None from a ledger has the type of a law's field."""
-    if value is None:
-        return "None" in annotation
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, int):
-        return "int" in annotation or "float" in annotation
-    return isinstance(value, float if "float" in annotation else str)
+        return {"name": self.name, **dict(sorted(to_json(self).items()))}
 
 
 class Sampler(ABC):

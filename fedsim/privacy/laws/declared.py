@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Self, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
 from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
 from fedsim.privacy.pld import discretised
+from fedsim.privacy.records import to_json
 
 NAME = "declared"
 """Of all of them, in a ledger."""
@@ -140,31 +140,9 @@ class DeclaredLaw(Law):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """How it is written in a ledger; infinite numbers are the string "inf"."""
-        return {"name": NAME, **_written(asdict(self))}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; ``data`` is without the name."""
-        known = {field.name for field in fields(cls)}
-        if data.keys() != known:
-            raise FedsimError(f"a declared law has the fields {sorted(data)}.")
-        read = dict(data)
-        try:
-            read["curve"] = tuple(_number(value) for value in data["curve"])
-            for side in ("removed", "added"):
-                if (pair := data[side]) is not None:
-                    probs = tuple(_number(value) for value in pair["probs"])
-                    numbers = _number(pair["step"]), probs, _number(pair["infinite"])
-                    read[side] = DiscretePair(int(pair["start"]), *numbers)
-            for name in ("noise_multiplier", "inclusion_rate"):
-                read[name] = _number(data[name])
-            texts = (data["title"], data["label_text"], data["sentence_text"])
-            if not all(isinstance(text, str) for text in texts):
-                raise TypeError(texts)
-            return cls(**read)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise FedsimError("a declared law is not one that fedsim wrote.") from None
+        """How it is written in a ledger."""
+        # With underscores, and so it has its digest in the ledgers that there are.
+        return {"name": NAME, **{key.replace("-", "_"): v for key, v in to_json(self).items()}}
 
 
 def as_data(law: Law, noise_multiplier: float) -> Law:
@@ -221,19 +199,3 @@ def costliest_curve(curves: list[Array], adjacency: Adjacency) -> DeclaredLaw:
         adjacency=adjacency,
         curve=tuple(np.max(curves, axis=0).tolist()),
     )
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _written(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_written(entry) for entry in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
-def _number(value: object) -> float:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(value)
-    return float(cast(float, value))
