@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from fedsim.server_optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fedsim.server_optimizers.base import ServerOptimizer
-from fedsim.server_optimizers.plain import FedAvgM, ServerSGD
+from fedsim.server_optimizers.published import (
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    ServerSGD,
+)
 from fedsim.server_optimizers.torch_optim import (
     ServerAdadelta,
     ServerAdagrad,
