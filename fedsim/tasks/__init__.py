@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedsim.tasks.class_metrics import F1, Accuracy, CalibrationError, Perplexity, TopK
-from fedsim.tasks.exact_sum import ExactSum
 from fedsim.tasks.losses import (
     IGNORED,
     AbsoluteError,
@@ -16,7 +15,7 @@ from fedsim.tasks.losses import (
     SquaredError,
     loss_of,
 )
-from fedsim.tasks.metrics import MeanOf, Metric, metric_of
+from fedsim.tasks.metrics import ExactSum, MeanOf, Metric, metric_of
 from fedsim.tasks.number_metrics import R2, RMSE
 from fedsim.tasks.ranking_metrics import AUC, AveragePrecision
 

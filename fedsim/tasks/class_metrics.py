@@ -13,9 +13,8 @@ import numpy.typing as npt
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
-from fedsim.tasks.exact_sum import ExactSum
 from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import Metric, counted
+from fedsim.tasks.metrics import ExactSum, Mean, Metric, counted
 
 Ints = npt.NDArray[np.int64]
 
@@ -122,24 +121,14 @@ class F1(Metric):
 
 @register("metric", "perplexity")
 @dataclass(frozen=True)
-class Perplexity(Metric):
+class Perplexity(Mean):
     """``exp`` of the mean cross-entropy of all positions that count, each counting the same."""
-
-    higher_is_better: ClassVar[bool] = False
-
-    def init(self) -> ExactSum:
-        """Nothing seen."""
-        return ExactSum()
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """More sequences."""
         logits, classes = counted(outputs, targets)
         losses = torch.nn.functional.cross_entropy(logits, classes, reduction="none")
         return state + ExactSum.of(losses)
-
-    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Both."""
-        return first + second
 
     def finish(self, state: ExactSum) -> float:
         """The perplexity; infinite where it is too large for a number."""

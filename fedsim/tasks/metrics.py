@@ -10,13 +10,69 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
-from fedsim.tasks.exact_sum import ExactSum
 from fedsim.tasks.losses import IGNORED, Loss, class_logits, with_settings
+
+Floats = npt.NDArray[np.float64]
+
+# Below every bit of a float64, denormal or not.
+LEAST_BIT = 1200
+HALF = 26
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """A sum of float64 numbers that no order of adding changes.
+
+    Attributes
+    ----------
+    units : int
+        The sum in units of 2^-1200.
+    count : int
+        How many numbers.
+    bad : int
+        How many of them were not finite.
+    """
+
+    units: int = 0
+    count: int = 0
+    bad: int = 0
+
+    @classmethod
+    def of(cls, values: Tensor | Floats) -> Self:
+        """Sum of all numbers of an array."""
+        if isinstance(values, torch.Tensor):
+            values = values.detach().double().numpy()
+        flat = np.asarray(values, dtype=np.float64).ravel()
+        finite = flat[np.isfinite(flat)]
+        fraction, exponent = np.frexp(finite)
+        digits = np.ldexp(fraction, 53).astype(np.int64)
+        shifts, which = np.unique(exponent, return_inverse=True)
+        # Halves of 26 bits: sums of 2^26 of them are whole numbers that float64 holds.
+        low = np.bincount(which, weights=digits & (2**HALF - 1), minlength=len(shifts))
+        high = np.bincount(which, weights=digits >> HALF, minlength=len(shifts))
+        units = sum(
+            ((int(h) << HALF) + int(lo)) << (int(shift) - 53 + LEAST_BIT)
+            for shift, lo, h in zip(shifts, low, high, strict=True)
+        )
+        return cls(units, len(flat), len(flat) - len(finite))
+
+    def __add__(self, other: ExactSum) -> ExactSum:
+        return ExactSum(self.units + other.units, self.count + other.count, self.bad + other.bad)
+
+    @property
+    def mean(self) -> float:
+        """The mean, rounded once; NaN over nothing, or where a number was not finite."""
+        if self.bad or not self.count:
+            return float("nan")
+        return self.units / (self.count << LEAST_BIT)
 
 
 class Metric(ABC):
@@ -59,8 +115,26 @@ class Metric(ABC):
         """The metric; NaN where it is not defined (an AUC of one class, or of nothing)."""
 
 
+class Mean(Metric):
+    """The mean of numbers that `update` adds, or what `finish` makes of it: of errors, mostly."""
+
+    higher_is_better: ClassVar[bool] = False
+
+    def init(self) -> ExactSum:
+        """Nothing seen."""
+        return ExactSum()
+
+    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
+        """Both."""
+        return first + second
+
+    def finish(self, state: ExactSum) -> float:
+        """The mean."""
+        return state.mean
+
+
 @dataclass(frozen=True)
-class MeanOf(Metric):
+class MeanOf(Mean):
     """Mean over examples of a number that each has, such as a loss.
 
     Parameters
@@ -69,11 +143,6 @@ class MeanOf(Metric):
     """
 
     function: Loss
-    higher_is_better: ClassVar[bool] = False
-
-    def init(self) -> ExactSum:
-        """Nothing seen."""
-        return ExactSum()
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """More examples.
@@ -95,14 +164,6 @@ class MeanOf(Metric):
                 f"own must give one number for each, [{len(targets)}]."
             )
         return state + ExactSum.of(values)
-
-    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Both."""
-        return first + second
-
-    def finish(self, state: ExactSum) -> float:
-        """The mean."""
-        return state.mean
 
 
 def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,37 +6,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.lazy import Tensor
 from fedsim.registry import register
-from fedsim.tasks.exact_sum import LEAST_BIT, ExactSum
 from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import Metric
+from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Mean, Metric
 
 
 @register("metric", "rmse")
 @dataclass(frozen=True)
-class RMSE(Metric):
+class RMSE(Mean):
     """Root of the mean of ``(output - target)^2`` over all targets that count."""
-
-    higher_is_better: ClassVar[bool] = False
-
-    def init(self) -> ExactSum:
-        """Nothing seen."""
-        return ExactSum()
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """More examples."""
         difference = like_targets(outputs, targets).double() - targets.double()
         return state + ExactSum.of(difference[~targets.isnan()].square())
-
-    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Both."""
-        return first + second
 
     def finish(self, state: ExactSum) -> float:
         """The root."""
