@@ -1,15 +1,22 @@
-"""A data set by its name, or from files of the user's own."""
+"""A data set by its name, from files of the user's own, or of what Python code has at hand."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fedsim import registry
+from fedsim.datasets.arrays import KEYS, Arrays
 from fedsim.datasets.dataset import Dataset
+from fedsim.datasets.tables import arrays_of_tables
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
 from fedsim.settings import settings_of
 
 
@@ -98,3 +105,153 @@ def _taken(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: value for name, value in offered.items() if name != "path"}
     return {name: value for name, value in offered.items() if name in parameters}
+
+
+_WANTED = (
+    "a fedsim.datasets.Dataset, a dict of arrays (x_train, y_train, x_test, y_test), a pair of "
+    "(x, y) or of torch data sets for training and testing, or what fedsim.datasets.from_table "
+    "makes of data frames"
+)
+
+
+def dataset_of(data: object) -> Dataset:
+    """A data set of what ``data=`` may be.
+
+    Parameters
+    ----------
+    data : Dataset, mapping or pair
+        A mapping has arrays or tensors by the names of files (``x_train``, ``owner_test``,
+        ``classes``, ...), or ``train`` and ``test``, each a mapping (``x``, ``y``, ...) or one of
+        the following. A pair is (train, test), each ``(x, y)`` or a torch data set with a length
+        whose items are ``(x, y)``, all of one shape. Floating tensors keep their dimensions, with
+        channels first; arrays are laid out as in files.
+
+    Raises
+    ------
+    FedsimError
+        If it is none of these, or its arrays are no data set.
+    """
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, Mapping) and {"train", "test"} != data.keys():
+        missing = [key for key in KEYS if key not in data]
+        if missing:
+            raise FedsimError(
+                f"data= lacks {', '.join(missing)}; a dict of arrays must have {', '.join(KEYS)} "
+                "(columns of a table go through fedsim.datasets.from_table)."
+            )
+        arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
+        return Dataset.of(
+            "data", arrays.train, arrays.test, mean=arrays.mean, std=arrays.std,
+            classes=arrays.classes, vocabulary=arrays.vocabulary,
+        )  # fmt: skip
+    if isinstance(data, Mapping):
+        data = (data["train"], data["test"])
+    if not (isinstance(data, Sequence) and len(data) == 2) or isinstance(data, str):
+        raise FedsimError(f"data= is of type {type(data).__name__}; it must be {_WANTED}.")
+    as_tensors = any(isinstance(split, torch.utils.data.Dataset) for split in data)
+    train, test = (_split(split) for split in data)
+    return Dataset.of("data", train, test, layout="as-is" if as_tensors else "auto")
+
+
+def from_table(
+    train: Any,
+    test: Any = None,
+    *,
+    columns: str,
+    types: str = "",
+    normalize: bool = False,
+    name: str = "table",
+) -> Dataset:
+    """A data set of one table or two: pandas data frames, or mappings of names to columns.
+
+    Parameters
+    ----------
+    train, test : mapping of name to column
+        Without ``test`` every fifth row of ``train`` is a test example.
+    columns, types : str
+        As of ``data.columns`` and ``data.types``: ``"y=income,owner=hospital"`` and
+        ``"age=0:100,sex=female|male"``. A private run wants the type of each column declared.
+    normalize : bool
+        Whether numbers without a declared range are normalised by mean and standard deviation of
+        the training rows; a private run refuses that.
+    name : str
+        What sentences call it.
+
+    Raises
+    ------
+    FedsimError
+        If a column lacks or has a value that is not of its type.
+
+    Examples
+    --------
+    >>> people = {"age": [20, 30, 40, 50, 60], "sex": list("fmfmf"), "ill": [0, 0, 1, 1, 1]}
+    >>> from_table(people, columns="y=ill", types="age=0:100,sex=f|m,ill=0|1").train.x.shape
+    torch.Size([4, 3])
+    """
+    tables = [_table(frame) for frame in (train, test) if frame is not None]
+    arrays = arrays_of_tables(
+        tables[0], tables[1] if len(tables) > 1 else None, columns, types, normalize, where=name
+    )
+    return Dataset.of(
+        name, arrays.train, arrays.test, mean=arrays.mean, std=arrays.std,
+        classes=arrays.classes, found_in=arrays.found_in,
+    )  # fmt: skip
+
+
+def _table(frame: Any) -> dict[str, Sequence[Any]]:
+    try:
+        table = {str(name): np.asarray(frame[name]).tolist() for name in frame}
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise FedsimError(
+            f"a table is of type {type(frame).__name__}; it must be a data frame, or a mapping of "
+            "names to columns."
+        ) from None
+    lengths = {name: len(column) for name, column in table.items() if isinstance(column, list)}
+    if len(lengths) < len(table) or len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise FedsimError(
+            f"a table has columns of the lengths {lengths}; they must be equal, and above 0."
+        )
+    return table
+
+
+def _split(split: Any) -> dict[str, npt.NDArray[Any]]:
+    """``x`` and ``y`` as arrays."""
+    if isinstance(split, Mapping):
+        return {str(name): _array(name, value) for name, value in split.items()}
+    if isinstance(split, torch.utils.data.Dataset):
+        return _of_torch(split)
+    if isinstance(split, tuple | list) and len(split) == 2:
+        return {"x": _array("x", split[0]), "y": _array("y", split[1])}
+    raise FedsimError(f"a part of data= is of type {type(split).__name__}; it must be {_WANTED}.")
+
+
+def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
+    """All items of a torch data set, one above the other."""
+    try:
+        items = [dataset[position] for position in range(len(dataset))]
+    except TypeError:
+        raise FedsimError(
+            f"{type(dataset).__name__} has no length or no items by position; data= takes torch "
+            "data sets that have."
+        ) from None
+    if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
+        raise FedsimError(
+            f"{type(dataset).__name__} has items that are no pairs; each must be (x, y)."
+        )
+    return {
+        name: _array(name, [np.asarray(item[place]) for item in items])
+        for place, name in enumerate("xy")
+    }
+
+
+def _array(name: object, value: Any) -> npt.NDArray[Any]:
+    try:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu().numpy()
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise FedsimError(
+            f"{name} of data= makes no array ({str(error).splitlines()[0]}); it must be an array, "
+            "or values of one shape."
+        ) from None

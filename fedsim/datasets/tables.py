@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,12 @@ class NumberType:
 
     low: float = math.nan
     high: float = math.nan
+    width: ClassVar[int] = 1
 
     @property
-    def ranged(self) -> bool:
-        """Whether a range is declared."""
-        return not math.isnan(self.low)
+    def free(self) -> bool:
+        """Whether no range is declared."""
+        return math.isnan(self.low)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
         """Numbers ``[N]``; one outside its range counts as the nearest end.
@@ -56,9 +57,13 @@ class NumberType:
         unusable = ~np.isfinite(numbers)
         if unusable.any() and not protected:
             raise _UnusableError(int(unusable.argmax()), "a finite number")
-        if self.ranged:
+        if not self.free:
             numbers = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
         return numbers
+
+    def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[N, width]``: the numbers."""
+        return numbers[:, None]
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ class CategoryType:
     """A column of categories; of those found in the data where none are declared."""
 
     values: tuple[str, ...] = ()
+    free: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """One feature for each category."""
+        return len(self.values)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
         """Positions ``[N]`` among ``values``; with ``protected`` -1 for another value."""
@@ -74,6 +85,11 @@ class CategoryType:
         if codes.min(initial=0) < 0 and not protected:
             raise _UnusableError(int(codes.argmin()), f"one of {', '.join(self.values)}")
         return codes
+
+    def features(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[N, width]``: one-hot; all zero where a category is none of the column's."""
+        one_hot: npt.NDArray[Any] = codes[:, None] == np.arange(self.width)
+        return one_hot
 
 
 def read_table(path: Path, columns: str, types: str, normalize: bool, protected: bool) -> Arrays:
@@ -155,7 +171,7 @@ def arrays_of_tables(
     if normalize:
         mean, std = reader.scaling(arrays["x"])
         # Whatever the numbers happen to be: what is refused must not depend on them.
-        if any(_is_free(kinds[name]) for name in roles.inputs):
+        if any(kinds[name].free for name in roles.inputs):
             found_in["mean"] = "train"
     elif not protected:
         reader.warn_of_wild_scales(arrays["x"])
@@ -212,7 +228,7 @@ class _Reader:
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
         """``x`` [N, d], ``y`` [N] and other columns [N]."""
         features = [
-            _one_hot(kind, self._read(name, table, split, tolerant))
+            kind.features(self._read(name, table, split, tolerant))
             for name, kind in self._input_types()
         ]
         target = self._read(self.roles.target, table, split, tolerant)
@@ -226,7 +242,7 @@ class _Reader:
 
     def scaling(self, x: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of numbers without a range; 0 and 1 of other features."""
-        free = np.concatenate([[_is_free(kind)] * _width(kind) for _, kind in self._input_types()])
+        free = np.concatenate([[kind.free] * kind.width for _, kind in self._input_types()])
         mean = np.where(free, x.mean(0, dtype=np.float64), 0.0)
         std = np.where(free, x.std(0, dtype=np.float64), 1.0)
         return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
@@ -236,9 +252,9 @@ class _Reader:
         start, wild = 0, []
         for name, kind in self._input_types():
             values = x[:, start].astype(np.float64)
-            if _is_free(kind) and len(x) and np.sqrt(np.mean(values**2)) > WILD:
+            if kind.free and len(x) and np.sqrt(np.mean(values**2)) > WILD:
                 wild.append((name, values.min(), values.max()))
-            start += _width(kind)
+            start += kind.width
         if wild:
             name, low, high = wild[0]
             _log.warning(
@@ -267,22 +283,6 @@ class _UnusableError(Exception):
 
     def __init__(self, row: int, wanted: str) -> None:
         self.row, self.wanted = row, wanted
-
-
-def _is_free(kind: NumberType | CategoryType) -> bool:
-    return isinstance(kind, NumberType) and not kind.ranged
-
-
-def _width(kind: NumberType | CategoryType) -> int:
-    return len(kind.values) if isinstance(kind, CategoryType) else 1
-
-
-def _one_hot(kind: NumberType | CategoryType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Features ``[N, width]``; all zero where a category is none of the column's."""
-    if isinstance(kind, NumberType):
-        return values[:, None]
-    one_hot: npt.NDArray[Any] = values[:, None] == np.arange(len(kind.values))
-    return one_hot
 
 
 def _number(value: object) -> float:
