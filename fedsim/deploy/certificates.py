@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsim import regular_files
+from fedsim.privacy import durable
 
 _PEM = serialization.Encoding.PEM
 _DAY = datetime.timedelta(days=1)
@@ -114,10 +114,7 @@ def node_key() -> tuple[bytes, bytes]:
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner can read, from the moment that it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
+    durable.replace(path, content, mode=0o600)
 
 
 def write_public(path: Path, content: bytes) -> None:

@@ -15,23 +15,27 @@
 from __future__ import annotations
 
 import secrets
-import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tomli_w
 
 from fedsim import regular_files
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.flower_programs import credentials, new_token, token_digest
-from fedsim.deploy.services import Node, SuperLink, write_roster
+from fedsim.deploy.policy import Names
+from fedsim.deploy.services import Node, SuperLink, read_file, write_file, write_roster
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
 from fedsim.privacy.manifest import key_pair
+from fedsim.settings import Ge
 
 CONNECTION = "federation"
 """What the SuperLink is called in the operator's Flower configuration."""
+
+_FEDERATION_TOML = "federation.toml"
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,10 @@ class Federation:
     """
 
     directory: Path
-    hosts: tuple[str, ...]
-    nodes: int
-    port: int = 8000
-    fleet_port: int = 9092
+    hosts: Names
+    nodes: Annotated[int, Ge(1)]
+    port: Annotated[int, Ge(0)] = 8000
+    fleet_port: Annotated[int, Ge(0)] = 9092
     insecure: bool = False
 
     @classmethod
@@ -91,7 +95,7 @@ class Federation:
         """
         if directory.exists() and not directory.is_dir():
             raise FedsimError(f"{directory} is a file; a federation is a directory.")
-        if (directory / "federation.toml").exists():
+        if (directory / _FEDERATION_TOML).exists():
             raise FedsimError(f"{directory} already holds a federation; choose another directory.")
         if nodes < 1:
             raise FedsimError(f"--nodes is {nodes}; it must be at least 1.")
@@ -115,9 +119,7 @@ class Federation:
         federation.runs.mkdir()
         for party in (federation.superlink, *(federation.node(node) for node in range(nodes))):
             (party / "state").mkdir(mode=0o700)
-        description = {k: v for k, v in asdict(federation).items() if k != "directory"}
-        content = tomli_w.dumps({**description, "hosts": list(hosts)})
-        write_public(directory / "federation.toml", content.encode())
+        write_file(directory / _FEDERATION_TOML, federation)
         return federation
 
     @classmethod
@@ -129,20 +131,11 @@ class Federation:
         FedsimError
             If there is no federation.
         """
-        try:
-            tree = tomllib.loads(regular_files.read_text(directory / "federation.toml"))
-        except OSError:
+        if not (directory / _FEDERATION_TOML).is_file():
             raise FedsimError(
                 f"{directory} holds no federation; make one with `fedsim deploy init`."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise FedsimError(f"{directory}/federation.toml is no TOML: {error}.") from None
-        try:
-            return cls(directory.absolute(), **{**tree, "hosts": tuple(tree["hosts"])})
-        except (TypeError, KeyError) as error:
-            raise FedsimError(
-                f"{directory}/federation.toml is not as `fedsim deploy init` wrote it ({error})."
-            ) from None
+            )
+        return cls(directory.absolute(), **read_file(directory / _FEDERATION_TOML, cls))
 
     @property
     def operator(self) -> Path:

@@ -97,11 +97,11 @@ class SuperLink:
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read what `save` wrote."""
-        return cls(directory.absolute(), **_read(directory / _SUPERLINK_TOML, cls))
+        return cls(directory.absolute(), **read_file(directory / _SUPERLINK_TOML, cls))
 
     def save(self) -> None:
         """Write the settings."""
-        _write(self.directory / _SUPERLINK_TOML, self)
+        write_file(self.directory / _SUPERLINK_TOML, self)
 
     def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
         """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' proxy.
@@ -185,13 +185,13 @@ class Node:
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read what `save` wrote, or the node's owner has edited."""
-        return cls(directory.absolute(), **_read(directory / "node.toml", cls))
+        return cls(directory.absolute(), **read_file(directory / "node.toml", cls))
 
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
         """Write the settings, and beside them the policy, or what it may say."""
         path = self.directory / "node.toml"
         written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
-        _write(path, self, f"\n{written}")
+        write_file(path, self, f"\n{written}")
 
     def services(
         self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
@@ -252,7 +252,8 @@ def _word(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _write(path: Path, party: SuperLink | Node, tables: str = "") -> None:
+def write_file(path: Path, party: Any, tables: str = "") -> None:
+    """Write the settings of a party, a dataclass, and after them ``tables``."""
     settings = {
         field.name.replace("_", "-"): getattr(party, field.name)
         for field in fields(party)
@@ -261,7 +262,14 @@ def _write(path: Path, party: SuperLink | Node, tables: str = "") -> None:
     write_public(path, f"{tomli_w.dumps(settings)}{tables}".encode())
 
 
-def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
+def read_file(path: Path, party: type[Any]) -> dict[str, Any]:
+    """What `write_file` wrote, or somebody has edited: values of a party's fields.
+
+    Raises
+    ------
+    FedsimError
+        If the file is not there, no TOML, or has a key or a value that is none.
+    """
     try:
         tree = tomllib.loads(regular_files.read_text(path))
     except OSError:
