@@ -254,8 +254,9 @@ class Question:
                 f"noise multiplier is {self.noise_multiplier}; it must be unset when target "
                 f"epsilon = {self.target_epsilon} asks for it."
             )
+        _check_rounds(rounds)
         noise = calibrate_events(
-            lambda z: [*self.past, self.event(z).times(self._positive(rounds))],
+            lambda z: [*self.past, self.event(z).times(rounds)],
             target_epsilon=self._given("target epsilon", self.target_epsilon),
             delta=self._at,
             adaptive=bool(self.past),
@@ -270,19 +271,14 @@ class Question:
     def _answered(self, noise: float, rounds: int) -> Answer:
         accountant = Accountant(self.past)
         if rounds or self.asks == "epsilon":
-            accountant.add(self.event(noise), self._positive(rounds))
+            _check_rounds(rounds)
+            accountant.add(self.event(noise), rounds)
         cost = replace(accountant.cost(self._at), delta=self.delta)
         return Answer(self, noise, rounds, cost)
 
     @property
     def _at(self) -> float:
         return self.stopping.planned_delta(self.delta)
-
-    @staticmethod
-    def _positive(rounds: int) -> int:
-        if rounds < 1:
-            raise FedsimError(f"rounds is {rounds}; it must be a whole number, 1 or more.")
-        return rounds
 
     def _given(self, name: str, value: Given | None) -> Given:
         if value is None:

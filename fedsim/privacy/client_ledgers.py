@@ -135,22 +135,21 @@ class ClientLedgers:
         stopping: Stopping = FIXED,
     ) -> float:
         """What the client that has spent most has spent, or had after a round that is repeated."""
-        everyone = self.everyone()
-        spent = [ledger.history for ledger in everyone]
-        if round is not None:
-            spent = [ledger.as_of(round, release) for ledger in everyone]
+        spent = [
+            ledger.history if round is None else ledger.as_of(round, release)
+            for ledger in self.everyone()
+        ]
         if not spent:
             return 0.0
         stopping = replace(stopping, max_epsilon=None)  # the server's
         worst = costliest(spent, self.delta, stopping)
         return stopping.epsilon(worst.accountant, worst.last_event, self.delta)
 
-    def worst(self, stopping: Stopping = FIXED) -> Ledger:
+    def worst(self) -> Ledger:
         """The ledger of the client that has spent most; at least one must have released."""
         everyone = self.everyone()
         histories = [ledger.history for ledger in everyone]
-        worst = costliest(histories, self.delta, replace(stopping, max_epsilon=None))
-        return everyone[histories.index(worst)]
+        return everyone[histories.index(costliest(histories, self.delta))]
 
     def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:
         """What holds for every client; None if none has released anything.

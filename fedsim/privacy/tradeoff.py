@@ -73,24 +73,23 @@ class TradeOff:
         the former the next one takes over at a false-positive rate that equals the fall of delta's
         chord; of the latter, at 1 less the chord's value at x = 0.
         """
+        # Beyond the largest exponent all are one point.
+        grown, first = np.unique(
+            np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT)), return_index=True
+        )
         points: list[tuple[float, float]] = []
-        falls: list[float] = []
-        grown = np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT))
-        for x, delta in zip(grown.tolist(), self.deltas.tolist(), strict=True):
-            fall = math.inf
+        falls: list[float] = [math.inf]  # of the chord that ends at each of them
+        for x, delta in zip(grown.tolist(), self.deltas[first].tolist(), strict=True):
             while points:
-                before, above = points[-1]
-                fall = (above - delta) / (x - before) if x > before else math.inf
-                if not falls or fall < falls[-1]:
+                fall = (points[-1][1] - delta) / (x - points[-1][0])
+                if fall < falls[-1]:
+                    falls.append(fall)
                     break
                 points.pop()
                 falls.pop()
-            if points and x == points[-1][0]:
-                continue  # beyond the largest exponent
-            if points:
-                falls.append(fall)
             points.append((x, delta))
-        return np.array([x for x, _ in points]), np.array([d for _, d in points]), np.array(falls)
+        x, deltas = np.array(points).T
+        return x, deltas, np.array(falls[1:])
 
     @property
     def advantage(self) -> float:

@@ -8,9 +8,11 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
@@ -24,8 +26,6 @@ from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signat
 METADATA = "fedsim"
 """Name of the entry in a model file's metadata that is about its ledger."""
 
-# The safetensors format allows no longer header.
-LARGEST_HEADER = 100_000_000
 _METRICS = KEYED[0]
 
 # Rows whose epsilon is computed again, evenly spread; the manifest covers all of them.
@@ -264,10 +264,7 @@ def _client_ledgers(
     shown = [float(row["example-epsilon"]) for row in rows if row.get("example-epsilon")]
     if not shown or not ledgers:
         return
-    # A budget that ends a run is the server's.
-    stopping = replace(stopping.after(int(rows[-1]["round"])), max_epsilon=None)
-    worst = clients.worst(stopping).history
-    spent = stopping.epsilon(worst.accountant, worst.last_event, clients.delta)
+    spent = clients.epsilon(stopping=stopping.after(int(rows[-1]["round"])))
     # Later runs may have added to it, never taken from it.
     passed = shown[-1] <= spent * (1 + 1e-6)
     passed &= not unchanged or math.isclose(shown[-1], spent, rel_tol=1e-6)
@@ -327,20 +324,16 @@ def model_metadata(path: Path) -> dict[str, Any]:
         If it is no model file, or of no run.
     """
     try:
-        with open(path, "rb", opener=regular_files.opener) as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > LARGEST_HEADER:
-                raise ValueError(size)
-            header = json.loads(file.read(size))
-        metadata = json.loads(header["__metadata__"][METADATA])
+        with safe_open(regular_files.require(path), framework="numpy") as file:
+            metadata = json.loads((file.metadata() or {})[METADATA])
     except FileNotFoundError:
         raise FedsimError(
             "there is none; a run that was killed has one once it is resumed."
         ) from None
     except OSError as error:
         raise FedsimError(f"it cannot be read ({error.strerror}).") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise FedsimError("it is no model of a run that fedsim made.") from None
+    except (SafetensorError, ValueError, KeyError, RecursionError):
+        metadata = None
     if not isinstance(metadata, dict):
         raise FedsimError("it is no model of a run that fedsim made.")
     return metadata
