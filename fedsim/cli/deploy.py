@@ -209,13 +209,12 @@ def up(
 
 def _run_services(services: Sequence[Service], logs: Path, message: str) -> None:
     """Run services until Ctrl-C or SIGTERM; their output goes to ``logs``."""
-    from fedsim.deploy.processes import Processes, Supervisor
+    from fedsim.deploy.processes import Supervisor
 
     console = Output()
-    with _until_interrupted(console), Processes(logs) as processes:
-        supervisor = Supervisor(processes)
+    with _until_interrupted(console), Supervisor(logs) as supervisor:
         for service in services:
-            supervisor.start(service)
+            supervisor.keep_up(service)
         console.print(f"{message} Logs are in {logs}.")
         while True:
             supervisor.tend()

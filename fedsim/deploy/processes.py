@@ -318,22 +318,26 @@ class Service:
         return replace(self, variables={**self.variables, **variables})
 
 
-class Supervisor:
-    """Starts services, and starts again those that end.
+class Supervisor(Processes):
+    """Processes, of which some are services: those that end are started again.
+
+    Parameters are those of `Processes`.
 
     Attributes
     ----------
     running : dict of str to Running
-        The processes, by the services' names.
+        The services' processes, by their names.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, grace: float = 8.0
+    ) -> None:
+        super().__init__(directory, grace=grace)
         self.running: dict[str, Running] = {}
-        self._processes = processes
         # How to start each, when that was done last, and how often it has ended early.
         self._services: dict[str, tuple[Service, float, int]] = {}
 
-    def start(self, service: Service, *, wait: bool = True) -> Running:
+    def keep_up(self, service: Service, *, wait: bool = True) -> Running:
         """Start a service, again if it is there, and wait until it listens.
 
         Raises
@@ -341,18 +345,18 @@ class Supervisor:
         FedsimError
             If it ends before, with the end of its log.
         """
-        self.stop(service.name)
+        self.take_down(service.name)
         running = self._start(service, 0)
         if wait and service.port:
             wait_for_port(running, service.port)
         return running
 
-    def stop(self, name: str) -> None:
+    def take_down(self, name: str) -> None:
         """End a service for good; nothing if there is none of this name."""
         self._services.pop(name, None)
         running = self.running.pop(name, None)
         if running is not None:
-            self._processes.stop(running)
+            self.stop(running)
 
     def tend(self) -> None:
         """Start again what has ended.
@@ -373,11 +377,11 @@ class Supervisor:
             ended = 0 if time.monotonic() - started > _LASTED else ended + 1
             if ended > _TRIES:
                 raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
-            self._processes.stop(running)
+            self.stop(running)
             self._start(service, ended)
 
     def _start(self, service: Service, ended: int) -> Running:
-        running = self._processes.start(service.name, service.command, service.variables)
+        running = self.start(service.name, service.command, service.variables)
         self.running[service.name] = running
         self._services[service.name] = (service, time.monotonic(), ended)
         return running

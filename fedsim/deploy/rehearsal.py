@@ -11,7 +11,6 @@ from typing import Any
 
 import tomli_w
 
-from fedsim.closing import Closed
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
@@ -27,7 +26,7 @@ from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
-class Rehearsal(Closed):
+class Rehearsal(Supervisor):
     """Processes of a federation, on loopback, that end with this one.
 
     Parameters
@@ -55,13 +54,12 @@ class Rehearsal(Closed):
         logs: Path | None = None,
         state: Path | None = None,
     ) -> None:
+        super().__init__(logs)
         self.federation = federation
         self.operator = Operator(federation.operator, CONNECTION)
         self._variables = dict(variables or {})
-        self._processes = Processes(logs)
-        self._supervisor = Supervisor(self._processes)
         self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))
-        self._processes.remove_at_end(self._homes)
+        self.remove_at_end(self._homes)
         self._state = state or self._homes / "superlink"
         try:
             self._check_ports()
@@ -107,22 +105,22 @@ class Rehearsal(Closed):
         for node in range(nodes):
             replace(Node.load(federation.node(node)), app=client_app).save(policy)
         rehearsal = cls(federation, variables=variables, logs=logs)
-        rehearsal._processes.remove_at_end(directory)
+        rehearsal.remove_at_end(directory)
         return rehearsal
 
     @property
     def superlink(self) -> Running:
         """The SuperLink's process."""
-        return self._supervisor.running["superlink"]
+        return self.running["superlink"]
 
     def supernode(self, node: int) -> Running:
         """A SuperNode's process."""
-        return self._supervisor.running[f"supernode-{node}"]
+        return self.running[f"supernode-{node}"]
 
     def start_superlink(self) -> None:
         """Start what the server runs, again where it is there, and wait until it listens."""
         for service in SuperLink.load(self.federation.superlink).services(self._state):
-            self._supervisor.start(service.among(self._variables))
+            self.keep_up(service.among(self._variables))
 
     def register(self, nodes: Iterable[int] | None = None) -> None:
         """Let SuperNodes in; all of them by default. Flower refuses a key that it knows."""
@@ -142,15 +140,7 @@ class Rehearsal(Closed):
         port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
         for service in party.services(self._homes / f"node-{node}", port=port, config=config):
-            self._supervisor.start(service.among(variables or {}), wait=False)
-
-    def start(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> Running:
-        """Start any other process that ends with the rest."""
-        home = self._homes / name
-        home.mkdir(exist_ok=True)
-        return self._processes.start(name, command, {"FLWR_HOME": str(home), **(variables or {})})
+            self.keep_up(service.among(variables or {}), wait=False)
 
     def start_all(self) -> None:
         """Register every SuperNode that the SuperLink does not know yet, and start them all."""
@@ -158,20 +148,6 @@ class Rehearsal(Closed):
             self.register()
         for node in range(self.federation.nodes):
             self.start_node(node)
-
-    def tend(self) -> None:
-        """Start again what has ended.
-
-        Raises
-        ------
-        FedsimError
-            If something ends again and again, with the end of its log.
-        """
-        self._supervisor.tend()
-
-    def close(self) -> None:
-        """End everything."""
-        self._processes.close()
 
     def _check_ports(self) -> None:
         taken = busy_port([self.federation.port, self.federation.fleet_port])
@@ -194,7 +170,7 @@ def busy_port(ports: list[int]) -> int | None:
     return None
 
 
-class Simulation(Closed):
+class Simulation(Processes):
     """A SuperLink on loopback that runs apps with virtual clients, and ends with this process.
 
     The one that Flower starts by itself outlives the run and keeps the environment of its
@@ -211,17 +187,16 @@ class Simulation(Closed):
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        self._processes = Processes()
+        super().__init__()
         try:
             (port,) = free_ports(1)
-            self.directory = self._processes.directory
             home = self.directory / "operator"
             home.mkdir()
             link = {"address": f"127.0.0.1:{port}", "insecure": True}
             connection = {"superlink": {"default": CONNECTION, CONNECTION: link}}
             (home / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
             self.operator = Operator(home, CONNECTION)
-            self._superlink = self._processes.start(
+            self._superlink = self.start(
                 "superlink",
                 [
                     *(program("flower-superlink"), "--simulation", "--insecure"),
@@ -245,10 +220,6 @@ class Simulation(Closed):
         """
         if not self._superlink.alive():
             raise FedsimError(f"the SuperLink ended:\n{self._superlink.tail()}")
-
-    def close(self) -> None:
-        """End it."""
-        self._processes.close()
 
 
 def resources(clients: int, cpus: float, gpus: float) -> str:

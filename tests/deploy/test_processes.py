@@ -135,12 +135,12 @@ BROKEN = (sys.executable, "-S", "-c", "print('no such key')")
 @pytest.fixture
 def supervisor(monkeypatch):
     monkeypatch.setattr(module, "_PAUSE", 0.0)
-    with Processes(grace=0.2) as processes:
-        yield Supervisor(processes)
+    with Supervisor(grace=0.2) as supervising:
+        yield supervising
 
 
 def test_what_is_killed_is_started_again(supervisor):
-    first = supervisor.start(Service("sleeper", SLEEPER))
+    first = supervisor.keep_up(Service("sleeper", SLEEPER))
     first.process.kill()
     first.process.wait()
     supervisor.tend()
@@ -150,29 +150,29 @@ def test_what_is_killed_is_started_again(supervisor):
 
 
 def test_what_lives_is_left_alone(supervisor):
-    first = supervisor.start(Service("sleeper", SLEEPER))
+    first = supervisor.keep_up(Service("sleeper", SLEEPER))
     supervisor.tend()
     assert supervisor.running["sleeper"] is first
 
 
 def test_what_was_stopped_stays_so(supervisor):
-    first = supervisor.start(Service("sleeper", SLEEPER))
-    supervisor.stop("sleeper")
+    first = supervisor.keep_up(Service("sleeper", SLEEPER))
+    supervisor.take_down("sleeper")
     supervisor.tend()
     assert not first.alive()
     assert supervisor.running == {}
 
 
 def test_starting_what_is_there_ends_the_first(supervisor):
-    first = supervisor.start(Service("sleeper", SLEEPER))
-    second = supervisor.start(Service("sleeper", SLEEPER))
+    first = supervisor.keep_up(Service("sleeper", SLEEPER))
+    second = supervisor.keep_up(Service("sleeper", SLEEPER))
     assert not first.alive()
     assert second.alive()
 
 
 def test_what_keeps_ending_is_reported_with_its_log(supervisor, monkeypatch):
     monkeypatch.setattr(module, "_TRIES", 3)
-    supervisor.start(Service("broken", BROKEN))
+    supervisor.keep_up(Service("broken", BROKEN))
 
     def tend():
         deadline = time.monotonic() + 30

@@ -370,7 +370,7 @@ def test_a_node_with_an_unregistered_key_ends_by_itself(rehearsal):
     (port,) = free_ports(1)
     party = NodeParty.load(rehearsal.federation.node(STRANGER))
     supernode, _app = party.services(rehearsal._homes / "stranger", port=port)
-    running = rehearsal.start("stranger", supernode.command)
+    running = rehearsal.start("stranger", supernode.command, supernode.variables)
     assert running.process.wait(90) != 0
 
 
