@@ -20,7 +20,16 @@ from fedsim.config.plan import entropy, modules_named, with_added_noise
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
-from fedsim.settings import REQUIRED, Ge, Gt, Lt, NotAllowedError, Text, settings_of
+from fedsim.settings import (
+    REQUIRED,
+    Ge,
+    Gt,
+    Lt,
+    NotAllowedError,
+    Text,
+    read_setting,
+    settings_of,
+)
 
 
 def _read_names(value: Any) -> tuple[str, ...]:
@@ -388,11 +397,7 @@ def read_settings(
     values = {}
     for key, setting in known.items():
         if key in tree:
-            try:
-                values[setting.name] = setting.read(tree[key])
-            except NotAllowedError as error:
-                said = f"{key} = {tree[key]!r:.80}"
-                raise FedsimError(f"{file} says {said}; it must be {error}.") from None
+            values[setting.name] = read_setting(setting, tree[key], f"{file} says {key}")
         elif setting.default is REQUIRED:
             raise FedsimError(f"{file} lacks the key {key!r}; `fedsim deploy init` writes it.")
     return values

@@ -36,7 +36,7 @@ from fedsim.federation.strategy_checks import (
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.flower_records import privacy_spent
+from fedsim.privacy.ledger import privacy_spent
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout

@@ -27,7 +27,7 @@ from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
-from fedsim.privacy.laws import FixedSizeLaw
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw, Law
 from fedsim.privacy.ledger_file import Budget, LedgerFile
 from fedsim.privacy.statement import Statement
 
@@ -265,21 +265,50 @@ class Ledger(LedgerFile):
             raise FedsimError("delta was given neither to the ledger nor to this question.")
         return chosen
 
+    # Flower's PrivacyAccountant protocol.
+
     def _our_event(self, event: Event | GaussianPrivacyEvent) -> Event:
+        """What a Flower event costs.
+
+        The law is the declared one. Without a declaration a partial sample is what Flower's own
+        strategies draw: a fixed size without replacement.
+        """
         if isinstance(event, Event):
             return event
-        from fedsim.privacy.flower_records import our_event
-
-        return our_event(event, self.declared)
-
-    # Flower's PrivacyAccountant protocol.
+        size, population = event.sample_size, event.population_size
+        law: Law = FullLaw(population=population)
+        if self.declared is not None:
+            law = self.declared.law.sampled(size, population)
+        elif size != population:
+            law = FixedSizeLaw(size=size, population=population)
+        return Event(noise_multiplier=event.noise_multiplier, law=law)
 
     @property
     def config(self) -> PrivacyConfig:
-        """Flower's view of what is accounted for."""
-        from fedsim.privacy.flower_records import privacy_config
+        """Flower's view of what is accounted for.
 
-        return privacy_config(self.declared, self.delta, self.max_epsilon)
+        Raises
+        ------
+        FedsimError
+            If there is no delta, or no declared event with a population.
+        """
+        from flwr.serverapp import NeighboringRelation, PrivacyConfig, SamplingMethod
+
+        declared = self.declared
+        if declared is None or declared.law.population is None or self.delta is None:
+            raise FedsimError(
+                "Flower asks a ledger for delta and population: "
+                "give it delta=... and declared=Event.of(cohort, ...), with a population."
+            )
+        replaced = declared.adjacency == "replace-one"
+        relation = "REPLACE_ONE" if replaced else "ADD_OR_REMOVE_ONE"
+        return PrivacyConfig(
+            target_delta=self.delta,
+            population_size=declared.law.population,
+            neighboring_relation=NeighboringRelation[relation],
+            sampling_method=SamplingMethod[declared.law.flower],
+            max_epsilon=self.max_epsilon,
+        )
 
     @property
     def num_releases(self) -> int:
@@ -307,8 +336,6 @@ class Ledger(LedgerFile):
 
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """`cost` as Flower's record."""
-        from fedsim.privacy.flower_records import privacy_spent
-
         return privacy_spent(self.cost(delta))
 
     def state_dict(self) -> dict[str, object]:
@@ -334,3 +361,15 @@ class Ledger(LedgerFile):
             self.load_lines(data)
         elif self.lines[: len(data)] != data:
             raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
+
+
+def privacy_spent(cost: Cost) -> PrivacySpent:
+    """Flower's record of a cost."""
+    from flwr.serverapp import PrivacySpent
+
+    return PrivacySpent(
+        epsilon=cost.epsilon,
+        delta=cost.delta,
+        num_releases=cost.releases,
+        accounting_method=f"fedsim {cost.method}, {cost.adjacency}",
+    )

@@ -23,18 +23,19 @@ Record = TypeVar("Record")
 def to_json(record: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
     """A record by its fields, in their order, with kebab-case keys."""
     names = (field.name for field in fields(record) if field.name not in without)
-    return {name.replace("_", "-"): _to_json(getattr(record, name)) for name in names}
+    return {name.replace("_", "-"): json_value(getattr(record, name)) for name in names}
 
 
-def _to_json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """A value, or all that is in a container, as JSON holds it."""
     if value is None or isinstance(value, str | int):
         return value
     if is_dataclass(value):
         return value.to_dict() if hasattr(value, "to_dict") else to_json(value)
     if isinstance(value, Mapping):
-        return {name: _to_json(entry) for name, entry in value.items()}
+        return {name: json_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(entry) for entry in value]
+        return [json_value(entry) for entry in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 

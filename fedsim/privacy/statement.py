@@ -14,6 +14,7 @@ from fedsim.privacy.claims import FIXED, GroupCost, Stopping, costliest, group_c
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.ledger_file import LedgerFile
+from fedsim.privacy.records import json_value
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 _ADJACENCIES: dict[Adjacency, str] = {
@@ -334,34 +335,26 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; an infinite epsilon is the string "inf"."""
-        cost = self.cost
-
-        def safe(value: float | None) -> float | str | None:
-            return "inf" if value is not None and math.isinf(value) else value
-
+        cost, group, extrapolated = self.cost, self.group, self.extrapolated
         misses = self.tradeoff([0.01, 0.05, 0.1])
-        return {
-            "epsilon": safe(cost.epsilon),
+        data = {
+            "epsilon": cost.epsilon,
             "delta": cost.delta,
-            "group": None
-            if self.group is None
-            else {"size": self.group.size, "epsilon": safe(self.group.epsilon)},
-            "extrapolated-epsilon": safe(
-                None if self.extrapolated is None else self.extrapolated.epsilon
-            ),
+            "group": None if group is None else {"size": group.size, "epsilon": group.epsilon},
+            "extrapolated-epsilon": None if extrapolated is None else extrapolated.epsilon,
             "simulated": self.simulated,
             "declared": self.declared,
             "adjacency": cost.adjacency,
             "level": self.level,
             "method": cost.method,
-            "rdp-epsilon": safe(cost.rdp_epsilon),
-            "poisson-epsilon": safe(cost.poisson_epsilon),
+            "rdp-epsilon": cost.rdp_epsilon,
+            "poisson-epsilon": cost.poisson_epsilon,
             "misses": dict(zip(("0.01", "0.05", "0.1"), map(float, misses), strict=True)),
             "advantage": self.tradeoff.advantage,
-            "mu": safe(self.tradeoff.mu),
+            "mu": self.tradeoff.mu,
             "releases": cost.releases,
             "releases-before": self.before,
-            "own-epsilon": safe(None if self.this_run is None else self.this_run.epsilon),
+            "own-epsilon": None if self.this_run is None else self.this_run.epsilon,
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
@@ -374,6 +367,7 @@ class Statement:
             "head": self.head,
             "lines": self.lines,
         }
+        return {name: json_value(value) for name, value in data.items()}
 
 
 def _rows(history: History) -> int | None:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,23 +169,27 @@ def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> I
     except (OSError, FedsimError) as error:
         yield FileCheck("files", False, f"they cannot be compared with the manifest: {error}")
         return
+    changes = _changes(manifest.hmac, now.hmac)
     for name in KEYED:
-        before, after = manifest.hmac.get(name), now.hmac.get(name)
-        if before == after and before is not None:
-            yield FileCheck(name, True, "has the HMAC that the manifest names")
-        elif before != after:
-            what = "missing" if after is None else "added" if before is None else "changed"
-            yield FileCheck(name, False, f"{what} since the run ended")
-    configs = {name for name in (*manifest.sha256, *now.sha256) if "/" in name}
-    changed = [name for name in configs if manifest.sha256.get(name) != now.sha256.get(name)]
-    ends = {*manifest.archive, *now.archive}
-    changed += [name for name in ends if manifest.archive.get(name) != now.archive.get(name)]
-    if changed:
-        listed = ", ".join(sorted(changed))
-        yield FileCheck("archive", False, f"missing, changed or added: {listed}")
-    elif ends:
-        many = f"{len(ends)} ledger{'s' * (len(ends) > 1)} of earlier runs"
+        if name in manifest.hmac or name in changes:
+            same = "has the HMAC that the manifest names"
+            yield FileCheck(name, name not in changes, changes.get(name, same))
+    configs = [name for name in _changes(manifest.sha256, now.sha256) if "/" in name]
+    if changed := sorted([*configs, *_changes(manifest.archive, now.archive)]):
+        yield FileCheck("archive", False, f"missing, changed or added: {', '.join(changed)}")
+    elif manifest.archive:
+        many = f"{len(manifest.archive)} ledger{'s' * (len(manifest.archive) > 1)} of earlier runs"
         yield FileCheck("archive", True, f"holds the {many} that the manifest names")
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
+    """What has become of files since a run ended, by the names of those that are not the same."""
+    return {
+        name: f"{'missing' if name not in now else 'changed' if name in before else 'added'} "
+        "since the run ended"
+        for name in {*before, *now}
+        if before.get(name) != now.get(name)
+    }
 
 
 def _compare_metrics(
