@@ -109,9 +109,12 @@ class Partition(ABC):
     drawn : bool
         Whether the seed decides whose an example is. Runs of other seeds have other clients then,
         and what they release about a client does not add up.
+    words : str
+        What headings call it, with its fields as ``{0.field}``; empty for the class's name.
     """
 
     drawn: ClassVar[bool] = True
+    words: ClassVar[str] = ""
     clients: int
     seed: int
 
@@ -166,12 +169,8 @@ class Partition(ABC):
     @property
     def title(self) -> str:
         """Name, parameters and number of clients, for a heading."""
-        return f"{self._kind}, {self.clients:,} client{'s' * (self.clients != 1)}"
-
-    @property
-    def _kind(self) -> str:
-        """Name and parameters: the class's name, where a partitioner says no more."""
-        return type(self).__name__
+        words = (self.words or type(self).__name__).format(self)
+        return f"{words}, {self.clients:,} client{'s' * (self.clients != 1)}"
 
     @abstractmethod
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:

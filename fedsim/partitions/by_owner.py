@@ -37,6 +37,7 @@ class ByOwner(Partition):
     """
 
     drawn: ClassVar[bool] = False
+    words: ClassVar[str] = "by {0.column}"
     clients: int = 100
     column: Annotated[str, Doc("The column of the data that says whose an example is.")] = "owner"
     seed: int = 0
@@ -81,10 +82,6 @@ class ByOwner(Partition):
         if self.column not in test_columns:
             return None
         return self._of(self.owners(columns), test_columns[self.column])
-
-    @property
-    def _kind(self) -> str:
-        return f"by {self.column}"
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Each owner's examples."""

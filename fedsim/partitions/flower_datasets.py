@@ -71,14 +71,11 @@ class FromFlower(Partition):
     """
 
     drawn: ClassVar[bool] = False
+    words: ClassVar[str] = "Flower's {0.partitioner.__class__.__name__}"
     partitioner: Any
     clients: int
     partition_by: str = "label"
     seed: int = 0
-
-    @property
-    def _kind(self) -> str:
-        return f"Flower's {type(self.partitioner).__name__}"
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """As Flower's partitioner deals them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -41,10 +41,6 @@ class IID(Partition):
     clients: int = 100
     seed: int = 0
 
-    @property
-    def _kind(self) -> str:
-        return "IID"
-
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Equal shares of a shuffle."""
         require_enough(self.clients, len(examples))
@@ -68,6 +64,7 @@ class Dirichlet(Partition):
     seed : int
     """
 
+    words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g})"
     alpha: Annotated[
         float,
         Gt(0),
@@ -76,10 +73,6 @@ class Dirichlet(Partition):
     ] = 0.5
     clients: int = 100
     seed: int = 0
-
-    @property
-    def _kind(self) -> str:
-        return f"Dirichlet (alpha = {self.alpha:g})"
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Each class in proportions of its own."""
@@ -118,15 +111,12 @@ class Shards(Partition):
         Of who has which shards; the shards themselves do not depend on it.
     """
 
+    words: ClassVar[str] = "shards ({0.shards} a client)"
     shards: Annotated[
         int, Ge(1), Doc("How many each client has: 2 with McMahan et al., 5 with Das et al.")
     ] = 2
     clients: int = 100
     seed: int = 0
-
-    @property
-    def _kind(self) -> str:
-        return f"shards ({self.shards} a client)"
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Shards of examples sorted by label."""
@@ -172,6 +162,7 @@ class InterpolatedPathological(Partition):
     seed : int
     """
 
+    words: ClassVar[str] = "interpolated pathological (randomness = {0.randomness:g})"
     randomness: Annotated[
         float, Ge(0), Le(1), Doc("rho: 0 for clients of their group's classes only, 1 for uniform.")
     ] = 0.0
@@ -189,10 +180,6 @@ class InterpolatedPathological(Partition):
         object.__setattr__(self, "clients", self.clients or len(self.groups))
         super().__post_init__()
         require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
-
-    @property
-    def _kind(self) -> str:
-        return f"interpolated pathological (randomness = {self.randomness:g})"
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Classes by group, of which a fraction is exchanged."""

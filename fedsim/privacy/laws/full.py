@@ -27,16 +27,12 @@ class FullLaw(Law):
 
     name: ClassVar[str] = "full"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("zero-out", "add-remove", "replace-one")
+    label: ClassVar[str] = "everybody, no amplification"
     adjacency: Adjacency = "zero-out"
 
     def together(self, size: int) -> Array:
         """All of them."""
         return np.asarray(np.eye(size + 1)[size])
-
-    @property
-    def label(self) -> str:
-        """A few words for a table."""
-        return "everybody, no amplification"
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is drawn, for a statement."""

@@ -19,14 +19,10 @@ class ShuffleLaw(FullLaw):
     """One plain Gaussian a pass: each row is in one of its batches, and which is not secret."""
 
     name: ClassVar[str] = "shuffle"
+    label: ClassVar[str] = "shuffled passes, no amplification"
 
     def inclusion(self, population: int) -> None:
         """None: batches of one pass are not drawn independently."""
-
-    @property
-    def label(self) -> str:
-        """A few words for a table."""
-        return "shuffled passes, no amplification"
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is drawn, for a statement."""
