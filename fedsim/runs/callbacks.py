@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from operator import methodcaller
+from typing import Any, Self
 
 from flwr.app import ArrayRecord
 
@@ -137,45 +138,41 @@ class Callbacks(Callback):
         self._ask(lambda callback: callback.on_end(status))
 
     def state(self) -> Tree:
-        """The state of each, by its name."""
-        kept: dict[str, Tree] = {}
-
-        def take(name: str, callback: Callback) -> None:
-            if state := callback.state():
-                split_tree(state)  # what no checkpoint can hold fails its callback alone
-                kept[name] = state
-
-        self._each(take)
-        return kept
+        """The state of each that has one, by its name."""
+        states = {name: self._call(name, _state_of) for name in self._callbacks}
+        return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Tree) -> None:
         """Give each its state."""
-
-        def give(name: str, callback: Callback) -> None:
-            if (kept := state.get(name)) is not None:
-                callback.restore(kept)
-
-        self._each(give)
+        for name in self._callbacks:
+            if state.get(name) is not None:
+                self._call(name, methodcaller("restore", state[name]))
 
     def _ask(self, question: Callable[[Callback], str | bool | None]) -> str | None:
-        def ask(_: str, callback: Callback) -> None:
-            answer = question(callback)
+        for name, callback in self._callbacks.items():
+            answer = self._call(name, question)
             if answer and self.stopped is None:
-                said = isinstance(answer, str)
-                self.stopped = str(answer) if said else f"{type(callback).__name__} has stopped it"
-
-        self._each(ask)
+                whose = f"{type(callback).__name__} has stopped it"
+                self.stopped = str(answer) if isinstance(answer, str) else whose
         return self.stopped
 
-    def _each(self, do: Callable[[str, Callback], None]) -> None:
-        for name, callback in self._callbacks.items():
-            try:
-                do(name, callback)
-            except Exception:
-                if name not in self._warned:
-                    what = type(callback).__name__
-                    _log.warning("callback %s failed; the run continues.", what, exc_info=True)
-                self._warned.add(name)
+    def _call(self, name: str, function: Callable[[Callback], Any]) -> Any:
+        """What a callback gives; None where it fails, which is said once."""
+        callback = self._callbacks[name]
+        try:
+            return function(callback)
+        except Exception:
+            if name not in self._warned:
+                what = type(callback).__name__
+                _log.warning("callback %s failed; the run continues.", what, exc_info=True)
+            self._warned.add(name)
+            return None
+
+
+def _state_of(callback: Callback) -> Tree:
+    state = callback.state()
+    split_tree(state or {})  # what no checkpoint can hold fails its callback alone
+    return state
 
 
 _CENTRAL = "validation-"

@@ -8,8 +8,6 @@ from pathlib import Path
 from flwr.app import ConfigRecord
 
 from fedsim.clients.proximal import server_numbers
-from fedsim.config import RunConfig
-from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.privacy import Ledger
@@ -18,11 +16,11 @@ from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import private_key
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.factories import ledger_dir, most_expensive_client
+from fedsim.runs.earlier_runs import check_state_dir
+from fedsim.runs.factories import most_expensive_client
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of
-from fedsim.runs.split_record import check_state_dir, refuse_other_split
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
@@ -64,30 +62,6 @@ def check(resolved: Resolved) -> None:
     _evaluate_example(resolved)
 
 
-def check_past(resolved: Resolved, directory: RunDirectory) -> None:
-    """Refuse a directory in which earlier runs released what cannot be added up with this run.
-
-    Raises
-    ------
-    FedsimError
-        If their ledgers cannot be read or do not compose; if clients protect their examples in
-        this run and did not in one of them, or the other way round; if their ledgers were kept
-        elsewhere: an example-level statement over one of the two alone would be false; or if in a
-        private one of them clients held other examples.
-    """
-    ledgers = archived(directory.ledger)
-    if directory.ledger.exists():
-        ledgers.append(directory.ledger)
-    if not ledgers:
-        return
-    Ledger.read(directory.ledger, declared=resolved.plan.event())
-    for path in ledgers:
-        config = path.with_name(directory.config.name)
-        if config.exists():
-            _check_clients_past(resolved, directory, past_config(config))
-            refuse_other_split(resolved, path.parent, past_config(config))
-
-
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     """Warnings about a run's guarantee, before its first round."""
     config, sentences = resolved.config, []
@@ -110,27 +84,6 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     return [sentence for sentence in sentences if sentence]
-
-
-def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:
-    config = resolved.config
-    if past.client.private != config.client.private:
-        now, before = ("protect", "did not") if config.client.private else ("do not", "did")
-        raise FedsimError(
-            f"{directory.path} holds a run whose clients {before} protect their examples; in "
-            f"this one they {now} (client.mechanism.name), and what both released cannot be "
-            "added up at example level; choose another --out."
-        )
-    if not config.client.private or config.engine.federation or past.engine.federation:
-        return
-    place = Path(past.client.state_dir) if past.client.state_dir else directory.clients
-    place_now = ledger_dir(config, resolved.out)
-    if place_now is not None and place.absolute() != place_now.absolute():
-        raise FedsimError(
-            f"{directory.path} holds a run whose clients' ledgers are in {place}; this run's would "
-            f"be in {place_now} (client.state-dir), and what was spent counts only where "
-            "all of it is; keep the directory, or choose another --out."
-        )
 
 
 def _check_clients_budget(resolved: Resolved) -> None:

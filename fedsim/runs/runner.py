@@ -26,14 +26,19 @@ from fedsim.privacy.durable import archive
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.earlier_runs import (
+    check_past,
+    move_client_ledgers,
+    refuse_other_objects,
+    resumed_config,
+    write_record,
+)
 from fedsim.runs.factories import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.runs.preflight import check, check_past, warnings
+from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.runs.session import YOURS, Session
-from fedsim.runs.split_record import write_record
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import RunFailedError, run_to_end
 from fedsim.training.batches import local_multiplications

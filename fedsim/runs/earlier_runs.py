@@ -1,0 +1,382 @@
+"""What a run must have in common with earlier ones: the run that it resumes, those it is added to.
+
+What two private runs cost a client adds up only if it holds the same examples in both. Which client
+holds which is recorded beside the ledgers, and compared: settings as they stand in the config,
+objects from Python by an HMAC of the examples and of who holds them, under the key of the
+directory, since no unkeyed digest of protected data is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from fedsim import regular_files
+from fedsim.arguments import shown
+from fedsim.config import RunConfig, Scalar
+from fedsim.config.plan import affects_release, declares_stops, split_settings, stopping
+from fedsim.config.run_config import past_config
+from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger, durable
+from fedsim.privacy.claims import FIXED
+from fedsim.privacy.digest import KEY, Fingerprints
+from fedsim.privacy.durable import archived
+from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.directory import RunDirectory, ending
+from fedsim.runs.factories import ledger_dir
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.resolve import Resolved, calibrated
+
+_log = logging.getLogger("fedsim")
+
+Flat = dict[str, Scalar]
+
+_LEFT_TO_A_RULE: dict[str, Scalar] = {
+    "noise.entropy": "",
+    "client.path": "auto",
+    "client.kernel": "auto",
+    "client.block-size": 0,
+    "client.state-dir": "",
+    "engine.device": "auto",
+}
+"""Keys with the values that leave them to a rule: a resumed run has the values it began with."""
+
+
+def resumed_config(
+    config: RunConfig, directory: RunDirectory, overrides: ObjectOverrides | None = None
+) -> RunConfig:
+    """The resolved config with which the run in ``directory`` is resumed, given ``config``.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key, if the run has released, or would release, something else with it.
+    """
+    state = Checkpoints(directory.checkpoint).newest()
+    if state is not None:
+        # Damaged rows are refused before anything is changed.
+        directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
+    began = _began_with(directory, state)
+    wanted = _resolved(config, began, overrides)
+    keys = dict.fromkeys([*wanted, *began])
+    changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
+    for key, value in changed.items():
+        if affects_release(key):
+            raise FedsimError(
+                f"{key} = {_text(value)}; it must be {_text(began.get(key))} as it was when the "
+                f"run in {directory.path} began, since it changes what is released; give another "
+                "--out to a run of its own."
+            )
+    resumed = RunConfig.from_run_config(wanted)
+    if state is not None and resumed.rounds < state.round:
+        raise FedsimError(
+            f"rounds = {resumed.rounds}; it must be at least {state.round}, the last round of "
+            f"the run in {directory.path}."
+        )
+    if state is not None and resumed.rounds == state.round:
+        _log.warning(
+            "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
+            "larger N lets it continue.", directory.path, state.round,
+        )  # fmt: skip
+    if stopping(began, ended=ending(directory.path)[0]) != FIXED:
+        _refuse_lowered(began, wanted, directory.path)
+    _refuse_undeclared(began, wanted, resumed)
+    has_state = resumed.client.private or resumed.client.state == "client"
+    for key in ("name", "client.state-dir"):
+        # Clients' state is there.
+        if has_state and key in changed and began.get("client.state-dir"):
+            raise FedsimError(
+                f"{key} = {shown(changed[key])}; it must be {shown(began[key])} as it was when the "
+                "run began: its clients' state is in client.state-dir under its name."
+            )
+    if has_state and resumed.engine.federation and "engine.federation" in changed:
+        raise FedsimError(
+            f"engine.federation = {shown(resumed.engine.federation)}; it must be "
+            f"{shown(began['engine.federation'])} as it was when the run began: its clients' state "
+            "is not on those nodes."
+        )
+    return resumed
+
+
+def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
+    """Refuse to declare afterwards that releases do not end the run: delta is shared already."""
+    if config.protects and declares_stops(began) and not declares_stops(wanted):
+        key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
+        raise FedsimError(
+            f"{key} = {_text(wanted.get(key) or None)}; it must be {_text(began[key])} as it was "
+            "when the run began: what is released might have ended it, and half of delta is for "
+            "that; a larger stop.patience lets it continue."
+        )
+
+
+def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
+    """Refuse a lower limit for a run that releases have ended, or may have."""
+    for key in ("rounds", "noise.max-epsilon"):
+        before, now = (flat.get(key, "") for flat in (began, wanted))
+        if float(now or "inf") < float(before or "inf"):
+            allowed = f"at least {shown(before)}" if before else "unset"
+            raise FedsimError(
+                f"{key} = {_text(now)}; it must be {allowed}, as it was: what "
+                f"the run in {path} has released may decide when it ends, and what that has cost "
+                "follows from how long it might have continued."
+            )
+
+
+def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
+    """The config of the checkpoint, or without one the directory's."""
+    written = past_config(directory.config).to_run_config()
+    if state is None:
+        return written
+    began = past_config(directory.config, dict(state.config)).to_run_config()
+    if began.get("client.state-dir") and not written.get("client.state-dir"):
+        # In the run's own directory, wherever that is by now.
+        began["client.state-dir"] = str(directory.clients.absolute())
+    return began
+
+
+def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
+    """``config``, flat, with the run's own values where it leaves them to rules or calibration."""
+    wanted = config.to_run_config()
+    for key, unset in _LEFT_TO_A_RULE.items():
+        if wanted.get(key, unset) == unset and key in began:
+            wanted[key] = began[key]
+    if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
+        return wanted
+    # Calibrated to the rounds, and at the delta, with which the run began.
+    as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
+    then = calibrated(RunConfig.from_run_config({**wanted, **as_then}), overrides)
+    return {**then.to_run_config(), **{key: wanted[key] for key in as_then}}
+
+
+def _text(value: Scalar | None) -> str:
+    return "unset" if value is None else shown(value)
+
+
+def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
+    """Refuse to resume a run with other objects from Python than it began with.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not directory.ledger.exists():
+        return
+    made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
+    if made and resolved.release not in made:
+        raise FedsimError(
+            f"the run in {directory.path} has released something else than this one would; it must "
+            "be resumed with the model=, data= and partition= that it began with."
+        )
+
+
+def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
+    """Move clients' ledgers where the engine needs them in another place of the directory."""
+    place = ledger_dir(resolved.config, resolved.out)
+    if place is None or place == directory.clients or not directory.clients.is_dir():
+        return
+    for path in sorted(directory.clients.iterdir()):
+        if path.is_file() and not (place / path.name).exists():
+            Path(place).mkdir(parents=True, exist_ok=True)
+            os.replace(path, place / path.name)
+
+
+def check_past(resolved: Resolved, directory: RunDirectory) -> None:
+    """Refuse a directory in which earlier runs released what cannot be added up with this run.
+
+    Raises
+    ------
+    FedsimError
+        If their ledgers cannot be read or do not compose; if clients protect their examples in
+        this run and did not in one of them, or the other way round; if their ledgers were kept
+        elsewhere: an example-level statement over one of the two alone would be false; or if in a
+        private one of them clients held other examples.
+    """
+    ledgers = archived(directory.ledger)
+    if directory.ledger.exists():
+        ledgers.append(directory.ledger)
+    if not ledgers:
+        return
+    Ledger.read(directory.ledger, declared=resolved.plan.event())
+    for path in ledgers:
+        config = path.with_name(directory.config.name)
+        if config.exists():
+            _check_clients_past(resolved, directory, past_config(config))
+            refuse_other_split(resolved, path.parent, past_config(config))
+
+
+def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:
+    config = resolved.config
+    if past.client.private != config.client.private:
+        now, before = ("protect", "did not") if config.client.private else ("do not", "did")
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients {before} protect their examples; in "
+            f"this one they {now} (client.mechanism.name), and what both released cannot be "
+            "added up at example level; choose another --out."
+        )
+    if not config.client.private or config.engine.federation or past.engine.federation:
+        return
+    place = Path(past.client.state_dir) if past.client.state_dir else directory.clients
+    place_now = ledger_dir(config, resolved.out)
+    if place_now is not None and place.absolute() != place_now.absolute():
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients' ledgers are in {place}; this run's would "
+            f"be in {place_now} (client.state-dir), and what was spent counts only where "
+            "all of it is; keep the directory, or choose another --out."
+        )
+
+
+FILE = "data-split.json"
+
+
+@dataclass(frozen=True)
+class SplitRecord:
+    """How examples were assigned to clients.
+
+    Attributes
+    ----------
+    settings : mapping
+        By dotted keys, those of `split_settings`.
+    objects : str
+        HMAC of the examples and of who holds them, where ``data=`` or ``partition=`` was an object
+        from Python; empty otherwise.
+    """
+
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    objects: str = ""
+
+    @classmethod
+    def read(cls, directory: Path) -> SplitRecord | None:
+        """The record in a directory; None if there is none.
+
+        Raises
+        ------
+        FedsimError
+            If it is damaged.
+        """
+        try:
+            return cls(**json.loads(regular_files.read_text(directory / FILE)))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise FedsimError(
+                f"{directory / FILE} is damaged ({error}); put back what the run wrote."
+            ) from None
+
+    def to_json(self) -> bytes:
+        """As it stands in its file."""
+        return json.dumps(asdict(self), indent=1).encode() + b"\n"
+
+
+def write_record(resolved: Resolved, directory: Path) -> None:
+    """Record the split of a private run with objects from Python in the run's directory.
+
+    Without such objects config.toml says it all.
+    """
+    if resolved.config.protects and _has_objects(resolved):
+        durable.replace(directory / FILE, _record(resolved, directory).to_json())
+
+
+def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> None:
+    """Refuse to add a private run to one in which clients held other examples.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    past : path
+        The directory of the earlier run's ledger.
+    earlier : RunConfig
+        Its config.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key; or if the earlier run had other objects from Python, or cannot be compared.
+    """
+    if not (resolved.config.protects and earlier.protects):
+        return
+    before = SplitRecord.read(past) or SplitRecord(dict(split_settings(earlier)))
+    changed = _changed(resolved, before, past)
+    if changed is not None:
+        name, now, then = changed
+        raise FedsimError(
+            f"{name} {now}; it must be {then}, as in the private run in {past}: with another value "
+            "examples are assigned to other clients, and what the two runs cost a client cannot be "
+            "added up; choose another --out."
+        )
+
+
+def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
+    """Refuse a ``client.state-dir`` whose ledgers are about clients with other examples.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    record : bool
+        Whether to record this run's split there, if none is recorded yet.
+
+    Raises
+    ------
+    FedsimError
+        Naming ``client.state-dir`` and the key that differs.
+    """
+    config = resolved.config
+    # In a deployment nothing is assigned: examples are the nodes' own.
+    if not (config.client.private and config.client.state_dir) or not split_settings(config):
+        return
+    directory = Path(config.client.state_dir)
+    if record and not (directory / FILE).exists():
+        durable.create(directory / FILE, _record(resolved, directory).to_json())
+    before = SplitRecord.read(directory)
+    changed = None if before is None else _changed(resolved, before, directory)
+    if changed is not None:
+        name, now, then = changed
+        raise FedsimError(
+            f"client.state-dir = '{directory}' holds ledgers of clients whose {name} was {then}; "
+            f"here {name} {now}, so that a client has other examples, and what the runs cost it "
+            "cannot be added up; make them equal, or choose another client.state-dir."
+        )
+
+
+def _has_objects(resolved: Resolved) -> bool:
+    return resolved.overrides.data is not None or resolved.overrides.partition is not None
+
+
+def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str, str, str] | None:
+    """What differs from an earlier split: its name, what it is now, and what it was."""
+    now = dict(split_settings(resolved.config))
+    for key in {**before.settings, **now}:
+        value, then = now.get(key, "unset"), before.settings.get(key, "unset")
+        if value != then:
+            return key, f"= {shown(value)}", shown(then)
+    if not before.objects and not _has_objects(resolved):
+        return None
+    # Compared under the key of then: without it nothing is known, and the run is refused.
+    comparable = before.objects and _has_objects(resolved) and (place / KEY).exists()
+    if comparable and _record(resolved, place).objects == before.objects:
+        return None
+    value = "is another object from Python" if _has_objects(resolved) else "is left out"
+    then = "the same object from Python" if before.objects else "left out"
+    return "data= or partition=", value, then
+
+
+def _record(resolved: Resolved, place: Path) -> SplitRecord:
+    settings = dict(split_settings(resolved.config))
+    objects = Fingerprints(place).of(_contents(resolved)) if _has_objects(resolved) else ""
+    return SplitRecord(settings, objects)
+
+
+def _contents(resolved: Resolved) -> Iterator[bytes]:
+    """The training examples, and each client's."""
+    train = resolved.data.dataset.train
+    columns = [train.columns[name] for name in sorted(train.columns)]
+    for values in (train.x, train.y, train.mask, *columns, *resolved.data.split.train):
+        if values is not None:
+            array = values.cpu().numpy() if isinstance(values, Tensor) else values
+            yield f"{array.dtype} {array.shape}".encode()
+            yield repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
