@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich import progress as bars
@@ -15,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.cli.console import JsonLines
+from fedsim.closing import Closed
 from fedsim.config import RunConfig
 from fedsim.federation.round_report import (
     NOISE_ALONE,
@@ -31,7 +31,7 @@ from fedsim.runs.record import RunResult
 _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
 
 
-class Progress(Callback):
+class Progress(Callback, Closed):
     """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds.
 
     On a narrow terminal the last numbers are cut off, never the remaining time.
@@ -59,12 +59,8 @@ class Progress(Callback):
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the line as it is."""
         self._bar.stop()
 
     def on_start(self, status: RunStatus) -> None:

@@ -132,12 +132,12 @@ def archived(path: Path) -> list[Path]:
     return predecessors
 
 
-def archive(path: Path) -> Path:
-    """Move a ledger, or a directory, into the archive beside it, and say where it is.
+def archive(*paths: Path) -> Path:
+    """Move files and directories of one directory into its archive together; where they are then.
 
     What a ledger holds is still counted there.
     """
-    directory = path.parent / ARCHIVE
+    directory = paths[0].parent / ARCHIVE
     directory.mkdir(exist_ok=True)
     while True:
         kept = directory / str(max([0, *_numbers(directory)]) + 1)
@@ -146,10 +146,11 @@ def archive(path: Path) -> Path:
             break
         except FileExistsError:
             continue
-    os.rename(path, kept / path.name)
-    for changed in (kept, directory, path.parent):
+    for path in paths:
+        os.rename(path, kept / path.name)
+    for changed in (kept, directory, directory.parent):
         sync_directory(changed)
-    return kept / path.name
+    return kept
 
 
 def _replaced_beside(path: Path) -> list[Path]:

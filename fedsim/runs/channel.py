@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from fedsim.closing import Closed
 from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 
@@ -26,7 +26,7 @@ CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: the key and the socket of the process that has a run's callbacks."""
 
 
-class CallbackServer:
+class CallbackServer(Closed):
     """Answers, in a thread of its own, for the callbacks of a run in another process.
 
     Attributes
@@ -49,12 +49,8 @@ class CallbackServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Answer no more."""
         self._listener.close()
         self._directory.cleanup()
 

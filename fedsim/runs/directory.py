@@ -40,7 +40,7 @@ from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.privacy.digest import KEY, Fingerprints
-from fedsim.privacy.durable import archived, replace
+from fedsim.privacy.durable import archive, archived, replace
 from fedsim.privacy.manifest import LEDGER_KEY, MANIFEST, Manifest, private_key, signature
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
@@ -224,17 +224,11 @@ class RunDirectory:
     def _archive_ledgers(self) -> None:
         """Move an earlier run's ledgers, with its config, to ``archive/``, where they count."""
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
-        ledgers = [path for path in kinds if path.exists()]
-        if not ledgers:
+        if not any(path.exists() for path in kinds):
             return
-        self.archive.mkdir(exist_ok=True)
-        numbers = [int(path.name) for path in self.archive.iterdir() if path.name.isdecimal()]
-        place = self.archive / str(max(numbers, default=0) + 1)
-        place.mkdir()
         key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
-        for path in (self.config, self.data_split, *key, *ledgers):
-            if path.exists():
-                path.rename(place / path.name)
+        files = (self.config, self.data_split, *key, *kinds)
+        archive(*(path for path in files if path.exists()))
 
     def save_model(
         self, arrays: Mapping[str, Tensor], about: Mapping[str, object] | None = None

@@ -41,10 +41,8 @@ def export(saved: SavedRun, to: str) -> bytes:
     Raises
     ------
     FedsimError
-        If there is no such format, what makes it is not installed, or the model does not fit it.
+        If what makes it is not installed, or the model does not fit it.
     """
-    if to not in FORMATS:
-        raise FedsimError(f"--to is '{to}'; it must be one of {', '.join(FORMATS)}.")
     return FORMATS[to](saved)
 
 

@@ -43,14 +43,26 @@ class TensorBoard(Callback):
             self._writer.close()
 
 
-class MLflow(Callback):
+class _Continued(Callback):
+    """Logs to a run elsewhere, which a resumed run finds again by its id."""
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+
+    def state(self) -> Tree:
+        """That id."""
+        return {"id": self._id}
+
+    def restore(self, state: Tree) -> None:
+        """Resume that run."""
+        self._id = state["id"]
+
+
+class MLflow(_Continued):
     """A run of MLflow, where its environment variables say: parameters, and metrics by round.
 
     A resumed run continues the same one.
     """
-
-    def __init__(self) -> None:
-        self._id: str | None = None
 
     def on_start(self, status: RunStatus) -> None:
         """Start the run of MLflow, or resume it."""
@@ -75,23 +87,15 @@ class MLflow(Callback):
 
         mlflow.end_run("FINISHED" if status.ended else "FAILED")
 
-    def state(self) -> Tree:
-        """The id of the run of MLflow."""
-        return {"id": self._id}
 
-    def restore(self, state: Tree) -> None:
-        """Resume that run."""
-        self._id = state["id"]
-
-
-class WandB(Callback):
+class WandB(_Continued):
     """A run of Weights & Biases, where its environment variables say: config, and rows by round.
 
     A resumed run continues the same one.
     """
 
     def __init__(self) -> None:
-        self._id: str | None = None
+        super().__init__()
         self._run: Any = None
 
     def on_start(self, status: RunStatus) -> None:
@@ -115,14 +119,6 @@ class WandB(Callback):
     def on_end(self, status: RunStatus) -> None:
         """End the run of Weights & Biases."""
         self._run.finish(exit_code=0 if status.ended else 1)
-
-    def state(self) -> Tree:
-        """The id of the run of Weights & Biases."""
-        return {"id": self._id}
-
-    def restore(self, state: Tree) -> None:
-        """Resume that run."""
-        self._id = state["id"]
 
 
 LOGGERS: dict[str, type[Callback]] = {

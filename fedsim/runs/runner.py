@@ -241,7 +241,7 @@ def _archive_client_state(config: RunConfig) -> None:
     directory = state_dir(config)
     if directory is None or config.engine.federation or not directory.is_dir():
         return
-    place = archive(directory)
+    place = archive(directory) / directory.name
     _log.info("the clients' state of an earlier run '%s' is now in %s.", directory.name, place)
 
 
