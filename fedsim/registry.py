@@ -313,7 +313,8 @@ def _find(key: str, name: str) -> Callable[..., Any]:
             "for Small in nets.py."
         )
     allowed = allowed_code.now()
-    if allowed.of_user and _is_nowhere(module_name):
+    top = module_name.partition(".")[0]
+    if allowed.of_user and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise _no_module(key, name, module_name)
     if module_name in sys.modules and not allowed_code.is_reserved(module_name):
         _refuse_namesake(key, name, sys.modules[module_name])
@@ -331,11 +332,6 @@ def _find(key: str, name: str) -> Callable[..., Any]:
         raise FedsimError(f"{key} is '{name}', but '{module_name}' has no callable '{attribute}'.")
     allowed.require_home(key, name, found)
     return found  # type: ignore[no-any-return]
-
-
-def _is_nowhere(module: str) -> bool:
-    top = module.partition(".")[0]
-    return top not in sys.modules and importlib.util.find_spec(top) is None
 
 
 def _no_module(key: str, name: str, module: str) -> FedsimError:

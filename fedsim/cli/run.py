@@ -136,28 +136,22 @@ def _log_from(level: str) -> None:
 
 def _config_file(source: Path, out: Path | None, *, resume: bool) -> tuple[Path, Path | None]:
     """The config to run, and the directory where it is resumed, if ``source`` is a directory."""
+    config = source / "config.toml"
     if not source.is_dir():
         return source, None
-    _check_directory(source, out, resume=resume)
-    past_config(source / "config.toml")  # a mistake in it is no mistake of --set
-    return source / "config.toml", source
-
-
-def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None:
-    """Refuse a directory in the place of a config unless it is that of a run to resume."""
-    if not (directory / "config.toml").is_file() or not (directory / ".fedsim-run").is_file():
+    if not config.is_file() or not (source / ".fedsim-run").is_file():
         raise FedsimError(
-            f"{directory} is not a run's directory; give a config, or a run's directory."
+            f"{source} is not a run's directory; give a config, or a run's directory."
         )
     if not resume:
         raise FedsimError(
-            f"{directory} is a run's directory; --resume continues the run, and to repeat it give "
-            f"{directory / 'config.toml'} and another --out."
+            f"{source} is a run's directory; --resume continues the run, and to repeat it give "
+            f"{config} and another --out."
         )
-    if out is not None and out.resolve() != directory.resolve():
-        raise FedsimError(
-            f"--out {out} is not {directory}, where the run is resumed; leave it out."
-        )
+    if out is not None and out.resolve() != source.resolve():
+        raise FedsimError(f"--out {out} is not {source}, where the run is resumed; leave it out.")
+    past_config(config)  # a mistake in it is no mistake of --set
+    return config, source
 
 
 def app(

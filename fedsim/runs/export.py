@@ -19,10 +19,9 @@ from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.config.plan import affects_release
 from fedsim.errors import FedsimError, printable
-from fedsim.privacy import Statement
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.saved import SavedRun
 
@@ -182,9 +181,13 @@ def publish(saved: SavedRun, out: Path) -> Path:
             part / "model.safetensors",
             metadata={METADATA: json.dumps(about, sort_keys=True)},
         )
-        told = ["\n".join(_sentences(s)) for s in statements]
-        told += [_EXAMPLES_TOO] if statements != covered else []
-        (part / "statement.txt").write_text("\n\n".join(told) + "\n", encoding="utf-8")
+        # Without where a ledger lies on the operator's machine.
+        texts = [
+            "\n".join(line for line in s.sentences() if not line.startswith("Ledger: "))
+            for s in statements
+        ]
+        texts += [_EXAMPLES_TOO] if statements != covered else []
+        (part / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
         facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
         (part / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         simulated = any(statement.simulated for statement in statements)
@@ -194,11 +197,6 @@ def publish(saved: SavedRun, out: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return out
-
-
-def _sentences(statement: Statement) -> list[str]:
-    """The statement without where its ledger lies on the operator's machine."""
-    return [line for line in statement.sentences() if not line.startswith("Ledger: ")]
 
 
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
@@ -211,9 +209,6 @@ def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
         branch = tree
         for table in tables:
             branch = branch.setdefault(table, {})
-        branch[last] = _last_part(value) if key in _PATHS else value
+        is_path = key in _PATHS and "/" in str(value)
+        branch[last] = Path(str(value)).name if is_path else value
     return tree
-
-
-def _last_part(value: Scalar) -> Scalar:
-    return Path(value).name if isinstance(value, str) and "/" in value else value
