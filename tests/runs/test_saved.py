@@ -53,6 +53,7 @@ def test_the_round_is_the_models_also_where_a_resumed_run_has_more_rows(tmp_path
 def test_public_names_are_listed() -> None:
     assert dir(fedsim) == [
         "Callback",
+        "FedsimError",
         "Live",
         "RunConfig",
         "RunStatus",
