@@ -45,7 +45,7 @@ OWN_FILES = {
     "fedsim/kernels/building.py",
     "fedsim/datasets/named.py",
     "fedsim/lazy.py",
-    "fedsim/machine.py",
+    "fedsim/process.py",
     "fedsim/registry.py",
     "fedsim/reports/page.py",
 }

@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.cli.console import JsonLines
-from fedsim.closing import Closed
 from fedsim.config import RunConfig
 from fedsim.federation.round_report import (
     NOISE_ALONE,
@@ -23,6 +22,7 @@ from fedsim.federation.round_report import (
     reasons_in,
     released_noise_alone,
 )
+from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean

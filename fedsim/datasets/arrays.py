@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fedsim import regular_files
 from fedsim.datasets.checks import require_targets
 from fedsim.errors import FedsimError
-from fedsim.machine import refuse_larger_than_memory
+from fedsim.process import refuse_larger_than_memory
 
 Array = npt.NDArray[Any]
 

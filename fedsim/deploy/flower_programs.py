@@ -34,8 +34,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fedsim import regular_files
-from fedsim.closing import die_with_parent
 from fedsim.deploy import flower_replacements
+from fedsim.process import die_with_parent
 
 if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo

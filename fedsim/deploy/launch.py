@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
 from fedsim import allowed_code, registry, regular_files
-from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
 from fedsim.config.plan import modules_named
 from fedsim.deploy.bundle import write_app
@@ -24,6 +23,7 @@ from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
 from fedsim.privacy import Ledger
+from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import OUT, RunDirectory, ending, last_run

@@ -3,7 +3,7 @@
 Run as ``python -m fedsim.deploy.processes SECONDS``, this module is the janitor of a `Processes`:
 a process that does nothing but wait for its parent to end, and then ends what that has started. A
 program (the SuperLink, a SuperNode) has children of its own and needs time to end, so the kernel's
-signal to a forked process (`fedsim.closing.die_with_parent`) would not do.
+signal to a forked process (`fedsim.process.die_with_parent`) would not do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO
 
 from fedsim import regular_files
-from fedsim.closing import Closed
 from fedsim.errors import FedsimError
+from fedsim.process import Closed
 
 
 class Running:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.machine import refuse_larger_than_memory
+from fedsim.process import refuse_larger_than_memory
 from fedsim.registry import register
 from fedsim.settings import Doc, Text, check_settings
 

@@ -18,8 +18,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
-from fedsim.closing import Closed
 from fedsim.federation.state_tree import Tree
+from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 
 CHANNEL = "FEDSIM_CALLBACKS"

@@ -13,7 +13,6 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fedsim.arguments import check_arguments, shown
-from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
@@ -23,6 +22,7 @@ from fedsim.federation.engines.process import torch_defaults
 from fedsim.lazy import function
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
+from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from fedsim.closing import die_with_parent
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.workers import (
@@ -42,6 +41,7 @@ from fedsim.federation.engines.workers import (
     WorkerReply,
     WorkRequest,
 )
+from fedsim.process import die_with_parent
 from fedsim.rows.block import BlockTrainer
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from fedsim.arguments import check_arguments
-from fedsim.closing import Closed
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import own_content
 from fedsim.federation.engines.blocks import guarded_blocks, messages_of
@@ -36,6 +35,7 @@ from fedsim.federation.flower_internals import (
     set_message_id,
     unavailable,
 )
+from fedsim.process import Closed
 from fedsim.rows.block import Block, BlockTrainer
 from fedsim.rows.exchange import Collection, Instructions, Replies
 from fedsim.rows.layout import Layout

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import split_settings
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
+from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data

@@ -1,4 +1,4 @@
-"""How things end: with their ``with``, when a signal asks, or with the process that forked them."""
+"""This process: how what it began ends, when a signal ends it, and how much memory it may take."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Self
+
+from fedsim.errors import FedsimError
 
 
 class Closed(ABC):
@@ -104,3 +107,31 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
+
+
+def refuse_larger_than_memory(size: int, what: str) -> None:
+    """Refuse ``what``, which needs ``size`` bytes, where there are not so many.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if size > _memory():
+        raise FedsimError(
+            f"{what} needs {size / 2**30:,.1f} GiB; it must fit into the {_memory() / 2**30:,.1f} "
+            "GiB of this machine."
+        )
+
+
+_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def _memory() -> int:
+    """Bytes of memory that this machine, or the container around this process, has."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _CONTAINERS:
+        try:
+            sizes.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue  # there is none, or it is without a limit
+    return min(sizes)

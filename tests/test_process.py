@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedsim import closing
+from fedsim import process
 
 PROGRAM = """
 import ctypes, os, sys, time
 from types import SimpleNamespace
-from fedsim import closing
+from fedsim import process
 if sys.argv[1] == "without the kernel":
     ctypes.CDLL = lambda name: SimpleNamespace()
 parent = os.getpid()
 child = os.fork()
 if child == 0:
-    closing.die_with_parent(parent)
+    process.die_with_parent(parent)
     print(os.getpid(), flush=True)
     time.sleep(600)
 time.sleep(600)
@@ -48,7 +48,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once(monkeypatch) -> Non
     ended = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *args: 0))
     monkeypatch.setattr(os, "_exit", ended.append)
-    closing.die_with_parent(os.getppid() + 1)
+    process.die_with_parent(os.getppid() + 1)
     assert ended == [1]
 
 
