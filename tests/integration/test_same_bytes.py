@@ -160,7 +160,7 @@ def images(patch: pytest.MonkeyPatch, *settings: str) -> dict[str, Any]:
     x, y = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8), rng.integers(0, 4, 60)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
+        nn.Conv2d(1, 4, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 4)
     )
     data = Dataset.of("images", {"x": x, "y": y}, {"x": x[:8], "y": y[:8]}, classes=4)
     common = ["rounds=2", "seed=3", "evaluate.every=0", "partition.clients=6", "engine.device=cpu"]

@@ -16,6 +16,7 @@ from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
+from fedsim.training.paths import conv_layers
 from fedsim.training.paths.program import lowered
 from fedsim.training.probe import gradient_methods
 
@@ -86,11 +87,17 @@ def test_one_layered_step_in_single_precision_agrees_with_the_plain_path() -> No
 
 
 @pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
-def test_both_kernels_train_to_the_same_numbers() -> None:
+def test_both_kernels_train_to_the_same_numbers(monkeypatch) -> None:
     model = nn.Sequential(
-        *(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(5, 6, (3, 2), bias=False), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(12, 3)),
+        *(nn.Conv2d(2, 5, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(5, 6, (3, 5), padding=(1, 2), bias=False), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(6, 6, 2), nn.MaxPool2d(1), nn.ReLU()),  # pooling that throws nothing away
+        *(nn.Flatten(), nn.Linear(6, 3)),
+    )
+    taken = []
+    sums = conv_layers.weight_gradient
+    monkeypatch.setattr(
+        conv_layers, "weight_gradient", lambda *given: taken.append(1) or sums(*given)
     )
     changes = {"dtype": torch.float32, "model": model, "steps": 1, "epochs": None}
     rows = [
@@ -98,6 +105,7 @@ def test_both_kernels_train_to_the_same_numbers() -> None:
         for kernel in ("compiled", "eager")
     ]
     torch.testing.assert_close(*rows, rtol=0, atol=1e-5)
+    assert len(taken) == 2 * sum(size > 0 for size in SIZES)
 
 
 def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:
