@@ -88,7 +88,7 @@ def audit_config(
     if not config.private:
         privacy, sizes = resolved.example_privacy, resolved.data.split.sizes
         worst = most_expensive_client(config, privacy, sizes, config.rounds)
-        claim = Claim(() if worst is None else (worst.event,), config.client.noise.delta)
+        claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(found), confidence), assumed
     level = _ClientLevel(config, resolved.plan.noise.multiplier)
     few, many = (level.at_most(most) for most in (rounds, MOST_ROUNDS))

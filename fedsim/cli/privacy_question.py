@@ -198,8 +198,8 @@ def _planned_examples(config: RunConfig) -> Question:
         level="example",
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-        law=worst.event.law,
-        invocations=worst.event.count // config.rounds,
+        law=worst.law,
+        invocations=worst.count // config.rounds,
     )
 
 

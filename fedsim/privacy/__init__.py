@@ -17,7 +17,7 @@ from fedsim.privacy.calibration import (
     rounds_within,
     rounds_within_events,
 )
-from fedsim.privacy.claims import WorstClient, worst_client
+from fedsim.privacy.claims import worst_client
 from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Event
@@ -43,7 +43,6 @@ __all__ = [
     "Question",
     "Statement",
     "TradeOff",
-    "WorstClient",
     "calibrate",
     "calibrate_events",
     "claimed",

@@ -136,16 +136,8 @@ def _cost(figures: Figures, delta: float) -> Cost:
     return replace(accountant.cost(at), delta=delta)
 
 
-@dataclass(frozen=True)
-class WorstClient:
-    """The client that an example-level statement over all clients is about."""
-
-    cost: Cost
-    event: Event
-
-
-def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
-    """Largest example-level cost over clients that hold disjoint data.
+def worst_client(events: Iterable[Event], delta: float) -> Event:
+    """The costliest of what clients that hold disjoint data release, at example level.
 
     Parameters
     ----------
@@ -162,8 +154,7 @@ def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
     front = _pareto_front(set(events))
     if not front:
         raise FedsimError("there are no clients to account for.")
-    costs = [WorstClient(Accountant([event]).cost(delta), event) for event in front]
-    return max(costs, key=lambda worst: worst.cost.epsilon)
+    return max(front, key=lambda event: Accountant([event]).epsilon(delta))
 
 
 def costliest(histories: Sequence[History], delta: float, stopping: Stopping = FIXED) -> History:

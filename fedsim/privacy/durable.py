@@ -117,17 +117,25 @@ ARCHIVE = "archive"
 _DEEPEST = 3
 
 
-def archived(path: Path) -> list[Path]:
-    """What stood at ``path`` before, the oldest first; ``*`` in its name stands for anything."""
+def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
+    """What stood at ``path`` before, the oldest first; ``*`` in its name stands for anything.
+
+    Parameters
+    ----------
+    path : path
+    depth : int
+        How many of the directories that it is in may have an archive.
+    """
     predecessors: list[Path] = []
     path = path.absolute()
-    for parent in path.parents[:_DEEPEST]:
+    for parent in path.parents[:depth]:
         inside = path.relative_to(parent)
         for number in _numbers(parent / ARCHIVE):
             before = parent / ARCHIVE / str(number) / inside
             for kept in sorted(before.parent.glob(before.name)):
                 # What had been replaced already when it was put away.
-                predecessors += [] if parent == path.parent else _replaced_beside(kept)
+                if parent != path.parent:
+                    predecessors += archived(kept, depth=1)
                 predecessors.append(kept)
     return predecessors
 
@@ -151,12 +159,6 @@ def archive(*paths: Path) -> Path:
     for changed in (kept, directory, directory.parent):
         sync_directory(changed)
     return kept
-
-
-def _replaced_beside(path: Path) -> list[Path]:
-    directory = path.parent / ARCHIVE
-    before = [directory / str(number) / path.name for number in _numbers(directory)]
-    return [kept for kept in before if kept.is_file()]
 
 
 def _numbers(directory: Path) -> list[int]:

@@ -50,8 +50,9 @@ def sealed(
 def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     """A line up to and including its hash, and the hash."""
     data = {**entry, "previous": previous}
-    # Whole numbers may be NumPy's.
-    body = json.dumps(data, separators=(",", ":"), allow_nan=False, default=operator.index)
+    # Numbers may be NumPy's.
+    number = operator.methodcaller("item")
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False, default=number)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{_BEFORE}{body},"hash":"{digest}"', digest
 

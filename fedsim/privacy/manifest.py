@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -92,9 +92,11 @@ class Manifest:
         """
         ledgers = {} if clients is None else {_client(p): p for p in clients.glob("client-*.jsonl")}
         archived = sorted((run / ARCHIVE).rglob("*.jsonl"))
+        plain = [run / name for name in _PLAIN if (run / name).is_file()]
+        plain += sorted((run / ARCHIVE).glob(f"*/{_PLAIN[1]}"))
         return cls(
             ledger=end_of(run / "ledger.jsonl"),
-            sha256={_inside(run, path): file_digest(path) for path in _plain_files(run)},
+            sha256={_inside(run, path): file_digest(path) for path in plain},
             hmac={
                 name: fingerprints.of([name.encode(), regular_files.read_bytes(run / name)])
                 for name in KEYED
@@ -141,11 +143,6 @@ def end_of(path: Path) -> End:
     lines = regular_files.read_bytes(path).split(b"\n")[:-1]
     hashes = _HASH.findall(lines[-1]) if lines else []
     return End(hashes[-1].decode() if hashes else GENESIS, len(lines))
-
-
-def _plain_files(run: Path) -> Iterator[Path]:
-    yield from (run / name for name in _PLAIN if (run / name).is_file())
-    yield from sorted((run / ARCHIVE).glob(f"*/{_PLAIN[1]}"))
 
 
 def _inside(run: Path, path: Path) -> str:

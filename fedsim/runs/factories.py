@@ -22,7 +22,7 @@ from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import WorstClient, worst_client
+from fedsim.privacy import Event, worst_client
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs.data_split import RunData
@@ -290,8 +290,8 @@ def example_privacy(
 
 def most_expensive_client(
     config: RunConfig, privacy: ExamplePrivacy | None, sizes: Collection[int], rounds: int
-) -> WorstClient | None:
-    """Which of clients with so many examples pays most for so many rounds, if any does."""
+) -> Event | None:
+    """What the one of clients with so many examples that pays most releases, if any does."""
     if privacy is None or not rounds:
         return None
     events = example_events(privacy, local_work(config), sizes, rounds)

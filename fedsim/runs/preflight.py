@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
-from fedsim.privacy import Ledger
+from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import private_key
@@ -90,13 +90,15 @@ def _check_clients_budget(resolved: Resolved) -> None:
     """Refuse a budget of clients' examples that does not allow every client one round."""
     if resolved.config.private:  # what it costs a client tells its size: it would fail alone
         return
-    budget = resolved.config.client.noise.max_epsilon
-    sizes = resolved.data.split.sizes
-    worst = most_expensive_client(resolved.config, resolved.example_privacy, sizes, 1)
-    if budget is not None and worst is not None and worst.cost.epsilon > budget:
+    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.example_privacy
+    worst = most_expensive_client(resolved.config, privacy, resolved.data.split.sizes, 1)
+    if budget is None or privacy is None or worst is None:
+        return
+    delta = privacy.stopping.planned_delta(privacy.delta)
+    if (spent := Accountant([worst]).epsilon(delta)) > budget:
         raise FedsimError(
-            f"client.noise.max-epsilon = {budget} at delta = {worst.cost.delta}; it must be at "
-            f"least {worst.cost.epsilon:.4g}, what one round costs a client."
+            f"client.noise.max-epsilon = {budget} at delta = {delta}; it must be at least "
+            f"{spent:.4g}, what one round costs a client."
         )
 
 

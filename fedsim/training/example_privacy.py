@@ -18,7 +18,7 @@ from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import ClientLedgers, Entry, Event, worst_client
+from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
@@ -171,7 +171,8 @@ def example_epsilon(
 ) -> float:
     """Epsilon at ``privacy.delta`` of the client that pays most for ``rounds`` rounds."""
     events = example_events(privacy, work, sizes, rounds)
-    return worst_client(events, privacy.delta).cost.epsilon if events else 0.0
+    worst = [worst_client(events, privacy.delta)] if events else []
+    return Accountant(worst).epsilon(privacy.delta)
 
 
 class ExampleReleases:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +50,13 @@ def spent(law: Law, z: float, rounds: int) -> float:
 def test_a_discretised_law_costs_no_less_than_itself_and_hardly_more(q, z, rounds):
     exact = spent(PoissonLaw(rate=q), z, rounds)
     assert exact <= spent(Own(q=q), z, rounds) <= exact * 1.005
+
+
+def test_a_users_law_is_evaluated_at_no_noise_and_at_nothing_but_noise():
+    silent, bare = (Event(noise_multiplier=z, law=Own()) for z in (math.inf, 0.0))
+    assert Event.from_dict(json.loads(json.dumps(silent.to_dict()))) == silent
+    assert Accountant([silent]).epsilon(DELTA) == 0.0
+    assert Accountant([bare]).epsilon(DELTA) == math.inf
 
 
 def test_a_law_without_pairs_is_accounted_for_by_its_renyi_curve():

@@ -166,8 +166,8 @@ def as_data(law: Law, noise_multiplier: float) -> Law:
 
 @lru_cache(maxsize=256)
 def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
-    curve, pairs = np.full(len(ORDERS), math.inf), None
-    if noise_multiplier > 0:
+    curve, pairs = np.full(len(ORDERS), 0.0 if noise_multiplier else math.inf), None
+    if 0 < noise_multiplier < math.inf:
         curve, pairs = np.asarray(law.rdp(noise_multiplier)), law.pairs(noise_multiplier)
     tested = law.inclusion(law.population) if law.population is not None else None
     return DeclaredLaw(
