@@ -36,12 +36,20 @@ class Killed(LocalGrid):
         super().__init__(trainer, **settings)
         self._random = np.random.default_rng(seed)
         self._within = within
+        self._timers = []
         self.deaths = 0
 
     def send_and_receive(self, messages, *, timeout=None):
+        # On a machine that has much to do, a death of the round before would be one too many.
+        for timer in self._timers:
+            timer.cancel()
         replies = super().send_and_receive(messages, timeout=timeout)
-        for seconds in self._random.uniform(0, self._within, DEATHS):
-            threading.Timer(seconds, self._kill, [int(self._random.integers(2))]).start()
+        self._timers = [
+            threading.Timer(seconds, self._kill, [int(self._random.integers(2))])
+            for seconds in self._random.uniform(0, self._within, DEATHS)
+        ]
+        for timer in self._timers:
+            timer.start()
         return replies
 
     def _kill(self, number):
