@@ -19,11 +19,12 @@ from fedsim.audit.worlds import Canaries, MadeUpClients, World, reach, silent_cl
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.exchange import Instructions
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
 from fedsim.privacy.laws import declared_population
 from fedsim.rows import Layout
-from fedsim.rows.exchange import RUN, Instructions
+from fedsim.rows.block import RUN
 from fedsim.strategies import DPFedAvg
 
 StrategyFactory = Callable[[int | None], DPFedAvg]

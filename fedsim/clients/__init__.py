@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fedsim.clients.adadp_lr import AdadpLR
-from fedsim.clients.adadp_noise import AdadpNoise
 from fedsim.clients.adam import Adam
 from fedsim.clients.base import Combined, Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.ditto import Ditto
 from fedsim.clients.fednova import FedNova
 from fedsim.clients.fedrep import FedRep
 from fedsim.clients.proximal import Proximal
-from fedsim.clients.rmsprop import RMSProp
+from fedsim.clients.rmsprop import AdadpNoise, RMSProp
 from fedsim.clients.scaffold import Scaffold
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD

@@ -13,16 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedsim.federation.arrays import tensors
+from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants, node_ids
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
-from fedsim.rows.block import Ids
-from fedsim.rows.exchange import CLIENT_STATE, Instructions, Replies
+from fedsim.rows.block import CLIENT_STATE, Ids
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 """Over clients with examples, each counting the same: what their metrics are called, and which."""
@@ -175,7 +174,7 @@ class TrainMetrics(Extra):
         self._means = self._new()
         return instructions
 
-    def take(self, reply: Reply, usable: Tensor) -> None:
+    def take(self, reply: Reply) -> None:
         """Take in what clients report, whether their rows are usable or not."""
         self._means.add(reply)
 

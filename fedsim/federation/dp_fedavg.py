@@ -21,7 +21,7 @@ from fedsim.federation.accounting import (
     Placement,
     keyed,
 )
-from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.aggregation.server_sum import (
     AggregationSettings,
     PendingRound,

@@ -22,8 +22,9 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import printable
 from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
-from fedsim.rows.exchange import CLIENT_STATE, Instructions
+from fedsim.rows.block import CLIENT_STATE
 from fedsim.rows.layout import Layout, vectors_in, with_vectors
 
 _log = logging.getLogger("fedsim")
@@ -62,8 +63,8 @@ class Extra:
         """A round's instructions, with what this sends to clients."""
         return instructions
 
-    def take(self, reply: Reply, usable: Tensor) -> None:
-        """Note what clients report, of whom the ``usable [n]`` are in the sum.
+    def take(self, reply: Reply) -> None:
+        """Note what clients report, of whom the block's ``usable [n]`` are in the sum.
 
         Where it raises it must have changed nothing. The client has then failed ("malformed" in
         the round's report) and has no part in this extra. Its row stays in the sum: engines whose
@@ -82,26 +83,22 @@ class Extra:
         """Resume what `state` gave."""
 
 
-def take_reply(extra: Extra, reply: Reply, usable: Tensor) -> list[int]:
+def take_reply(extra: Extra, reply: Reply) -> list[int]:
     """Let an extra take a reply, and return the clients that fail because it raises.
 
     Where it raises over a block, it takes the block's clients one by one: what one reports is no
     failure of the others.
     """
     try:
-        extra.take(reply, usable)
+        extra.take(reply)
     except Exception as error:
         ids = reply.block.client_ids
         if len(ids) == 1:
             name = type(extra).__name__
             _log.warning("%s cannot use what client %s reports: %s", name, ids, printable(error))
             return [int(ids[0])]
-        failed = []
-        for client in ids:
-            alone = ids == client
-            one = replace(reply, block=reply.block.select(alone))
-            failed += take_reply(extra, one, usable[torch.from_numpy(alone).to(usable.device)])
-        return failed
+        alone = (replace(reply, block=reply.block.select(ids == client)) for client in ids)
+        return [client for one in alone for client in take_reply(extra, one)]
     return []
 
 
@@ -125,9 +122,10 @@ class SharedClientState(Extra):
         config = ConfigRecord({**instructions.config, CLIENT_STATE: True, **means})
         return replace(instructions, config=config)
 
-    def take(self, reply: Reply, usable: Tensor) -> None:
+    def take(self, reply: Reply) -> None:
         """Note what the ``usable [n]`` clients ended with."""
-        counted = usable.cpu().numpy()
+        assert reply.block.usable is not None
+        counted = reply.block.usable.cpu().numpy()
         for key, values in reply.block.metrics.items():
             if key.startswith(_STATE_PREFIX):
                 # A client without data has ended with nothing.

@@ -33,8 +33,8 @@ from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.local import LocalGrid
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult
-from fedsim.rows.exchange import Instructions
 from fedsim.server_optimizers import ServerAdam, ServerOptimizer, ServerSGD
 
 _NEED_SEPARATE_REPLIES = (

@@ -22,6 +22,7 @@ from fedsim.federation.aggregation.server_sum import (
 )
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, NamedVectors, RoundResult, take_reply
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.replies import to_arrays
@@ -33,14 +34,14 @@ from fedsim.federation.strategy_checks import (
     refuse_shares,
     refuse_too_many,
 )
-from fedsim.mechanisms import Mechanism, State
+from fedsim.mechanisms import Mechanism, Releaser, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.ledger import privacy_spent
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.rows.exchange import RUN, Instructions
+from fedsim.rows.block import RUN
 from fedsim.server_optimizers import ServerOptimizer
 
 
@@ -193,9 +194,9 @@ class PrivateRounds(ResumableStrategy):
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
         self.rounds_done = server_round
         for reply in aggregation.replies(replies):
-            usable = aggregation.add(reply)
+            added = aggregation.add(reply)
             for extra in self._extras.values():
-                failed = take_reply(extra, reply, usable)
+                failed = take_reply(extra, added)
                 aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
         self.report = replace(report, ignored=self._participants.ignored)
@@ -208,7 +209,7 @@ class PrivateRounds(ResumableStrategy):
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
-        lost = aggregation.count == 0 and len(pending.client_ids) > 0
+        lost = aggregation.total.count == 0 and len(pending.client_ids) > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:
@@ -222,7 +223,7 @@ class PrivateRounds(ResumableStrategy):
         release = aggregation.release()
         device = pending.vector.device
         self._mechanism_state = state_on(release.state, device)
-        result = RoundResult(pending, release.mean.to(device), aggregation.count)
+        result = RoundResult(pending, release.mean.to(device), aggregation.total.count)
         for extra in self._extras.values():
             result = extra.finish(result)
         update = result.update
@@ -279,7 +280,7 @@ class PrivateRounds(ResumableStrategy):
         self._mechanism_state = state_on(self._mechanism_state, device)
         self._layout, self._parameters = layout, parameters
         # Refuses a split of the noise that does not exist, before any client is asked.
-        releaser = self._aggregation_settings.releaser(layout)
+        releaser = Releaser(self._aggregation_settings.plan, layout)
         refuse_too_many(self.cohort, releaser.most_rows)
         return layout
 

@@ -13,7 +13,7 @@ from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan

@@ -1,4 +1,4 @@
-"""Clipping: long rows are scaled down to a norm."""
+"""Clipping: long rows are scaled down to a norm, or known never to be longer than it."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ class Clipping(ScalingBound):
     def radius(self, ready: State, d: int) -> float:
         """C."""
         return self.clip_norm
+
+
+@register("mechanism", "norm-bound")
+@dataclass(frozen=True)
+class NormBound(Clipping):
+    """Rows whose norm is known never to exceed C (the "norm bound" of AdaCliP's tables).
+
+    A row that does exceed it is clipped all the same, so that the guarantee does not rest on
+    the claim; the sum's ``clipped`` says how many did.
+    """
+
+    clip_norm: Annotated[
+        float,
+        *NORM,
+        Doc("C, such as 28 for softmax regression on 784 pixels in [0, 1]: no row is longer."),
+    ] = 1.0

@@ -11,7 +11,9 @@ which sum it came from, as those of an unrounded floating-point sum do (Mironov 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.normals import sums_of_normals
+from fedsim.kernels.normals import prepare, sums_of_normals
 from fedsim.mechanisms.base import (
     NOISE_PREFIX,
     Mechanism,
@@ -336,3 +338,36 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
     for row, source in zip(host.numpy(), sources, strict=True):
         np.concatenate([source.normal(size) for size in sizes], out=row)
     return host.to(device, non_blocking=True)
+
+
+def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
+    """The same source, whose next draws are made in a thread of their own from now on.
+
+    numpy draws without Python's lock. Nothing else may draw from the generator then.
+
+    Parameters
+    ----------
+    source : NoiseSource
+    sizes : sequence of int
+        What `NoiseSource.normal` will be asked for, in this order.
+    """
+    # Not in the thread: a worker that is forked while the thread holds a lock would wait for ever,
+    # since its process has no thread to release it.
+    prepare()
+    thread = ThreadPoolExecutor(1, "noise")
+    drawn = deque([thread.submit(source.normal, size) for size in sizes])
+    thread.shutdown(wait=False)  # it ends with the last of them
+    return _Prefetched(source.generator, source.hardened, drawn=drawn)
+
+
+@dataclass(frozen=True)
+class _Prefetched(NoiseSource):
+    """Its first draws were made, or are being made, in a thread."""
+
+    drawn: deque[Future[Array]] = field(kw_only=True, repr=False)
+
+    def normal(self, size: int) -> Array:
+        """The next of the draws; waits until they are made."""
+        draws = self.drawn.popleft().result()
+        assert len(draws) == size, "draws are asked for in other sizes than they were made in"
+        return draws

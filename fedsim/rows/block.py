@@ -1,7 +1,13 @@
 """Blocks: what some clients send back, or why they did not; and what trains clients in blocks.
 
 Blocks travel between engines and strategies; a `BlockTrainer` is all that engines ask of what
-trains.
+trains. With a round's parameters it is given config entries (`BlockTrainer.receive`). Where the
+server keeps the mean of the clients' state, the entry `CLIENT_STATE` says so, ``client-state.NAME``
+is that mean once there is one, and each client has what it ended with among its metrics by the same
+name. Where clients keep their own state on the disk, the entry `KEEP_SINCE` says to the end of
+which round the run may go back: what a client had then, and since, stays. In a run that protects
+anything, the entry `RUN` names it: the same for all rounds of one run, also once it is resumed, and
+another for every other run. By it clients know which rounds they have gone through before.
 """
 
 from __future__ import annotations
@@ -129,6 +135,12 @@ def _require_array(name: str, values: object, dtype: type[np.generic], n: int | 
     if n is not None and len(values) != n:
         raise MalformedBlockError(f"{name} of a block has {len(values)} entries for {n} clients.")
 
+
+CLIENT_STATE = "client-state"
+KEEP_SINCE = "keep-since"
+RUN = "run"
+DECLARED_EXAMPLES = "declared-examples"
+"""How many examples a client is declared to have, where its update is weighed by that."""
 
 CLIENT_IDS = "client_ids"
 

@@ -37,7 +37,7 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
-from fedsim.rows.exchange import KEEP_SINCE
+from fedsim.rows.block import KEEP_SINCE
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row

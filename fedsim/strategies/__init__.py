@@ -1,9 +1,6 @@
 """Strategies: DP-FedAvg, for fedsim's engines and for any Flower app; and robust means."""
 
-from fedsim.federation.aggregation.krum import Krum
-from fedsim.federation.aggregation.median import Median
-from fedsim.federation.aggregation.robust_mean import RobustMean
-from fedsim.federation.aggregation.trimmed_mean import TrimmedMean
+from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
 from fedsim.federation.dp_fedavg import DPFedAvg
 from fedsim.federation.optimizers import adam, sgd
 from fedsim.federation.round_report import RoundReport, RunFailedError

@@ -18,8 +18,7 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.block import CLIENT_IDS, ClientStates, Ids
-from fedsim.rows.exchange import CLIENT_STATE, KEEP_SINCE
+from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE, KEEP_SINCE, ClientStates, Ids
 from fedsim.training.payload import PERSONAL, Personal
 
 StateKind = Literal["reset", "client", "server"]

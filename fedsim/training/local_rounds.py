@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.rows.block import CLIENT_STATE
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState

@@ -18,8 +18,7 @@ from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
-from fedsim.rows.block import Block, ClientStates
-from fedsim.rows.exchange import RUN
+from fedsim.rows.block import RUN, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss

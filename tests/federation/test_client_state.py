@@ -15,11 +15,11 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import RoundResult, SharedClientState
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.rows.block import Block
-from fedsim.rows.exchange import Instructions
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.strategies import DPFedAvg
 

@@ -13,11 +13,11 @@ from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.server_sum import ServerSum
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block, TrainerDefaults
-from fedsim.rows.exchange import Instructions
 from fedsim.strategies import DPFedAvg
 
 CLIENTS = 5
@@ -78,7 +78,7 @@ class Watching(Extra):
         self.log.append((self.name, "send"))
         return instructions
 
-    def take(self, reply: Reply, usable: torch.Tensor) -> None:
+    def take(self, reply: Reply) -> None:
         if 2 in reply.block.metrics["number"]:
             raise RuntimeError("cannot read what client 2 says")
         self.log.append((self.name, reply.block.client_ids.tolist()))

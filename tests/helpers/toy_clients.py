@@ -12,8 +12,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines import array_record, tensors
+from fedsim.federation.exchange import Instructions
 from fedsim.rows.block import Block, Ids, TrainerDefaults
-from fedsim.rows.exchange import Instructions
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch import nn
 from fedsim.clients import AdadpLR
 from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.ray import RayGrid
+from fedsim.federation.exchange import Instructions
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import Instructions
 from fedsim.training import ClientData, Trainer
 
 pytestmark = [

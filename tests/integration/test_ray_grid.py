@@ -15,9 +15,10 @@ from flwr.clientapp import ClientApp
 
 from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.ray import Parcel, RayGrid
+from fedsim.federation.engines.ray import RayGrid
+from fedsim.federation.engines.workers import pack, unpack
+from fedsim.federation.exchange import Instructions
 from fedsim.rows.block import Block, TrainerDefaults
-from fedsim.rows.exchange import Instructions
 
 
 @dataclass
@@ -120,13 +121,15 @@ def test_an_app_is_sent_to_the_engines_that_run_apps():
         RayGrid(ClientApp())
 
 
-def test_a_parcel_holds_large_tensors_once_and_parameters_as_copies():
+def test_large_tensors_are_packed_apart_and_once_and_parameters_come_as_copies():
     data = torch.arange(1 << 19, dtype=torch.float32)
     model = torch.nn.Linear(1000, 600)
-    parcel = Parcel.pack({"a": data, "b": data, "model": model, "small": torch.ones(3)})
-    assert [array.size for array in parcel.arrays] == [1 << 19]
-    read = parcel.unpack()
-    assert read["a"].numpy().ctypes.data == parcel.arrays[0].ctypes.data
+    value = {"a": data, "b": data, "model": model, "small": torch.ones(3)}
+    pieces = pack(value, by_value=True)
+    assert [len(piece) for piece in pieces[1:]] == [4 << 19, 4 * 600 * 1000]
+    read = unpack(pieces, copied=False)
+    assert read["a"].data_ptr() == data.data_ptr()
+    assert unpack(pieces, copied=True)["a"].data_ptr() != data.data_ptr()
     assert torch.equal(read["b"], data)
     assert torch.equal(read["model"].weight, model.weight)
     assert read["model"].weight.requires_grad

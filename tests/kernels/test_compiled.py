@@ -17,13 +17,12 @@ from release_helpers import plan_of
 from tensor_bytes import same_bytes
 from test_dense import builds, built_by
 
-from fedsim.federation.aggregation.worker_sums import prefetched
 from fedsim.kernels import building, classes, convolutions, dense, normals, rows
 from fedsim.kernels.building import UNFUSED
 from fedsim.kernels.normals import sums_of_normals
 from fedsim.kernels.rows import TILE, add_rounded, by_halves, is_supported, squared_norms
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
-from fedsim.mechanisms.releaser import NoiseSource
+from fedsim.mechanisms.releaser import NoiseSource, prefetched
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.norms import norms_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.clients import SGD
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.federation.engines.ray import Parcel
+from fedsim.federation.engines.workers import pack, unpack
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
@@ -160,7 +160,7 @@ def test_a_trainer_that_has_trained_can_be_sent_to_workers() -> None:
     for trainer in (made(), cnn()):
         ids = np.arange(2)
         rows = [block.rows for block in trainer.train(trainer.initial(), ids, 1)]
-        sent = Parcel.pack(trainer).unpack()
+        sent = unpack(pack(trainer, by_value=True), copied=False)
         again = [block.rows for block in sent.train(sent.initial(), ids, 1)]
         assert torch.equal(torch.cat(rows), torch.cat(again))
 

@@ -13,7 +13,7 @@ from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.rows.block import CLIENT_STATE
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import MemoryStore
 

@@ -18,7 +18,7 @@ that clients send, and draws the noise. Other aggregations change one or two of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -26,16 +26,17 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedsim.federation.aggregation.robust_mean import RobustMean
-from fedsim.federation.aggregation.worker_sums import Floats, Weighing, WorkerSumming, prefetched
+from fedsim.federation.aggregation.robust import RobustMean
+from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
-from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
+from fedsim.federation.row_sums import Floats, RowSum, Summing
+from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, State
+from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-from fedsim.rows.block import Ids, Reason
-from fedsim.rows.exchange import DECLARED_EXAMPLES, Collection, Instructions, Replies
+from fedsim.rows.block import DECLARED_EXAMPLES, Block, Ids
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,6 @@ class AggregationSettings:
     weighted_by_key: str
     arrayrecord_key: str
     example_counts: Floats | None = None
-    _releasers: dict[tuple[Layout, str], Releaser] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
-        """Of a round's sum on this device; it has no state, so that one does for all rounds.
-
-        Raises
-        ------
-        FedsimError
-            If the noise and the mechanism do not go together.
-        """
-        key = layout, str(device)
-        if key not in self._releasers:
-            self._releasers[key] = Releaser(self.plan, layout, device=device)
-        return self._releasers[key]
 
     def noise_source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
@@ -120,8 +105,8 @@ class ServerSum:
     """Rows that clients send are bounded, weighted and summed, and noised once.
 
     Where workers of an engine train the clients, they bound and sum the rows there and then:
-    `WorkerSumming` goes to them, and what comes back merges exactly, so that bytes do not depend
-    on who summed what.
+    `Summing` goes to them, and what comes back merges exactly, so that bytes do not depend on who
+    summed what.
 
     Parameters
     ----------
@@ -136,27 +121,29 @@ class ServerSum:
 
     on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
+    shares_asked: int | None = None
+    """How many clients were asked for shares of the noise; None where the server draws it."""
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
         self.settings, self.plan, self.pending = settings, settings.plan, pending
         self.tally = Tally(pending.client_ids, absent=pending.absent)
-        self.releaser: Releaser
-        self._total: PartialSum | None = None
-        self._drawn_ahead: NoiseSource | None = None
         counts, ids = settings.example_counts, pending.client_ids
-        self.weighing = Weighing(
-            side_names=tuple(self.plan.bound.side_names),
-            key=settings.weighted_by_key if self.plan.bound.weighting == "num-examples" else None,
-            declared=None if counts is None else (ids, counts[ids]),
+        self.summing = Summing(
+            settings.plan,
+            pending.layout,
+            pending.state,
+            settings.weighted_by_key if settings.plan.bound.weighting == "num-examples" else None,
+            None if counts is None else (ids, counts[ids]),
             asked=len(ids),
         )
+        self._sum: RowSum | None = None
+        self._drawn_ahead: NoiseSource | None = None
 
     def request(self, instructions: Instructions) -> Instructions:
         """The first stage: the round's instructions, and what this aggregation adds to them."""
-        counts = self.settings.example_counts
-        if counts is None:
+        if self.summing.declared is None:
             return instructions
-        declared = counts[instructions.client_ids].astype(int).tolist()
+        declared = self.summing.declared[1].astype(int).tolist()
         return replace(instructions, numbers={DECLARED_EXAMPLES: declared})
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
@@ -164,98 +151,77 @@ class ServerSum:
         return None
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """The last stage's replies: each client at most once, and only those that may be added.
+        """The last stage's replies: each client at most once, and none that has failed.
 
         Clients of fedsim's own engines are trained as this is iterated over. From workers, rows
         come added up already, and the replies are without.
         """
         if not isinstance(messages, Replies):
-            return self._sound(read(messages, self.pending.client_of, self.expected(), self.tally))
-        if not (self.on_workers and messages.sums):
-            return self._sound(map(Reply, messages.blocks()))
-        state = {name: tensor.cpu().numpy() for name, tensor in self.pending.state.items()}
-        summing = WorkerSumming(self.plan, self.pending.layout, state, self.weighing)
-        sent = map(Reply, messages.blocks(Collection(summing, self.total.merge)))
-        # Workers train, and this process only waits for them: it draws the noise meanwhile. None
-        # of it is used before the ledger has its line.
-        sizes = self.releaser.draw_sizes(self.total)
-        self._drawn_ahead = prefetched(self._noise_source(), sizes)
-        return self._sound(sent)
+            sent = read(messages, self.pending.client_of, self.expected(), self.tally)
+        elif not (self.on_workers and messages.sums):
+            sent = map(Reply, messages.blocks())
+        else:
+            into = self.sum_on(self.pending.vector.device)
+            sent = map(Reply, messages.blocks(into))
+            # Workers train, and this process only waits for them: it draws the noise meanwhile.
+            # None of it is used before the ledger has its line.
+            self._drawn_ahead = prefetched(
+                self._noise_source(), into.releaser.draw_sizes(into.total)
+            )
+        for reply in sent:
+            block = self.tally.take(reply.block)
+            if len(block.client_ids):
+                yield replace(reply, block=block)
 
     def _noise_source(self) -> NoiseSource:
         return self.settings.noise_source(Purpose.NOISE, self.pending.round)
 
     def expected(self) -> ExpectedReply:
         """What a usable reply is like: the clients' parameters, and numbers that enter the sum."""
-        settings, weighing = self.settings, self.weighing
-        reports_weight = weighing.key is not None and weighing.declared is None
         return ExpectedReply(
             self.pending.layout,
             self.pending.vector,
-            settings.arrayrecord_key,
-            settings.weighted_by_key,
-            needed=(
-                *weighing.side_names,
-                *((settings.weighted_by_key,) if reports_weight else ()),
-            ),
+            self.settings.arrayrecord_key,
+            self.settings.weighted_by_key,
+            needed=self.summing.reported,
         )
 
-    def _sound(self, sent: Iterator[Reply]) -> Iterator[Reply]:
-        """Replies of clients that count, and whose weights and scalars may enter the sum."""
-        for reply in sent:
-            if (block := self.tally.take(reply.block)) is not reply.block:
-                reply = replace(reply, block=block)
-            if unsound := self.unsound(reply):
-                for client, reason in unsound.items():
-                    self.tally.reject(np.array([client]), reason)
-                sound = ~np.isin(reply.block.client_ids, list(unsound))
-                reply = replace(reply, block=reply.block.select(sound))
-            if len(reply.block.client_ids):
-                yield reply
+    def add(self, reply: Reply) -> Reply:
+        """Add a block's rows; the reply of those who may be in the sum, and in it are `usable`.
 
-    def unsound(self, reply: Reply) -> dict[int, Reason]:
-        """Clients whose weights or scalars may not enter the sum; a worker has left them out."""
-        return self.weighing.unsound(reply.block) if reply.block.usable is None else {}
-
-    def add(self, reply: Reply) -> Tensor:
-        """Add a block's rows; which of its clients are now in the sum, bool ``[n]``."""
+        What workers have added passes through.
+        """
         block = reply.block
-        usable = block.usable
-        if usable is None:
-            assert block.rows is not None
-            usable = self.weighing.add(self.total_on(block.rows.device), block)
-        weights = self.weighing.weights(block)
+        if block.rows is not None:
+            block = self.without_failed(self.sum_on(block.rows.device).add(block))
+        assert block.usable is not None
+        weights = self.summing.weights(block)
         # Without examples a client weighs nothing, which is no failure.
         counted = slice(None) if weights is None else weights > 0
-        self.tally.doubt(block.client_ids[counted], usable[counted], "non-finite")
-        return usable
+        self.tally.doubt(block.client_ids[counted], block.usable[counted], "non-finite")
+        return replace(reply, block=block)
 
-    @property
-    def shares_asked(self) -> int | None:
-        """How many clients were asked for shares of the noise; None where the server draws it."""
-        return None
+    def without_failed(self, block: Block) -> Block:
+        """The clients that have not failed; the others are noted."""
+        for client, reason in block.reasons.items():
+            self.tally.reject(np.array([client]), reason)
+        return block.select(block.ok) if block.reasons else block
 
-    @property
-    def count(self) -> int:
-        """How many clients are in the sum."""
-        return self.total.count
+    def sum_on(self, device: torch.device) -> RowSum:
+        """The sum; it lies where the first rows came, or where the parameters are."""
+        if self._sum is None:
+            self._sum = RowSum(self.summing, device)
+        return self._sum
 
     @property
     def total(self) -> PartialSum:
-        """The sum; it lies where the first rows came, or where the parameters are."""
-        return self.total_on(self.pending.vector.device)
-
-    def total_on(self, device: torch.device) -> PartialSum:
-        """The sum, which begins empty on this device if nothing was added before."""
-        if self._total is None:
-            self.releaser = self.settings.releaser(self.pending.layout, device)
-            self._total = self.releaser.start(self.pending.state)
-        return self._total
+        """What has been added so far."""
+        return self.sum_on(self.pending.vector.device).total
 
     def content(self) -> Iterator[bytes]:
         """All of the round that its release follows from, but for the noise."""
         total = self.total
-        shares = () if self.shares_asked is None else (self.shares_asked, self.count)
+        shares = () if self.shares_asked is None else (self.shares_asked, total.count)
         yield repr((sorted(total.grids), sorted(total.before), shares)).encode()
         for name in sorted(total.before):
             yield _bytes(total.before[name])
@@ -266,9 +232,9 @@ class ServerSum:
 
     def release(self) -> Release:
         """The round's one release."""
-        total = self.total
+        rows = self.sum_on(self.pending.vector.device)
         source = self._drawn_ahead or self._noise_source()
-        return self.releaser.release(total, source, asked=self.shares_asked)
+        return rows.releaser.release(rows.total, source, asked=self.shares_asked)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -291,14 +257,16 @@ class RobustAggregation(ServerSum):
         self._client_ids: list[int] = []
         self._rows: list[Tensor] = []
 
-    def add(self, reply: Reply) -> Tensor:
-        """Keep the rows of those who are usable, bool ``[n]``."""
-        usable = super().add(reply)
-        block = reply.block
-        assert block.rows is not None
-        self._client_ids += block.client_ids[usable.cpu().numpy()].tolist()
-        self._rows.append(block.rows[usable.to(block.rows.device)])
-        return usable
+    def add(self, reply: Reply) -> Reply:
+        """Keep the rows of those who are usable."""
+        rows, added = reply.block.rows, super().add(reply)
+        assert rows is not None
+        assert added.block.usable is not None
+        # No weight or scalar enters a robust mean, so that nobody was left out of the block.
+        usable = added.block.usable
+        self._client_ids += added.block.client_ids[usable.cpu().numpy()].tolist()
+        self._rows.append(rows[usable.to(rows.device)])
+        return added
 
     def release(self) -> Release:
         """The robust mean, in the order of client ids; without rows the mean of none, zero."""

@@ -23,17 +23,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.server_sum import ServerSum
+from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record
+from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import SHARE, ExpectedReply, Reply
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
 from fedsim.privacy.noise import Independent, Noise, share_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
-from fedsim.rows.block import Block, Reason
+from fedsim.rows.block import Block
 from fedsim.rows.dense import Weights
 from fedsim.rows.exact import RowMasks
-from fedsim.rows.exchange import Instructions
 
 STATE_RECORD = "mechanism-state"
 USABLE = "share-usable"
@@ -257,59 +257,54 @@ class ClientShares(ServerSum):
 
     on_workers: ClassVar[bool] = False
 
+    def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
+        super().__init__(settings, pending)
+        # Of those of them who send nothing the server adds the noise.
+        self.shares_asked = asked = len(pending.client_ids)
+        release = settings.randomness.release or ""
+        plan = self.plan
+        self._request = ShareRequest(plan.bound, plan.noise, plan.denominator, asked, release)
+        self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
+
     def request(self, instructions: Instructions) -> Instructions:
         """The round's instructions, the noise of a share, and the state that bounds a row."""
         asked = super().request(instructions)
-        bounding = self.plan.bound.bounding_state(self.pending.state, self.pending.layout)
         return replace(
             asked,
-            config=ConfigRecord({**asked.config, **self._share_request().entries()}),
-            records={STATE_RECORD: array_record(bounding)},
+            config=ConfigRecord({**asked.config, **self._request.entries()}),
+            records={STATE_RECORD: array_record(self._bounding)},
         )
-
-    def _share_request(self) -> ShareRequest:
-        plan, release = self.plan, self.settings.randomness.release or ""
-        return ShareRequest(plan.bound, plan.noise, plan.denominator, self.shares_asked, release)
 
     def expected(self) -> ExpectedReply:
         """A share, and whether its row was finite."""
         return replace(super().expected(), shares=True, needed=(USABLE,))
 
-    def unsound(self, reply: Reply) -> dict[int, Reason]:
-        """A share has its client's scalars in it; those of a block are still bare."""
-        return super().unsound(reply) if reply.content is None else {}
-
-    def add(self, reply: Reply) -> Tensor:
-        """Add the clients' shares; which of them are usable, bool ``[n]``."""
+    def add(self, reply: Reply) -> Reply:
+        """Add the clients' shares; the reply of those who could make one."""
         block = reply.block
+        # A share has its client's scalars in it; those of a block are still bare.
+        if reply.content is None:
+            block = self.without_failed(self.summing.checked(block))
         assert block.rows is not None
-        total = self.total_on(block.rows.device)
+        total = self.sum_on(block.rows.device).total
         shares = self._made(block) if reply.content is None else _sent(block)
-        usable = add_shares(total, shares, asked=self.shares_asked)
+        usable = add_shares(total, shares, asked=self._request.asked)
         # That its row was not finite a client says; anything else its share cannot be.
         self.tally.doubt(block.client_ids, usable, "malformed")
         self.tally.doubt(block.client_ids, shares.usable, "non-finite")
-        return usable
+        return replace(reply, block=replace(block, rows=None, usable=usable))
 
     def _made(self, block: Block) -> Shares:
         assert block.rows is not None
-        layout, sources = self.releaser.layout, self.settings.noise_source
+        noise_source, number = self.settings.noise_source, self.pending.round
         return share(
-            self._share_request(),
+            self._request,
             block.rows,
-            self.plan.bound.bounding_state(self.total.before, layout),
-            layout,
-            sources=[
-                sources(Purpose.SHARE, self.pending.round, client)
-                for client in block.client_ids.tolist()
-            ],
-            sides=self.weighing.sides(block),
+            self._bounding,
+            self.pending.layout,
+            sources=[noise_source(Purpose.SHARE, number, k) for k in block.client_ids.tolist()],
+            sides=self.summing.sides(block),
         )
-
-    @property
-    def shares_asked(self) -> int:
-        """How many clients were asked; of those who sent nothing the server adds the noise."""
-        return len(self.pending.client_ids)
 
 
 def _sent(block: Block) -> Shares:

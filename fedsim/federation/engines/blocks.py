@@ -6,19 +6,13 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError
-from fedsim.federation.arrays import LazyArray, tensors
-from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
+from fedsim.federation.exchange import MessageType
 from fedsim.rows.block import Block, BlockTrainer, Ids, MalformedBlockError, Reason
-from fedsim.rows.exchange import Instructions, MessageType
 
 log = logging.getLogger(__name__)
-
-SILENT: tuple[Reason, ...] = ("missing", "timeout")
-"""Failures of which a Flower node says nothing."""
 
 
 def guarded_blocks(
@@ -85,45 +79,3 @@ def _require_asked(block: Block, message_type: MessageType, vector: Tensor, aske
         raise MalformedBlockError(
             f"rows of a block have {block.rows.shape[1]} entries; they must have {len(vector)}."
         )
-
-
-def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
-    """Flower replies of a block's clients: their own parameters and what they report."""
-    node_of = dict(
-        zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
-    )
-    shapes = tensors(instructions.arrays)
-    for index, client_id in enumerate(block.client_ids.tolist()):
-        request = Message(RecordDict(), node_of[client_id], instructions.message_type)
-        if (reason := block.reasons.get(client_id)) is not None:
-            if reason not in SILENT:
-                code = BUDGET_SPENT if reason == "budget" else CLIENT_RAISED
-                yield error_reply(request, code, f"client {client_id} failed: {reason}")
-            continue
-        content = RecordDict()
-        if block.rows is not None:
-            content[instructions.arrayrecord_key] = _parameters(
-                shapes, instructions.vector + block.rows[index]
-            )
-        content["metrics"] = MetricRecord(
-            {name: _scalar(name, values[index]) for name, values in block.metrics.items()}
-        )
-        yield Message(content, reply_to=request)
-
-
-def _parameters(like: dict[str, Tensor], vector: Tensor) -> ArrayRecord:
-    record = ArrayRecord()
-    start = 0
-    for name, tensor in like.items():
-        if tensor.is_floating_point():
-            stop = start + tensor.numel()
-            values = vector[start:stop].reshape(tensor.shape).to(tensor.dtype)
-            record[name] = LazyArray(values)
-            start = stop
-        else:
-            record[name] = LazyArray(tensor)
-    return record
-
-
-def _scalar(name: str, value: np.float64) -> int | float:
-    return int(value) if name == "num-examples" else float(value)

@@ -25,8 +25,7 @@ from fedsim.federation.aggregation.shares import (
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
-from fedsim.rows.block import BlockTrainer, Ids
-from fedsim.rows.exchange import CLIENT_STATE, DECLARED_EXAMPLES
+from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, BlockTrainer, Ids
 from fedsim.rows.layout import Layout
 from fedsim.training.local_rounds import LocalResult
 

@@ -1,9 +1,9 @@
 """One round over workers: who is asked for which clients, and what becomes of their replies.
 
 Workers are Ray's or processes of this machine (`Crew`); a round knows only that they answer in
-the order in which they are asked, or are lost. Where a strategy collects sums (`Collection`), a
-worker adds up what it trains and gives one sum at the end: until that is here its clients are
-not done, and if it is lost they are trained again, to the same bytes.
+the order in which they are asked, or are lost. Where a strategy takes sums, a worker adds up what
+it trains and gives one sum at the end: until that is here its clients are not done, and if it is
+lost they are trained again, to the same bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from fedsim.federation.engines.workers import (
     WorkerLostError,
     WorkerReply,
     WorkRequest,
-    from_wire,
-    to_arrays,
-    to_tensors,
-    to_views,
 )
+from fedsim.federation.exchange import Instructions
+from fedsim.federation.row_sums import RowSum
 from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
-from fedsim.rows.exchange import Collection, Instructions
 
 _log = logging.getLogger(__name__)
 
@@ -69,28 +66,6 @@ class _Chunk:
         return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
 
 
-@dataclass(frozen=True)
-class _TrainedChunk:
-    """What a worker said of a chunk, in memory of this process.
-
-    Attributes
-    ----------
-    chunk
-    blocks : list of Block
-    states : mapping of name to Tensor
-        What its clients keep afterwards.
-    """
-
-    chunk: _Chunk
-    blocks: list[Block]
-    states: ClientStates
-
-    @classmethod
-    def of(cls, chunk: _Chunk, answer: WorkerReply) -> _TrainedChunk:
-        """Copied out of what is the worker's again when it is asked next."""
-        return cls(chunk, [from_wire(wire) for wire in answer.blocks], to_tensors(answer.arrays))
-
-
 @dataclass(eq=False)
 class _Assignment:
     """A worker in this round.
@@ -100,7 +75,7 @@ class _Assignment:
     worker
     queue : deque of _Chunk
         What it was asked for and has not answered.
-    done : list of _TrainedChunk
+    done : list of (_Chunk, WorkerReply)
         What it has answered, and keeps in its sum.
     summing : bool
         Whether it was asked for that sum.
@@ -112,7 +87,7 @@ class _Assignment:
 
     worker: Worker
     queue: deque[_Chunk] = field(default_factory=deque)
-    done: list[_TrainedChunk] = field(default_factory=list)
+    done: list[tuple[_Chunk, WorkerReply]] = field(default_factory=list)
     summing: bool = False
     since: float = 0.0
     begun: bool = False
@@ -151,7 +126,8 @@ class Dispatch:
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
-    collection : Collection, optional
+    into : RowSum, optional
+        Takes the workers' sums of the rows that they train; without it blocks keep their rows.
     """
 
     def __init__(
@@ -162,24 +138,24 @@ class Dispatch:
         timeout: float | None,
         *,
         retries: int,
-        collection: Collection | None = None,
+        into: RowSum | None = None,
     ) -> None:
-        self._crew, self._trainer, self._collection = crew, trainer, collection
+        self._crew, self._trainer, self._into = crew, trainer, into
         self._timeout, self._retries = timeout, retries
         # On the CPU whatever the trainer's device: it goes to processes by shared memory or Ray.
         self._start = instructions.vector.detach().cpu()
         ids = np.asarray(instructions.client_ids, dtype=np.int64)
         row_bytes = max(self._start.numel() * self._start.element_size(), 1)
         # Rows that are summed do not travel, so that a chunk of them may be of any size.
-        largest = len(ids) if collection is not None else max(1, _CHUNK_BYTES // row_bytes)
+        largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
         cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, cut))
         self._call = RoundCall(
             instructions.message_type,
-            self._start.numpy(),
+            self._start,
             instructions.round,
             dict(instructions.config),
-            None if collection is None else collection.summing,
+            None if into is None else into.summing,
         )
 
     def blocks(self) -> Iterator[Block]:
@@ -199,7 +175,7 @@ class Dispatch:
                 yield from self._after_timeout()
                 continue
             try:
-                answer = assignment.worker.answer()
+                answer = assignment.worker.answer(copied=not assignment.summing)
             except WorkerLostError as error:
                 yield from self._after_loss(assignment, error)
                 continue
@@ -230,7 +206,7 @@ class Dispatch:
         for assignment in self._assignments:
             # Before a client that may lose its worker begins, what others did there is safe.
             if assignment.done and not assignment.busy and (not self._todo or self._todo[0].alone):
-                assignment.worker.ask(WorkRequest("sum"))
+                assignment.worker.ask(WorkRequest(None))
                 assignment.summing = True
         return refused
 
@@ -241,7 +217,7 @@ class Dispatch:
             assignment.begun = True
         if not assignment.queue:
             assignment.since = time.monotonic()
-        assignment.worker.ask(WorkRequest("clients", chunk.client_ids, to_arrays(states)))
+        assignment.worker.ask(WorkRequest(chunk.client_ids, states))
         assignment.queue.append(chunk)
 
     def _entry_states(self, chunk: _Chunk) -> ClientStates:
@@ -272,25 +248,20 @@ class Dispatch:
             # Of the sum or the trainer, not of a client: another worker would fail in the same way.
             raise answer.error
         if assignment.queue:
-            trained = _TrainedChunk.of(assignment.queue.popleft(), answer)
+            assignment.done.append((assignment.queue.popleft(), answer))
             assignment.since = time.monotonic()
-            if self._collection is not None:
+            if self._into is not None:
                 # Its rows are in the worker's memory only: if that is lost, it is trained again.
-                assignment.done.append(trained)
-            else:
-                yield from self._finished(trained)
-            return
-        assert self._collection is not None
-        self._collection.merge(to_views(answer.arrays))
+                return
+        else:
+            assert self._into is not None
+            self._into.total.merge(answer.tensors)
+        # Nothing can undo these clients any more.
         done, assignment.done, assignment.summing = assignment.done, [], False
-        for trained in done:
-            yield from self._finished(trained)
-
-    def _finished(self, trained: _TrainedChunk) -> Iterator[Block]:
-        """The blocks of clients that nothing can undo any more."""
-        if trained.states:
-            self._trainer.keep(trained.states, self._call.round)
-        yield from trained.blocks
+        for _, trained in done:
+            if trained.tensors:
+                self._trainer.keep(trained.tensors, self._call.round)
+            yield from trained.blocks
 
     def _after_loss(self, assignment: _Assignment, error: Exception) -> Iterator[Block]:
         """Replace a worker that was lost.
@@ -298,11 +269,11 @@ class Dispatch:
         An answer that was on its way is lost with it, so that any client that it was
         asked for may be to blame. Only one that had the worker for itself surely is.
         """
-        blamed = list(assignment.queue) or [trained.chunk for trained in assignment.done]
+        blamed = list(assignment.queue) or [chunk for chunk, _ in assignment.done]
         lost_ids = np.concatenate([chunk.client_ids for chunk in blamed])
         _log.warning("a worker was lost with clients %s: %s", lost_ids, error)
         # What it had finished is lost with its sum, but did not end it, unless nothing else could.
-        innocent = [trained.chunk for trained in assignment.done] if assignment.queue else []
+        innocent = [chunk for chunk, _ in assignment.done] if assignment.queue else []
         self._replace(assignment)
         self._todo.extendleft(innocent)
         for suspect in blamed:
@@ -326,7 +297,7 @@ class Dispatch:
                 continue
             chunk = assignment.queue.popleft()
             _log.warning("clients %s have not finished in %s s", chunk.client_ids, self._timeout)
-            self._todo.extendleft([trained.chunk for trained in assignment.done])
+            self._todo.extendleft([chunk for chunk, _ in assignment.done])
             self._todo.extendleft(reversed(assignment.queue))
             self._replace(assignment)
             if len(chunk.client_ids) > 1:

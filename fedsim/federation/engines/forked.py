@@ -40,6 +40,8 @@ from fedsim.federation.engines.workers import (
     WorkerLostError,
     WorkerReply,
     WorkRequest,
+    pack,
+    unpack,
 )
 from fedsim.process import die_with_parent
 from fedsim.rows.block import BlockTrainer
@@ -66,10 +68,7 @@ class SharedValue:
 
     def put(self, value: object) -> Spans:
         """Put a value in the place of the last one; what `get` needs to find it."""
-        # Out of band: an array is copied once, into the shared memory, and not into a pickle first.
-        buffers: list[pickle.PickleBuffer] = []
-        body = _pickled(value, buffers)
-        pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+        pieces = [memoryview(piece) for piece in pack(value)]
         spans: Spans = []
         end = 0
         for piece in pieces:
@@ -80,11 +79,10 @@ class SharedValue:
             memory[start : start + size] = piece
         return spans
 
-    def get(self, spans: Spans) -> Any:
-        """The value; its arrays lie here, and are others once another value is put."""
+    def get(self, spans: Spans, *, copied: bool = False) -> Any:
+        """The value; unless copied, large arrays lie here, until another value is put."""
         memory = self._mapped(sum(spans[-1]))
-        body, *arrays = (memory[start : start + size] for start, size in spans)
-        return pickle.loads(body, buffers=arrays)
+        return unpack([memory[start : start + size] for start, size in spans], copied=copied)
 
     def _mapped(self, size: int) -> memoryview:
         if self._map is None or len(self._map) < size:
@@ -98,17 +96,6 @@ class SharedValue:
         """Let go of the memory."""
         os.close(self._file)
         self._map = None
-
-
-def _pickled(value: object, buffers: list[pickle.PickleBuffer]) -> bytes:
-    try:
-        return pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        # A class that no name leads to goes by value.
-        from ray import cloudpickle
-
-        buffers.clear()
-        return bytes(cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -162,10 +149,10 @@ class ForkedWorker(Worker):
     def _send(self, value: object) -> None:
         # One that is gone says so when it is asked for its answer.
         with contextlib.suppress(OSError):
-            self.connection.send_bytes(pickle.dumps(value, protocol=5))
+            self.connection.send_bytes(pickle.dumps([bytes(piece) for piece in pack(value)]))
 
-    def answer(self) -> WorkerReply:
-        """The next answer, in memory that the worker writes to again when it is asked again."""
+    def answer(self, *, copied: bool) -> WorkerReply:
+        """The next answer; if not copied, in memory that the worker writes to when asked again."""
         try:
             note: _AnswerNote = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
@@ -173,7 +160,7 @@ class ForkedWorker(Worker):
         self.asked -= 1
         for name, level, text in note.records:
             logging.getLogger(name).log(level, "%s", text)
-        answer: WorkerReply = self._answers.get(note.spans)
+        answer: WorkerReply = self._answers.get(note.spans, copied=copied)
         return answer
 
     def end(self, patience: float = 0.0) -> None:
@@ -303,9 +290,9 @@ def _serve(
             return
         if not body:
             return
-        request = pickle.loads(body)
+        request = unpack(pickle.loads(body), copied=True)
         if not isinstance(request, WorkRequest):
-            worker.begin(calls.get(request))
+            worker.begin(calls.get(request, copied=True))
             continue
         # In place of the last answer, which the driver has taken in: it asks for one at a time.
         spans = answers.put(worker.work(request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from flwr.serverapp import Grid
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import own_content
-from fedsim.federation.engines.blocks import guarded_blocks, messages_of
+from fedsim.federation.engines.blocks import guarded_blocks
 from fedsim.federation.engines.client_app import AppTrainer, client_app
 from fedsim.federation.engines.directory import ConsecutiveNodes
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
 from fedsim.federation.engines.process import keep_freed_memory
 from fedsim.federation.engines.workers import Crew
+from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,
@@ -35,9 +37,9 @@ from fedsim.federation.flower_internals import (
     set_message_id,
     unavailable,
 )
+from fedsim.federation.row_sums import RowSum
 from fedsim.process import Closed
 from fedsim.rows.block import Block, BlockTrainer
-from fedsim.rows.exchange import Collection, Instructions, Replies
 from fedsim.rows.layout import Layout
 
 # Flower reserves 0, for no node, and 1, for the SuperLink.
@@ -218,8 +220,8 @@ class LocalGrid(Closed, Grid):
             if instructions.message_type == "train":
                 trainer.receive(instructions.config)
             self._open = Replies(
-                lambda collection: self._blocks(trainer, instructions, timeout, collection),
-                lambda block: messages_of(instructions, block),
+                instructions,
+                partial(self._blocks, trainer, instructions, timeout),
                 # Workers sum the rows where they train them.
                 sums=self._workers > 1 or self._crew is not None,
             )
@@ -239,7 +241,7 @@ class LocalGrid(Closed, Grid):
         trainer: BlockTrainer,
         instructions: Instructions,
         timeout: float | None,
-        collection: Collection | None,
+        into: RowSum | None,
     ) -> Iterator[Block]:
         # Not before the first round: workers have what a caller does to the trainer until then.
         if self._workers > 1 and self._crew is None:
@@ -251,7 +253,7 @@ class LocalGrid(Closed, Grid):
                 instructions,
                 timeout,
                 retries=self._retries,
-                collection=collection,
+                into=into,
             ).blocks()
         return guarded_blocks(
             trainer,

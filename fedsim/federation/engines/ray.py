@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle
 import signal
 import threading
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, RunFailedError
@@ -33,6 +27,8 @@ from fedsim.federation.engines.workers import (
     WorkerLostError,
     WorkerReply,
     WorkRequest,
+    pack,
+    unpack,
 )
 from fedsim.rows.block import BlockTrainer
 
@@ -115,15 +111,33 @@ class RayGrid(LocalGrid):
             self._started_ray = False
 
 
-class TrainingActor(TrainingWorker):
-    """What runs in Ray's process."""
+Arrays = list[npt.NDArray[np.uint8]]
+"""What `pack` gives: Ray's store takes arrays out of a value, and has each once for a machine."""
 
-    def __init__(self, parcel: Parcel, device: str) -> None:
+
+def _arrays(value: object) -> Arrays:
+    # By value: workers have not the driver's main module.
+    return [np.frombuffer(piece, np.uint8) for piece in pack(value, by_value=True)]
+
+
+class TrainingActor:
+    """What runs in Ray's process: a worker whose arguments and answers are packed."""
+
+    def __init__(self, trainer: Arrays, device: str) -> None:
         use_one_thread()
-        super().__init__(parcel.unpack(), device)
+        # The data stay in Ray's store, which is not to be written to.
+        self._worker = TrainingWorker(unpack(trainer, copied=False), device)
 
     def ready(self) -> None:
         """Reply, once the process has started."""
+
+    def begin(self, call: Arrays) -> None:
+        """A round begins."""
+        self._worker.begin(unpack(call, copied=True))
+
+    def work(self, request: Arrays) -> Arrays:
+        """Blocks of clients, or their sum."""
+        return _arrays(self._worker.work(unpack(request, copied=True)))
 
 
 class RayWorker(Worker):
@@ -146,14 +160,14 @@ class RayWorker(Worker):
 
     def ask(self, work: WorkRequest) -> None:
         """Call the actor, which works through its calls one after another."""
-        self.answers.append(self.actor.work.remote(work))
+        self.answers.append(self.actor.work.remote(_arrays(work)))
 
-    def answer(self) -> WorkerReply:
-        """The next answer, in memory of Ray's store."""
+    def answer(self, *, copied: bool) -> WorkerReply:
+        """The next answer, unless copied in memory of Ray's store."""
         import ray
 
         try:
-            answer: WorkerReply = ray.get(self.answers.popleft())
+            answer: WorkerReply = unpack(ray.get(self.answers.popleft()), copied=copied)
         except ray.exceptions.RayError as error:
             raise WorkerLostError(str(error)) from error
         return answer
@@ -174,7 +188,7 @@ class RayCrew(Crew[RayWorker]):
         import ray
 
         self._options = options
-        self._parcel = ray.put(Parcel.pack(trainer.copy_for("cpu")))
+        self._trainer = ray.put(_arrays(trainer.copy_for("cpu")))
         super().__init__(count)
 
     def new_worker(self) -> RayWorker:
@@ -182,7 +196,7 @@ class RayCrew(Crew[RayWorker]):
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
-        actor = ray.remote(TrainingActor).options(**self._options).remote(self._parcel, device)
+        actor = ray.remote(TrainingActor).options(**self._options).remote(self._trainer, device)
         return RayWorker(actor)
 
     def begin(self) -> None:
@@ -202,7 +216,7 @@ class RayCrew(Crew[RayWorker]):
         """Where the call lies in Ray's store, from which each machine takes it once."""
         import ray
 
-        return ray.put(call)
+        return ray.put(_arrays(call))
 
 
 def _start_ray(address: str | None, workers: int) -> bool:
@@ -256,90 +270,3 @@ def _default_workers(cpus_per_worker: float, gpus_per_worker: float) -> int:
             )
         return fits
     return max(1, int(resources.get("CPU", 1) / max(cpus_per_worker, 0.01)))
-
-
-# Smaller tensors are copied: they are not worth a buffer of their own, and what an
-# algorithm keeps and changes in place (rates, counters) is among them.
-_SHARED_FROM = 1 << 20
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """An object, with its large tensors apart as plain arrays.
-
-    An object store that maps arrays into its readers' memory (Ray's does) holds the data
-    once for all the processes of a machine. Tensors of a mebibyte and more are then
-    read-only; parameters are always copied.
-
-    Attributes
-    ----------
-    body : bytes
-    arrays : list of ndarray
-        The large tensors' values, in the order in which the body refers to them.
-    """
-
-    body: bytes
-    arrays: list[npt.NDArray[Any]]
-
-    @classmethod
-    def pack(cls, value: object) -> Parcel:
-        """Pack an object; classes and functions that workers cannot import go by value."""
-        arrays: list[npt.NDArray[Any]] = []
-        stream = io.BytesIO()
-        _pickler_class()(stream, arrays).dump(value)
-        return cls(stream.getvalue(), arrays)
-
-    def unpack(self) -> Any:
-        """The object, over this parcel's arrays."""
-        return _Unpickler(io.BytesIO(self.body), self.arrays).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, arrays: list[npt.NDArray[Any]]) -> None:
-        super().__init__(stream)
-        self._arrays = arrays
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        with warnings.catch_warnings():
-            # It warns that the memory is not writable, which is meant.
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.from_numpy(self._arrays[pid])
-
-
-def _pickler_class() -> Any:
-    from ray.cloudpickle import CloudPickler
-
-    class Pickler(CloudPickler):
-        def __init__(self, stream: io.BytesIO, arrays: list[npt.NDArray[Any]]) -> None:
-            super().__init__(stream, protocol=5)  # type: ignore[no-untyped-call]
-            self._arrays = arrays
-            # The tensors too: an id means something only while its object lives.
-            self._known: dict[int, tuple[int, Tensor]] = {}
-
-        def persistent_id(self, value: object) -> int | None:
-            if type(value) is not Tensor or not _shareable(value):
-                return None
-            if id(value) not in self._known:
-                self._known[id(value)] = (len(self._arrays), value)
-                self._arrays.append(np.ascontiguousarray(value.detach().numpy()))
-            return self._known[id(value)][0]
-
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, nn.Parameter):
-                plain = np.array(value.detach().cpu().numpy())
-                return _parameter, (plain, value.requires_grad)
-            return super().reducer_override(value)  # type: ignore[no-untyped-call]
-
-    return Pickler
-
-
-def _shareable(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and tensor.numel() * tensor.element_size() >= _SHARED_FROM
-    )
-
-
-def _parameter(values: npt.NDArray[Any], requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(torch.from_numpy(values.copy()), requires_grad=requires_grad)

@@ -1,33 +1,38 @@
 """Workers, as the process that drives a run sees them, and what each of them runs.
 
 An engine has a `Crew` of `Worker`: Ray's actors, or processes forked from this one. In each is a
-`TrainingWorker`. Everything that travels between the two is numpy arrays and plain values: Ray and
-shared memory take arrays out of band, tensors they would pickle. What comes out of shared memory
+`TrainingWorker`. What travels between the two is pickled here (`pack`), large tensors and arrays
+apart, so that shared memory and Ray's object store take each of them once. What comes out of there
 may be read-only, and is overwritten by the next answer: it is copied, but for sums, which are
 merged at once.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.rows.block import Block, BlockTrainer, Ids, Reason
-from fedsim.rows.exchange import BlockSum, MessageType, Summing
+from fedsim.federation.exchange import MessageType
+from fedsim.federation.row_sums import RowSum, Summing
+from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids
 
-Arrays = dict[str, npt.NDArray[Any]]
-Wire = tuple[Ids, npt.NDArray[Any] | None, Arrays, npt.NDArray[np.bool_], dict[int, Reason], Any]
-"""A block's fields, its tensors as arrays."""
+# Smaller arrays are copied: they are not worth a buffer of their own, and what an algorithm keeps
+# and changes in place (rates, counters) is among them.
+_APART_FROM = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class RoundCall:
     Attributes
     ----------
     message_type : "train" or "evaluate"
-    vector : float ``[d]``
+    vector : Tensor ``[d]``
+        On the CPU.
     round : int
     config : mapping
     summing : Summing, optional
@@ -45,7 +51,7 @@ class RoundCall:
     """
 
     message_type: MessageType
-    vector: npt.NDArray[Any]
+    vector: Tensor
     round: int
     config: Mapping[str, object]
     summing: Summing | None = None
@@ -57,15 +63,14 @@ class WorkRequest:
 
     Attributes
     ----------
-    wanted : "clients" or "sum"
-    client_ids : int64 ``[n]``
-    states : mapping of name to array
+    client_ids : int64 ``[n]`` or None
+        None for the sum.
+    states : mapping of name to Tensor
         What these clients keep between rounds, lent to this worker.
     """
 
-    wanted: Literal["clients", "sum"]
-    client_ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    states: Arrays = field(default_factory=dict)
+    client_ids: Ids | None
+    states: ClientStates = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,16 @@ class WorkerReply:
 
     Attributes
     ----------
-    blocks : list of Wire
-        Of clients.
-    arrays : mapping of name to array
+    blocks : list of Block
+        Of clients, on the CPU.
+    tensors : mapping of name to Tensor
         What these clients keep afterwards; or a sum.
     error : Exception or None
         Why the round cannot be continued: no client's fault.
     """
 
-    blocks: list[Wire] = field(default_factory=list)
-    arrays: Arrays = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -103,8 +108,11 @@ class Worker(ABC):
         """Ask for something; `answer` gives what it says, in the order asked."""
 
     @abstractmethod
-    def answer(self) -> WorkerReply:
-        """The next answer, which has arrived; its arrays are good until the worker is asked again.
+    def answer(self, *, copied: bool) -> WorkerReply:
+        """The next answer, which has arrived.
+
+        Unless they are ``copied``, its arrays are good until the worker is asked again, and not to
+        be written to.
 
         Raises
         ------
@@ -174,76 +182,106 @@ class TrainingWorker:
 
     def __init__(self, trainer: BlockTrainer, device: str) -> None:
         self._trainer, self._device = trainer.copy_for(device), torch.device(device)
-        self._sum: BlockSum | None = None
+        self._sum: RowSum | None = None
 
     def begin(self, call: RoundCall) -> None:
         """A round begins, and nothing of an earlier one counts any more."""
         self._call, self._sum = call, None
-        self._vector: Tensor = torch.from_numpy(np.array(call.vector)).to(self._device)
+        self._vector = call.vector.to(self._device)
         if call.message_type == "train":
             self._trainer.receive(call.config)
 
     def work(self, work: WorkRequest) -> WorkerReply:
         """Blocks of clients, or their sum."""
         try:
-            return self._clients(work) if work.wanted == "clients" else self._collected()
+            if work.client_ids is not None:
+                return self._trained(work.client_ids, work.states)
+            summed, self._sum = self._sum, None
+            return WorkerReply(tensors={} if summed is None else summed.total.state())
         except Exception as error:
             # Some errors cannot be sent as they are.
             sendable = error if isinstance(error, FedsimError) else FedsimError(repr(error))
             return WorkerReply(error=sendable)
 
-    def _clients(self, work: WorkRequest) -> WorkerReply:
-        call, ids = self._call, np.array(work.client_ids)
+    def _trained(self, client_ids: Ids, states: ClientStates) -> WorkerReply:
+        call = self._call
         # The driver keeps what clients keep: whichever worker has them next is lent it.
-        self._trainer.restore(to_tensors(work.states))
+        self._trainer.restore(states)
         if call.summing is not None and self._sum is None:
-            self._sum = call.summing.start(self._device)
-        wires = []
-        for block in guarded_blocks(
-            self._trainer, call.message_type, self._vector, ids, call.round
-        ):
-            wires.append(to_wire(block if self._sum is None else self._sum.add(block)))
-        keeps = self._trainer.state(ids) if call.message_type == "train" else {}
-        return WorkerReply(wires, to_arrays(keeps))
-
-    def _collected(self) -> WorkerReply:
-        summed, self._sum = self._sum, None
-        return WorkerReply(arrays={} if summed is None else to_arrays(summed.state()))
+            self._sum = RowSum(call.summing, self._device)
+        blocks = guarded_blocks(
+            self._trainer, call.message_type, self._vector, client_ids, call.round
+        )
+        sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
+        keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
+        return WorkerReply(sent, keeps)
 
 
-def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
-    """Tensors by name, as numpy arrays."""
-    return {name: values.cpu().numpy() for name, values in tensors.items()}
+Piece = bytes | memoryview
 
 
-def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Arrays by name, copied into tensors of this process."""
-    return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
+def pack(value: object, *, by_value: bool = False) -> list[Piece]:
+    """A value as a pickle, and after it its large arrays and tensors, which are on no GPU then.
+
+    Parameters
+    ----------
+    by_value : bool
+        Classes and functions that another process cannot import go along. So does in any case a
+        class that no name leads to.
+    """
+    stream, apart = io.BytesIO(), list[memoryview]()
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        if (raw := buffer.raw()).nbytes < _APART_FROM:
+            return True
+        apart.append(raw)
+        return False
+
+    try:
+        _pickler(by_value)(stream, protocol=5, buffer_callback=stays).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if by_value:
+            raise
+        return pack(value, by_value=True)
+    return [stream.getbuffer(), *apart]
 
 
-def to_views(arrays: Arrays) -> dict[str, Tensor]:
-    """Arrays by name as tensors without a copy: not to be written to, and not to be kept."""
+def unpack(pieces: Iterable[Any], *, copied: bool) -> Any:
+    """What `pack` was given, over the memory of these pieces, or in memory of its own."""
+    body, *arrays = pieces
+    return pickle.loads(body, buffers=map(bytearray, arrays) if copied else arrays)
+
+
+@cache
+def _pickler(by_value: bool) -> Any:
+    base: Any = pickle.Pickler
+    if by_value:
+        from ray import cloudpickle
+
+        base = cloudpickle.CloudPickler
+
+    class Pickler(base):  # type: ignore[misc]
+        """Writes tensors as arrays, which pickles take out of band."""
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, nn.Parameter):
+                return _parameter, (value.detach().cpu().numpy(), value.requires_grad)
+            if type(value) is Tensor and not value.requires_grad:
+                with suppress(TypeError):  # what numpy has no dtype for
+                    return _tensor, (np.asarray(value.cpu().numpy(), order="C"),)
+            return super().reducer_override(value) if by_value else NotImplemented
+
+    return Pickler
+
+
+def _tensor(values: npt.NDArray[Any]) -> Tensor:
+    if values.flags.writeable:
+        return torch.from_numpy(values)
     with warnings.catch_warnings():
         # It warns that the memory is not writable, which is meant.
         warnings.simplefilter("ignore", UserWarning)
-        return {name: torch.from_numpy(np.asarray(values)) for name, values in arrays.items()}
+        return torch.from_numpy(values)
 
 
-def to_wire(block: Block) -> Wire:
-    """A block as an answer takes it."""
-    rows = None if block.rows is None else block.rows.detach().cpu().numpy()
-    usable = None if block.usable is None else block.usable.cpu().numpy()
-    return block.client_ids, rows, dict(block.metrics), block.ok, dict(block.reasons), usable
-
-
-def from_wire(wire: Wire) -> Block:
-    """The block that `to_wire` was given, copied into memory of this process."""
-    client_ids, rows, metrics, ok, reasons, usable = wire
-    return Block(
-        client_ids=np.array(client_ids),
-        rows=None if rows is None else torch.from_numpy(np.array(rows)),
-        metrics={name: np.array(values) for name, values in metrics.items()},
-        ok=np.array(ok),
-        reasons=reasons,
-        usable=None if usable is None else torch.from_numpy(np.array(usable)),
-    )
+def _parameter(values: npt.NDArray[Any], requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.from_numpy(values.copy()), requires_grad=requires_grad)

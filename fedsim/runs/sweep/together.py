@@ -18,9 +18,9 @@ import torch
 from flwr.app import Message
 
 from fedsim.clients.proximal import server_numbers
+from fedsim.federation.exchange import Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
-from fedsim.rows.exchange import Instructions, Replies
 from fedsim.runs.factories import algorithm, seed_of
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import Rounds
@@ -104,7 +104,7 @@ class _SharedTrainer:
             # By the run's own trainer: test examples and a model's draws are its own.
             vector, ids, number = due[run].vector, due[run].client_ids, due[run].round
             blocks[run] += self._trainers[run].evaluate(vector, ids, number)
-        return {run: _replies(of_run) for run, of_run in blocks.items()}
+        return {run: Replies(m, partial(_given, blocks[run])) for run, m in due.items()}
 
     def _train(self, training: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
         """Blocks of clients, each with its run; a run's clients stand together."""
@@ -156,5 +156,6 @@ class _SharedTrainer:
             yield run, Block.sent(ids[chosen] - self._offsets[run], rows[chosen], metrics)
 
 
-def _replies(blocks: list[Block]) -> Replies:
-    return Replies(produce=lambda _: iter(blocks), to_messages=lambda _: iter(()))
+def _given(blocks: list[Block], into: object) -> Iterator[Block]:
+    del into
+    return iter(blocks)

@@ -61,7 +61,7 @@ def test_krum_is_the_loop_of_its_paper(n: int, f: int, keep: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 40, 2**22])
 def test_krum_of_rows_far_from_zero_loses_no_small_distance(chunk: int, monkeypatch) -> None:
     """Distances of 1e-3 at 1e4: norms and products in float64 would leave four digits of them."""
-    monkeypatch.setattr("fedsim.federation.aggregation.robust_mean.CHUNK", chunk)
+    monkeypatch.setattr("fedsim.federation.aggregation.robust.CHUNK", chunk)
     base = torch.full((8, 50), 1e4, dtype=torch.float64) + 1e-5 * rows_of(
         8, 50, dtype=torch.float64
     )
@@ -80,7 +80,7 @@ def test_krum_of_one_row_is_that_row() -> None:
 def test_columns_are_sorted_a_few_at_a_time(monkeypatch) -> None:
     rows = rows_of(5, d=11)
     expected = Median().center(rows), TrimmedMean(0.2).center(rows)
-    monkeypatch.setattr("fedsim.federation.aggregation.robust_mean.CHUNK", 10)
+    monkeypatch.setattr("fedsim.federation.aggregation.robust.CHUNK", 10)
     assert torch.equal(Median().center(rows), expected[0])
     assert torch.equal(TrimmedMean(0.2).center(rows), expected[1])
 

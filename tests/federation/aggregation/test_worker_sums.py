@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedsim.federation.aggregation.worker_sums import prefetched
 from fedsim.mechanisms import NoiseSource
+from fedsim.mechanisms.releaser import prefetched
 
 
 @pytest.mark.parametrize("hardened", [False, True])

@@ -4,17 +4,6 @@ A strategy hands `Instructions` to a Flower `Grid`. To any Grid they are an iter
 Flower messages, made only as they are iterated over. An engine that knows fedsim
 takes them whole, trains the clients in blocks and gives `Replies`, which in turn are an
 iterable of messages to any strategy that asks for no more.
-
-Where the server keeps the mean of the clients' state, the entry `CLIENT_STATE` of the
-instructions' config says so, ``client-state.NAME`` is that mean once there is one, and each
-client has what it ended with among its metrics by the same name.
-
-Where clients keep their own state on the disk, the entry `KEEP_SINCE` says to the end of which
-round the run may go back: what a client had then, and since, stays.
-
-In a run that protects anything, the entry `RUN` names it: the same for all rounds of one run, also
-once it is resumed, and another for every other run. By it clients know which rounds they have gone
-through before.
 """
 
 from __future__ import annotations
@@ -22,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.rows.block import Block, Ids
+from fedsim.federation.arrays import LazyArray, tensors
+from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
+from fedsim.federation.row_sums import RowSum
+from fedsim.rows.block import Block, Ids, Reason
 
-CLIENT_STATE = "client-state"
-KEEP_SINCE = "keep-since"
-RUN = "run"
-DECLARED_EXAMPLES = "declared-examples"
-"""How many examples a client is declared to have, where its update is weighed by that."""
+SILENT: tuple[Reason, ...] = ("missing", "timeout")
+"""Failures of which a Flower node says nothing."""
 
 MessageType = Literal["train", "evaluate"]
 NodeIds = npt.NDArray[np.uint64]
@@ -109,72 +97,78 @@ def _same_arrays(record: ArrayRecord) -> ArrayRecord:
     return shells
 
 
-Sums = Mapping[str, Tensor]
-"""What `BlockSum.state` gives; merging sums of one round is exact in any order and tree."""
-
-
-class BlockSum(Protocol):
-    """Where the rows of blocks are bounded and summed."""
-
-    def add(self, block: Block) -> Block:
-        """Add a block's rows; the block with ``usable`` in their place."""
-
-    def state(self) -> Sums:
-        """All that was added."""
-
-
-class Summing(Protocol):
-    """How a round's rows are bounded and summed; a value that travels to the workers."""
-
-    def start(self, device: torch.device) -> BlockSum:
-        """An empty sum, for rows that come on ``device``."""
-
-
-@dataclass(frozen=True)
-class Collection:
-    """What a strategy asks of an engine whose workers bound and sum what they train.
-
-    Attributes
-    ----------
-    summing : Summing
-        Goes to the workers.
-    merge : callable
-        Takes each worker's sum. A block is given only once the sum that has its rows was taken.
-    """
-
-    summing: Summing
-    merge: Callable[[Sums], None]
-
-
 @dataclass
 class Replies(Iterable[Message]):
     """Replies to `Instructions`, as blocks or as Flower messages; consumed once.
 
     Attributes
     ----------
+    instructions : Instructions
     produce : callable returning an iterator of blocks
-        Without a `Collection` they have rows.
-    to_messages : callable turning one block into Flower messages
+        It is given the sum into which workers' sums go, or None where blocks keep their rows. A
+        block is given only once the sum that has its rows was merged.
     sums : bool
-        Whether ``produce`` takes a `Collection`.
+        Whether workers bound and sum the rows where they train them.
     """
 
-    produce: Callable[[Collection | None], Iterator[Block]]
-    to_messages: Callable[[Block], Iterator[Message]]
+    instructions: Instructions
+    produce: Callable[[RowSum | None], Iterator[Block]]
     sums: bool = False
     _blocks: Iterator[Block] | None = field(default=None, init=False, repr=False)
 
-    def blocks(self, collection: Collection | None = None) -> Iterator[Block]:
+    def blocks(self, into: RowSum | None = None) -> Iterator[Block]:
         """Blocks as they come; clients are trained as the iterator advances."""
         if self._blocks is None:
-            self._blocks = self.produce(collection)
+            self._blocks = self.produce(into)
         return self._blocks
 
     def __iter__(self) -> Iterator[Message]:
         for block in self.blocks():
-            yield from self.to_messages(block)
+            yield from messages_of(self.instructions, block)
 
     def drain(self) -> None:
         """Finish what was not consumed, and drop it."""
         for _ in self.blocks():
             pass
+
+
+def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
+    """Flower replies of a block's clients: their own parameters and what they report."""
+    node_of = dict(
+        zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
+    )
+    shapes = tensors(instructions.arrays)
+    for index, client_id in enumerate(block.client_ids.tolist()):
+        request = Message(RecordDict(), node_of[client_id], instructions.message_type)
+        if (reason := block.reasons.get(client_id)) is not None:
+            if reason not in SILENT:
+                code = BUDGET_SPENT if reason == "budget" else CLIENT_RAISED
+                yield error_reply(request, code, f"client {client_id} failed: {reason}")
+            continue
+        content = RecordDict()
+        if block.rows is not None:
+            content[instructions.arrayrecord_key] = _parameters(
+                shapes, instructions.vector + block.rows[index]
+            )
+        content["metrics"] = MetricRecord(
+            {name: _scalar(name, values[index]) for name, values in block.metrics.items()}
+        )
+        yield Message(content, reply_to=request)
+
+
+def _parameters(like: dict[str, Tensor], vector: Tensor) -> ArrayRecord:
+    record = ArrayRecord()
+    start = 0
+    for name, tensor in like.items():
+        if tensor.is_floating_point():
+            stop = start + tensor.numel()
+            values = vector[start:stop].reshape(tensor.shape).to(tensor.dtype)
+            record[name] = LazyArray(values)
+            start = stop
+        else:
+            record[name] = LazyArray(tensor)
+    return record
+
+
+def _scalar(name: str, value: np.float64) -> int | float:
+    return int(value) if name == "num-examples" else float(value)

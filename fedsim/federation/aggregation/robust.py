@@ -1,0 +1,136 @@
+"""Robust means: centres of a round's rows that stand where a sum would, without privacy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from fedsim.errors import FedsimError
+from fedsim.lazy import Tensor, torch
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Lt, check_settings
+
+CHUNK = 2**22
+"""Numbers that are sorted at a time."""
+
+
+class RobustMean(ABC):
+    """A centre of a round's rows that is no function of their sum.
+
+    Every usable client counts once, whatever its examples. The rows of a round are kept: memory is
+    cohort times parameters, where a sum takes that of one row. What one client moves it by depends
+    on the others' rows, so that no noise in units of a plan's C protects it: noise is refused.
+    Subclasses are frozen dataclasses of their settings that give `center`; a config names them
+    where it names a mechanism, and a strategy takes them as one.
+    """
+
+    protects_nobody: ClassVar[bool] = True
+    guarantee: ClassVar[Literal["gaussian", "none"]] = "none"
+    weighting: ClassVar[Literal["uniform", "num-examples"]] = "uniform"
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @abstractmethod
+    def center(self, rows: Tensor) -> Tensor:
+        """Of finite rows ``[n, d]``, n at least 1, in the order of client ids: float64 ``[d]``."""
+
+    def check(self, expected: float) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse a cohort of this ``expected`` size that is too small for the settings.
+
+        Raises
+        ------
+        FedsimError
+        """
+
+
+@register("mechanism", "median")
+@dataclass(frozen=True)
+class Median(RobustMean):
+    """The median of each coordinate over clients (Yin et al. 2018); of two, their mean.
+
+    Of n rows, (n - 1) / 2 rounded down may be anything at all. No privacy.
+    """
+
+    def center(self, rows: Tensor) -> Tensor:
+        """The median of each coordinate."""
+        n = len(rows)
+        middle = slice((n - 1) // 2, n // 2 + 1)
+        return torch.cat(
+            [columns.sort(0).values[middle].mean(0) for columns in column_chunks(rows)]
+        )
+
+
+@register("mechanism", "trimmed-mean")
+@dataclass(frozen=True)
+class TrimmedMean(RobustMean):
+    """The mean of each coordinate over clients, without the largest and the smallest of them.
+
+    Of n rows, trim times n, rounded down, may be anything at all. No privacy. Source: Yin et al.
+    2018.
+    """
+
+    trim: Annotated[
+        float, Ge(0), Lt(0.5), Doc("The share of clients that is left out at either end.")
+    ] = 0.1
+
+    def center(self, rows: Tensor) -> Tensor:
+        """The mean of what is between the extremes of each coordinate."""
+        left_out = int(self.trim * len(rows))
+        kept = slice(left_out, len(rows) - left_out)
+        return torch.cat([columns.sort(0).values[kept].mean(0) for columns in column_chunks(rows)])
+
+
+@register("mechanism", "krum")
+@dataclass(frozen=True)
+class Krum(RobustMean):
+    """The row with the least sum of squared distances to its n - f - 2 nearest, f the byzantine.
+
+    With ``keep`` above 1 the mean of that many (multi-Krum). Where clients fail and n - f - 2 is
+    below 1, the nearest one counts, and nothing is promised. No privacy. Memory besides the rows
+    is n^2 numbers. Source: Blanchard et al. 2017.
+    """
+
+    byzantine: Annotated[
+        int, Ge(0), Doc("How many of the cohort may send anything at all; below (n - 2) / 2.")
+    ] = 1
+    keep: Annotated[int, Ge(1), Doc("How many rows the mean is of; 1 for Krum itself.")] = 1
+
+    def check(self, expected: float) -> None:
+        """Refuse a cohort in which the byzantine clients could be nearest to each other."""
+        if expected < max(2 * self.byzantine + 3, self.keep):
+            raise FedsimError(
+                f"mechanism.byzantine is {self.byzantine} and mechanism.keep {self.keep}; of a "
+                f"cohort of {expected:g} clients, twice the one and 3, and the other, must be at "
+                "most as many."
+            )
+
+    def center(self, rows: Tensor) -> Tensor:
+        """The mean of the ``keep`` rows that lie closest to most others."""
+        n = len(rows)
+        squares = _squared_distances(rows).fill_diagonal_(torch.inf)
+        neighbours = min(max(1, n - self.byzantine - 2), max(1, n - 1))
+        scores = squares.sort(1).values[:, :neighbours].sum(1)
+        # Of equal scores the lower client id goes first.
+        best = scores.sort(stable=True).indices[: self.keep]
+        return rows[best].to(torch.float64).mean(0)
+
+
+def _squared_distances(rows: Tensor) -> Tensor:
+    """Of each row from each, float64 ``[n, n]``: symmetric, and 0 between equal rows."""
+    n = len(rows)
+    squares = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
+    first, second = torch.triu_indices(n, n, offset=1, device=rows.device)
+    for columns in column_chunks(rows):
+        # From differences: of a product of matrices the small distances would be rounding errors.
+        squares[first, second] += torch.nn.functional.pdist(columns).square()
+    return squares + squares.T
+
+
+def column_chunks(rows: Tensor) -> Iterator[Tensor]:
+    """Columns of rows ``[n, d]`` as float64, so many that they can be sorted in little memory."""
+    size = max(1, CHUNK // len(rows))
+    for first in range(0, rows.shape[1], size):
+        yield rows[:, first : first + size].to(torch.float64)
