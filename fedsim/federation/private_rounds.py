@@ -123,7 +123,7 @@ class PrivateRounds(ResumableStrategy):
         if self.stopped is not None or self._stops(self._accounting.stops(server_round)):
             return []
         server = tensors(arrays)
-        layout = self._take_layout(server)
+        layout = self.take_layout(server)
         drawn = self._participants.drawn(server_round, grid, self.replying)
         vector = Layout.of(server).flatten(server)
         if self._stops(self._budgets.exceeded(vector, drawn.client_ids, server_round)):
@@ -199,17 +199,18 @@ class PrivateRounds(ResumableStrategy):
                 failed = take_reply(extra, added)
                 aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
-        self.report = replace(report, ignored=self._participants.ignored)
+        summed = aggregation.total.count
+        self.report = replace(report, summed=summed, ignored=self._participants.ignored)
         pending = aggregation.pending
         clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
-        summed = aggregation.content() if self.protects else None
+        content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on counts one too many.
         if self._stops(
-            self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, summed)
+            self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, content)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
-        lost = aggregation.total.count == 0 and len(pending.client_ids) > 0
+        lost = summed == 0 and len(pending.client_ids) > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:
@@ -255,13 +256,19 @@ class PrivateRounds(ResumableStrategy):
         FedsimError
             If the mechanism, the placement of its noise or the budget does not fit the model.
         """
-        layout = self._take_layout(tensors(arrays))
+        layout = self.take_layout(tensors(arrays))
         self.mechanism.sensitivity(self._mechanism_state, layout)
         refuse_shares(self.plan, self.placement)
         self._accounting.check()
 
-    def _take_layout(self, server: dict[str, Tensor]) -> Layout:
-        """The layout of a row, the same in all rounds; the first to be seen begins the state."""
+    def take_layout(self, server: dict[str, Tensor]) -> Layout:
+        """The layout of a row, the same in all rounds; the first to be seen begins the state.
+
+        Raises
+        ------
+        FedsimError
+            If these parameters cannot be trained here, or are others than before.
+        """
         layout = Layout.of(server)
         if self._vectors is not None:
             layout = self._vectors.row_layout(layout)
@@ -371,7 +378,7 @@ class PrivateRounds(ResumableStrategy):
         if report is None:
             return []
         lines = [f"aggregate_train: {report}"]
-        if self.private and not report.usable:
+        if self.private and not report.summed:
             lines.append(f"\t├──> {NOISE_ALONE}")
         if self.private:
             lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")

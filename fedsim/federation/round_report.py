@@ -39,6 +39,8 @@ class RoundReport:
         Clients that were drawn, whether or not they were there.
     usable, failed : int
         Of those.
+    summed : int
+        Clients whose rows are in the sum: among them one that failed in something beside it alone.
     reasons : mapping of Reason to int
         Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
         clients that had replied before, and of nodes that were not asked.
@@ -56,6 +58,7 @@ class RoundReport:
     usable: int
     failed: int
     reasons: Mapping[Reason, int] = field(default_factory=dict)
+    summed: int = 0
     ignored: int = 0
     info: Mapping[str, float] = field(default_factory=dict)
     update_norm: float | None = None
@@ -68,12 +71,12 @@ class RoundReport:
     def columns() -> tuple[str, ...]:
         """Names of the counts of `row`, the same in every run."""
         reasons = (f"failed-{reason}" for reason in REASONS)
-        return ("asked", "usable", "failed", *reasons, "ignored-nodes")
+        return ("asked", "usable", "failed", "summed", *reasons, "ignored-nodes")
 
     def row(self) -> dict[str, int]:
         """What stands in metrics.csv."""
         reasons = (self.reasons.get(reason, 0) for reason in REASONS)
-        counts = (self.asked, self.usable, self.failed, *reasons, self.ignored)
+        counts = (self.asked, self.usable, self.failed, self.summed, *reasons, self.ignored)
         return dict(zip(self.columns(), counts, strict=True))
 
 
@@ -82,8 +85,9 @@ NOISE_ALONE = "no client was usable: noise alone was released, and charged"
 
 
 def released_noise_alone(row: Mapping[str, float]) -> bool:
-    """Whether a row of a run's metrics is of a private round in which no client was usable."""
-    return "epsilon" in row and row.get("asked", 0) > 0 and not row.get("usable", 0)
+    """Whether a row of a run's metrics is of a private round with no client's row in the sum."""
+    summed = row.get("summed", row.get("usable", 0))  # rows of older runs have not the first
+    return "epsilon" in row and row.get("asked", 0) > 0 and not summed
 
 
 def failures_in(rows: Iterable[Mapping[str, float]]) -> str:

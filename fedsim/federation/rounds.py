@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import refuse_other_arrays
+from fedsim.rows import Layout
 
 _log = logging.getLogger("fedsim")
 
@@ -48,6 +51,7 @@ class ResumableStrategy(Strategy):
     rounds_done: int
     stopped: str | None
     result: Result | None
+    _observer_failed: bool = False
 
     @abstractmethod
     def restore(self, state: Tree) -> None:
@@ -56,6 +60,10 @@ class ResumableStrategy(Strategy):
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
         """What a round's clients are asked after these replies; None, the default, for no more."""
         return None
+
+    @abstractmethod
+    def take_layout(self, server: dict[str, Tensor]) -> Layout:
+        """The layout of a row of these parameters, if they can be trained."""
 
     @abstractmethod
     def progress(self) -> list[str]:
@@ -99,7 +107,8 @@ class ResumableStrategy(Strategy):
             ``first_round`` does not follow what this strategy, or ``state``, has done:
             momentum, bounds and budget would start from the beginning.
         """
-        refuse_other_arrays(tensors(initial_arrays), getattr(grid, "layout", None))
+        arrays = tensors(initial_arrays)
+        refuse_other_arrays(arrays, getattr(grid, "layout", None))
         self.log = logging.getLogger("flwr")
         if state is not None:
             self.restore(state)
@@ -107,6 +116,7 @@ class ResumableStrategy(Strategy):
             first_round = 1
         if first_round is not None:
             self._check_first(first_round)
+        self.take_layout(arrays)
         self.log.info("Starting %s strategy:", type(self).__name__)
         self.log.info("\t├──> Number of rounds: %s", num_rounds)
         rounds = rounds_of(
@@ -117,9 +127,36 @@ class ResumableStrategy(Strategy):
             train_config=train_config,
             evaluate_config=evaluate_config,
             evaluate_fn=evaluate_fn,
-            on_round=_RoundLog(self, num_rounds, on_round),
+            on_round=partial(self._log_round, num_rounds, on_round),
         )
         return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
+
+    def _log_round(
+        self,
+        num_rounds: int,
+        observer: Callable[[int, Result], None] | None,
+        server_round: int,
+        result: Result,
+    ) -> None:
+        """Log a round as Flower does, and call an observer whose failures are its own."""
+        self.log.info("[ROUND %s/%s]", server_round, num_rounds)
+        # The lines have the epsilon so far, which costs time in every round.
+        for line in self.progress() if self.log.isEnabledFor(logging.INFO) else ():
+            self.log.info("%s", line)
+        for kept in (
+            result.train_metrics_clientapp,
+            result.evaluate_metrics_clientapp,
+            result.evaluate_metrics_serverapp,
+        ):
+            if server_round in kept:
+                self.log.info("\t└──> MetricRecord: %s", dict(kept[server_round]))
+        try:
+            if observer is not None:
+                observer(server_round, result)
+        except Exception:
+            if not self._observer_failed:
+                self.log.warning("on_round failed; the run continues.", exc_info=True)
+            self._observer_failed = True
 
     def _check_first(self, first_round: int) -> None:
         done = self.rounds_done
@@ -134,43 +171,6 @@ class ResumableStrategy(Strategy):
                 f"strategy the state= that a run has after round {first_round - 1}, without which "
                 "its momentum, bounds and budget would start from the beginning."
             )
-
-
-class _RoundLog:
-    """Logs each round as Flower does, and calls an observer whose failures are its own."""
-
-    def __init__(
-        self,
-        strategy: ResumableStrategy,
-        num_rounds: int,
-        observer: Callable[[int, Result], None] | None,
-    ) -> None:
-        self._strategy = strategy
-        self._num_rounds = num_rounds
-        self._observer = observer
-        self._warned = False
-
-    def __call__(self, server_round: int, result: Result) -> None:
-        log = self._strategy.log
-        log.info("[ROUND %s/%s]", server_round, self._num_rounds)
-        # The lines have the epsilon so far, which costs time in every round.
-        for line in self._strategy.progress() if log.isEnabledFor(logging.INFO) else ():
-            log.info("%s", line)
-        for kept in (
-            result.train_metrics_clientapp,
-            result.evaluate_metrics_clientapp,
-            result.evaluate_metrics_serverapp,
-        ):
-            if server_round in kept:
-                log.info("\t└──> MetricRecord: %s", dict(kept[server_round]))
-        if self._observer is None:
-            return
-        try:
-            self._observer(server_round, result)
-        except Exception:
-            if not self._warned:
-                log.warning("on_round failed; the run continues.", exc_info=True)
-            self._warned = True
 
 
 def rounds_of(

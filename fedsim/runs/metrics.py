@@ -191,8 +191,8 @@ PREFIXES = {
 
 
 OPERATORS = {
-    *("asked", "usable", "failed", "ignored-nodes", "clients-per-second", "seconds"),
-    *("bytes-down", "bytes-up", "virtual-seconds"),
+    *("asked", "usable", "failed", "summed", "ignored-nodes", "clients-per-second"),
+    *("seconds", "bytes-down", "bytes-up", "virtual-seconds"),
 }
 """Columns that only the operator knows, and those that begin with ``failed-``."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,7 +68,7 @@ def averaged(*blocks, usable=None) -> dict[str, float]:
     state = SharedClientState()
     for one in blocks:
         keep = torch.ones(len(one.client_ids)) > 0 if usable is None else torch.tensor(usable)
-        state.take(Reply(one), keep)
+        state.take(Reply(replace(one, rows=None, usable=keep)))
     state.finish(RESULT)
     return state.values
 
@@ -87,16 +89,16 @@ def test_clients_without_a_usable_row_or_a_finite_state_have_no_part_in_the_mean
 def test_what_nobody_reports_stays_as_it_was():
     state = SharedClientState()
     for one, keep in ((block([0.5]), True), (block([0.7]), False), (block([0.3], name="b"), True)):
-        state.take(Reply(one), torch.tensor([keep]))
+        state.take(Reply(replace(one, rows=None, usable=torch.tensor([keep]))))
         state.finish(RESULT)
     assert state.values == {"eta": 0.5, "b": 0.3}
 
 
 def test_a_round_that_is_configured_again_forgets_what_was_noted():
     state = SharedClientState()
-    state.take(Reply(block([9.0])), torch.tensor([True]))
+    state.take(Reply(replace(block([9.0]), rows=None, usable=torch.tensor([True]))))
     assert sent(state) == {"client-state": True}
-    state.take(Reply(block([1.0])), torch.tensor([True]))
+    state.take(Reply(replace(block([1.0]), rows=None, usable=torch.tensor([True]))))
     state.finish(RESULT)
     assert sent(state) == {"client-state": True, "client-state.eta": 1.0}
 

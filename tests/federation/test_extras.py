@@ -16,6 +16,7 @@ from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult
 from fedsim.federation.replies import Reply
+from fedsim.federation.round_report import failures_in
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
@@ -100,6 +101,39 @@ def test_an_extra_that_raises_fails_that_client_and_leaves_the_release_as_it_is(
     assert watched.report.reasons["malformed"] == 1
     assert torch.equal(tensors(reached.arrays)["w"], tensors(expected.arrays)["w"])
     assert watched.ledger.head == plain.ledger.head
+
+
+class Unreadable(Extra):
+    """Raises at whatever clients report."""
+
+    def take(self, reply: Reply) -> None:
+        raise RuntimeError("cannot read what clients say")
+
+
+def test_a_round_in_which_all_clients_failed_in_an_extra_alone_is_not_noise_alone() -> None:
+    watched = strategy()
+    watched._extras["unreadable"] = Unreadable()
+    watched.start(LocalGrid(Rows()), INITIAL, 1)
+    report = watched.report
+    assert (report.usable, report.failed, report.summed) == (0, CLIENTS, CLIENTS)
+    assert not any("noise alone" in line for line in watched.progress())
+    assert "noise alone" not in failures_in([{**report.row(), "epsilon": 1.0}])
+    nobody = {**report.row(), "summed": 0, "epsilon": 1.0}
+    assert "noise alone" in failures_in([nobody])
+
+
+@pytest.mark.parametrize("client", [Rows(), app()], ids=["trainer", "app"])
+def test_parameters_that_nobody_could_train_are_refused_before_the_first_round(client) -> None:
+    evaluated = []
+    whole = array_record({"w": torch.zeros(3, dtype=torch.int64)})
+    with pytest.raises(FedsimError, match="no floating-point parameter to train"):
+        strategy().start(
+            LocalGrid(client, num_nodes=CLIENTS),
+            whole,
+            1,
+            evaluate_fn=lambda *_: evaluated.append(1),
+        )
+    assert not evaluated
 
 
 def test_extras_run_in_the_order_of_their_list_and_finish_after_the_ledgers_line() -> None:

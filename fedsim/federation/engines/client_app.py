@@ -6,13 +6,11 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.shares import (
@@ -24,43 +22,15 @@ from fedsim.federation.aggregation.shares import (
 )
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
-from fedsim.randomness import Randomness
-from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, BlockTrainer, Ids
-from fedsim.rows.layout import Layout
-from fedsim.training.local_rounds import LocalResult
+from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
+from fedsim.training import Trainer
 
 NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
 """How the metrics begin that a server needs to take part of an update; the others are shown."""
 
 
-@runtime_checkable
-class AppTrainer(BlockTrainer, Protocol):
-    """What a client that answers Flower's messages asks of its trainer, besides blocks.
-
-    Attributes
-    ----------
-    layout : Layout
-        Which of a message's arrays are trained.
-    randomness : Randomness
-        Where the noise of a client's own share comes from.
-    """
-
-    layout: Layout
-    randomness: Randomness
-
-    @property
-    def row_layout(self) -> Layout:
-        """Those, and the vectors that go to clients and back beside them."""
-
-    def examples(self, client: int) -> int:
-        """How many examples a client has."""
-
-    def fit(self, vector: Tensor, client_ids: Ids, round: int) -> LocalResult:
-        """Where these clients end: a row is ``theta - vector``, and a reply is ``theta`` itself."""
-
-
 def client_app(
-    trainer_for: Callable[[Context], AppTrainer],
+    trainer_for: Callable[[Context], Trainer],
     mechanism_for: Callable[[Context], Mechanism] | None = None,
     seconds_for: Callable[[Context], float] | None = None,
 ) -> ClientApp:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import own_content
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.federation.engines.client_app import AppTrainer, client_app
-from fedsim.federation.engines.directory import ConsecutiveNodes
+from fedsim.federation.engines.client_app import client_app
+from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
 from fedsim.federation.engines.process import keep_freed_memory
@@ -41,6 +40,7 @@ from fedsim.federation.row_sums import RowSum
 from fedsim.process import Closed
 from fedsim.rows.block import Block, BlockTrainer
 from fedsim.rows.layout import Layout
+from fedsim.training import Trainer
 
 # Flower reserves 0, for no node, and 1, for the SuperLink.
 _FIRST_NODE_ID = 2
@@ -48,7 +48,7 @@ _FIRST_NODE_ID = 2
 Handler = Callable[[Message, Context], Message]
 
 
-class LocalGrid(Closed, Grid):
+class LocalGrid(Closed, OwnGrid):
     """Nodes that live in this process, and run when their replies are asked for.
 
     Node ids are those of the clients in order, and each node keeps one `Context` for its
@@ -147,17 +147,6 @@ class LocalGrid(Closed, Grid):
     def run(self) -> Run:
         """The run that this grid belongs to."""
         return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Make a message; Flower now prefers ``Message(...)`` itself."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         """Node ids, sorted; the same in every run."""
@@ -312,7 +301,7 @@ class LocalGrid(Closed, Grid):
     def _handler(self) -> Handler:
         if self._app is None:
             trainer = self._trainer
-            if not isinstance(trainer, AppTrainer):
+            if not isinstance(trainer, Trainer):
                 raise FedsimError(
                     f"a {type(trainer).__name__} trains for fedsim's strategies only; to answer "
                     "others' messages it must be a fedsim Trainer."

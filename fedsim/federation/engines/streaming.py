@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
-from fedsim.federation.engines.directory import ClientDirectory
+from fedsim.federation.engines.directory import ClientDirectory, OwnGrid
 from fedsim.federation.engines.packed_messages import is_packed, pack_messages, unpack
 from fedsim.federation.flower_internals import NodeInfo, Run, deliver
 
@@ -25,7 +25,7 @@ _REASONS_LOGGED = 20
 _LONGEST_REASON = 300
 
 
-class StreamingGrid(Grid):
+class StreamingGrid(OwnGrid):
     """A Flower grid whose `send_and_receive` gives each reply when it arrives.
 
     Flower's own collects a list and sleeps three seconds between looks; this one looks after
@@ -83,17 +83,6 @@ class StreamingGrid(Grid):
     def run(self) -> Run:
         """The run that this grid belongs to."""
         return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Make a message; Flower now prefers ``Message(...)`` itself."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         """Ids of the nodes connected now, sorted."""

@@ -267,7 +267,7 @@ def _pickler(by_value: bool) -> Any:
             if isinstance(value, nn.Parameter):
                 return _parameter, (value.detach().cpu().numpy(), value.requires_grad)
             if type(value) is Tensor and not value.requires_grad:
-                with suppress(TypeError):  # what numpy has no dtype for
+                with suppress(TypeError, NotImplementedError):  # of which numpy has no array
                     return _tensor, (np.asarray(value.cpu().numpy(), order="C"),)
             return super().reducer_override(value) if by_value else NotImplemented
 
