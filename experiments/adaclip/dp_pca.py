@@ -40,11 +40,6 @@ class SquareRows:
         """Number of rows."""
         return len(self.x)
 
-    @property
-    def materialised(self) -> bool:
-        """False."""
-        return False
-
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`."""
         if scale is not None or center is not None:

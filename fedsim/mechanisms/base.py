@@ -335,7 +335,7 @@ class Bound(Mechanism):
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:
-        """For rows that are not materialised: their factors, and their bounded sum ``[..., d]``.
+        """For rows that are not written out: their factors, and their bounded sum ``[..., d]``.
 
         The sum is in units of a grid, not yet on it. None where the bound needs dense rows.
         """

@@ -75,7 +75,7 @@ class PartialSum(GridSums):
     """Bounded rows in one sum, or in n; `Releaser.start` makes it, `Releaser.release` takes it.
 
     Dense rows are rounded one by one, so that sums have the same bytes however they are blocked
-    and merged; rows that are not materialised are rounded as one sum a call. Its ``grids`` are
+    and merged; rows that are not written out are rounded as one sum a call. Its ``grids`` are
     those of each segment, after its prefix, and the side scalars. ``before`` is the mechanism's
     state, of which the next one is made; ``ready`` what each segment's bound needs of it.
     """
@@ -241,7 +241,7 @@ class SegmentSum:
         # Rows that are not there are measured and summed by their factors; of others those that are
         # only multiplied go straight into the one sum, and the rest as copies in the cache.
         implicit = None
-        if not rows.materialised:
+        if not isinstance(rows, DenseRows):
             implicit = bound.implicit(rows, *self._ready_of(owners), weights)
         if implicit is not None:
             shaped, total = implicit

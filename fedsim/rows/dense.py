@@ -1,4 +1,4 @@
-"""Rows: what mechanisms ask of a block, whether or not it is materialised."""
+"""Rows: what mechanisms ask of a block, whether or not it is written out."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ class Rows(Protocol):
     def count(self) -> int:
         """Number of rows, of each client."""
 
-    @property
-    def materialised(self) -> bool:
-        """Whether the rows are there; otherwise norms and sums cost less than the rows do."""
-
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """``||(row - center) * scale||``, float64 ``[..., rows]``; NaN for a non-finite row.
 
@@ -49,7 +45,8 @@ class Rows(Protocol):
     ) -> MeasuredRows | None:
         """The rows in these coordinates, without being written out but for a few.
 
-        None if that could be any of them: the rows themselves must be looked at.
+        None if that could be any of them, or if they are written out already: the rows themselves
+        must be looked at.
         """
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -119,11 +116,6 @@ class DenseRows:
         """Number of rows."""
         return self.tensor.shape[-2]
 
-    @property
-    def materialised(self) -> bool:
-        """True."""
-        return True
-
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """Norms that neither overflow nor underflow where float64 holds them: ``[..., rows]``."""
         lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
@@ -136,9 +128,8 @@ class DenseRows:
             out[clients, chunk] = norms * unit
         return lengths
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> MeasuredRows:
-        """The rows, and their norms in these coordinates."""
-        return MeasuredRows(self, self.norms(scale, center), scale, center)
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> None:
+        """None: they are written out."""
 
     def sum(self, weights: Tensor) -> Tensor:
         """A plain float64 sum, in the order of the rows: ``[..., d]``."""

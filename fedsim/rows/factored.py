@@ -166,11 +166,6 @@ class OuterRows:
         """Number of rows."""
         return self.parts[0].count
 
-    @property
-    def materialised(self) -> bool:
-        """False."""
-        return False
-
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """Norms ``[..., rows]``; one whose square leaves float64's range counts as non-finite."""
         measured = self.measure(scale, center)

@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout

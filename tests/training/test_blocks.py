@@ -11,8 +11,7 @@ from clients_helpers import make_cnn, make_data, make_mlp
 from torch import Tensor
 
 from fedsim.clients import SGD
-from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.federation.engines.workers import pack, unpack
+from fedsim.federation.engines.workers import guarded_blocks, pack, unpack
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedsim.clients import SGD, AdadpLR
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Purpose, Randomness
 from fedsim.tasks.losses import CrossEntropy

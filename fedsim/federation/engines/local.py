@@ -15,13 +15,12 @@ from flwr.clientapp import ClientApp
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import own_content
-from fedsim.federation.engines.blocks import guarded_blocks
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
 from fedsim.federation.engines.process import keep_freed_memory
-from fedsim.federation.engines.workers import Crew
+from fedsim.federation.engines.workers import Crew, guarded_blocks
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,

@@ -10,10 +10,11 @@ merged at once.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,11 +25,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.errors import FedsimError
-from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.exchange import MessageType
 from fedsim.federation.row_sums import RowSum, Summing
-from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids
+from fedsim.rows.block import (
+    Block,
+    BlockTrainer,
+    ClientStates,
+    Ids,
+    MalformedBlockError,
+    Reason,
+)
+
+_log = logging.getLogger(__name__)
 
 # Smaller arrays are copied: they are not worth a buffer of their own, and what an algorithm keeps
 # and changes in place (rates, counters) is among them.
@@ -215,6 +224,72 @@ class TrainingWorker:
         sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
         keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
         return WorkerReply(sent, keeps)
+
+
+def guarded_blocks(
+    trainer: BlockTrainer, message_type: MessageType, vector: Tensor, client_ids: Ids, round: int
+) -> Iterator[Block]:
+    """Blocks of a trainer, in which the clients that raise have failed and no others.
+
+    When a block raises, or is not what was asked for, its clients are run one at a time until
+    the one at fault is found, and then in blocks again. Clients do not depend on their neighbours,
+    so those that succeed give the same bytes as they would have in the block.
+
+    Yields
+    ------
+    Block
+        In the order of ``client_ids``.
+    """
+    work = trainer.train if message_type == "train" else trainer.evaluate
+    position = 0
+    alone = False
+    while position < len(client_ids):
+        asked = client_ids[position : position + 1] if alone else client_ids[position:]
+        end = position + len(asked)
+        reason: Reason = "missing"
+        detail = "there was no block of it"
+        try:
+            for block in work(vector, asked, round):
+                _require_asked(block, message_type, vector, client_ids[position:end])
+                yield block
+                position += len(block.client_ids)
+        # A client's code may raise anything, and `sys.exit` is one way to.
+        except (Exception, SystemExit) as error:
+            reason = _reason_of(error)
+            detail = f"{type(error).__name__}: {error}"
+            _log.debug("clients %s in round %d", asked, round, exc_info=True)
+        if position == end:
+            continue
+        if not alone:
+            alone = True
+            continue
+        _log.warning("client %d failed in round %d: %s", client_ids[position], round, detail)
+        yield Block.failed(client_ids[position:end], reason)
+        position += 1
+        alone = False
+
+
+def _reason_of(error: BaseException) -> Reason:
+    if isinstance(error, BudgetSpentError):
+        return "budget"
+    return "malformed" if isinstance(error, MalformedBlockError) else "raised"
+
+
+def _require_asked(block: Block, message_type: MessageType, vector: Tensor, asked: Ids) -> None:
+    """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
+    ids = block.client_ids
+    if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
+        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {asked}.")
+    if message_type == "evaluate":
+        if block.rows is not None:
+            raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
+    elif block.rows is None:
+        if block.ok.any():
+            raise MalformedBlockError("a block of trained clients has no rows.")
+    elif block.rows.shape[1] != len(vector):
+        raise MalformedBlockError(
+            f"rows of a block have {block.rows.shape[1]} entries; they must have {len(vector)}."
+        )
 
 
 Piece = bytes | memoryview

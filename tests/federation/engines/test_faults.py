@@ -18,7 +18,7 @@ from toy_clients import ToyTrainer, toy_instructions
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record, tensors
-from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block, MalformedBlockError

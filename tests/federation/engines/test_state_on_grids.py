@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import fedsim
 from fedsim.config import RunConfig
-from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
