@@ -34,7 +34,7 @@ from fedsim.federation.strategy_checks import (
     refuse_shares,
     refuse_too_many,
 )
-from fedsim.mechanisms import Mechanism, Releaser, State
+from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.ledger import privacy_spent
@@ -287,7 +287,7 @@ class PrivateRounds(ResumableStrategy):
         self._mechanism_state = state_on(self._mechanism_state, device)
         self._layout, self._parameters = layout, parameters
         # Refuses a split of the noise that does not exist, before any client is asked.
-        releaser = Releaser(self._aggregation_settings.plan, layout)
+        releaser = self._aggregation_settings.releaser(layout)
         refuse_too_many(self.cohort, releaser.most_rows)
         return layout
 

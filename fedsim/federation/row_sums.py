@@ -6,13 +6,11 @@ travels and not one row a client. Sums are exact: merged in any order they have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.federation.replies import MOST_EXAMPLES
@@ -117,21 +115,18 @@ class RowSum:
     Parameters
     ----------
     summing : Summing
-    device : torch.device
-        Where rows come on.
+    releaser : Releaser
+        Of this plan and layout, for rows that come on its device.
 
     Attributes
     ----------
-    releaser : Releaser
-        Of the sum, without state.
     total : PartialSum
         What was added.
     """
 
-    def __init__(self, summing: Summing, device: torch.device) -> None:
-        self.summing = summing
-        self.releaser = Releaser(summing.plan, summing.layout, device=device)
-        self.total = self.releaser.start(summing.state)
+    def __init__(self, summing: Summing, releaser: Releaser) -> None:
+        self.summing, self.releaser = summing, releaser
+        self.total = releaser.start(summing.state)
 
     def add(self, block: Block) -> Block:
         """Add a block's rows; the block with ``usable`` in their place.
@@ -151,11 +146,3 @@ class RowSum:
                 else usable.masked_scatter(torch.from_numpy(block.ok).to(usable.device), added)
             )
         return replace(block, rows=None, usable=usable)
-
-    def state(self) -> Mapping[str, Tensor]:
-        """All that was added, as `merge` takes it."""
-        return self.total.state()
-
-    def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add what another sum of this round holds; exact in any order and tree."""
-        self.total.merge(state)

@@ -18,7 +18,7 @@ that clients send, and draws the noise. Other aggregations change one or two of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, RowSum, Summing
-from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, State
+from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
 from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
@@ -92,6 +92,22 @@ class AggregationSettings:
     weighted_by_key: str
     arrayrecord_key: str
     example_counts: Floats | None = None
+    _releasers: dict[tuple[Layout, str], Releaser] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
+        """Of a round's sum on this device; it has no state, so that one does for all rounds.
+
+        Raises
+        ------
+        FedsimError
+            If the noise and the mechanism do not go together.
+        """
+        key = layout, str(device)
+        if key not in self._releasers:
+            self._releasers[key] = Releaser(self.plan, layout, device=device)
+        return self._releasers[key]
 
     def noise_source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
@@ -210,7 +226,8 @@ class ServerSum:
     def sum_on(self, device: torch.device) -> RowSum:
         """The sum; it lies where the first rows came, or where the parameters are."""
         if self._sum is None:
-            self._sum = RowSum(self.summing, device)
+            releaser = self.settings.releaser(self.pending.layout, device)
+            self._sum = RowSum(self.summing, releaser)
         return self._sum
 
     @property

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.exchange import MessageType
 from fedsim.federation.row_sums import RowSum, Summing
+from fedsim.mechanisms import Releaser
 from fedsim.rows.block import (
     Block,
     BlockTrainer,
@@ -217,7 +218,8 @@ class TrainingWorker:
         # The driver keeps what clients keep: whichever worker has them next is lent it.
         self._trainer.restore(states)
         if call.summing is not None and self._sum is None:
-            self._sum = RowSum(call.summing, self._device)
+            plan, layout = call.summing.plan, call.summing.layout
+            self._sum = RowSum(call.summing, Releaser(plan, layout, device=self._device))
         blocks = guarded_blocks(
             self._trainer, call.message_type, self._vector, client_ids, call.round
         )
