@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fedsim.clients.base import Combined, Dense, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.settings import Ge
@@ -41,6 +41,8 @@ class Proximal(LocalAlgorithm):
 
     carried, evaluates, sends = _inside("carried"), _inside("evaluates"), _inside("sends")
     remembers, plain_means, parts = _inside("remembers"), _inside("plain_means"), _inside("parts")
+    point, phase, finish = _inside("point"), _inside("phase"), _inside("finish")
+    report, send, combine = _inside("report"), _inside("send"), _inside("combine")
 
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside, and mu."""
@@ -52,41 +54,11 @@ class Proximal(LocalAlgorithm):
         mu = numbers.pop(PROXIMAL)
         return {**self.algorithm.init(theta, numbers), "anchor": theta.clone(), PROXIMAL: mu}
 
-    def point(self, state: State) -> Tensor:
-        """Where the algorithm inside wants its gradient."""
-        return self.algorithm.point(state)
-
-    def phase(self, at: Step) -> Hashable:
-        """That of the algorithm inside."""
-        return self.algorithm.phase(at)
-
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """A step of the algorithm inside on the gradient with the pull."""
         pull = self.algorithm.point(state).sub(state["anchor"])
         pull.mul_(state[PROXIMAL].unsqueeze(1))
         self.algorithm.step(state, Dense(pull.add_(gradient.dense())), at)
-
-    def finish(self, state: State) -> Tensor:
-        """As the algorithm inside."""
-        return self.algorithm.finish(state)
-
-    def report(self, state: State) -> dict[str, Tensor]:
-        """As the algorithm inside."""
-        return self.algorithm.report(state)
-
-    def send(self, state: State) -> dict[str, Tensor]:
-        """As the algorithm inside."""
-        return self.algorithm.send(state)
-
-    def combine(
-        self,
-        update: Tensor,
-        mean: Mapping[str, Tensor],
-        received: Mapping[str, Tensor],
-        share: float,
-    ) -> Combined:
-        """As the algorithm inside."""
-        return self.algorithm.combine(update, mean, received, share)
 
 
 def server_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:

@@ -114,6 +114,15 @@ def tensors(record: ArrayRecord) -> dict[str, Tensor]:
     }
 
 
+def same_arrays(*records: ArrayRecord) -> ArrayRecord:
+    """A record of the arrays of these; ``ArrayRecord(dict)`` would serialise every tensor's."""
+    shells = ArrayRecord()
+    for record in records:
+        for name, array in record.items():
+            shells[name] = array
+    return shells
+
+
 def own_content(content: RecordDict) -> RecordDict:
     """A copy of records that its receiver may empty or change; the arrays' bytes are shared."""
     copied = RecordDict()

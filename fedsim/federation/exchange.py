@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.federation.arrays import LazyArray, tensors
+from fedsim.federation.arrays import LazyArray, same_arrays, tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
 from fedsim.federation.row_sums import RowSum
 from fedsim.rows.block import Block, Ids, Reason
@@ -79,22 +79,14 @@ class Instructions(Iterable[Message]):
 
     def _message(self, index: int, node_id: int) -> Message:
         # Each client gets records of its own: one that empties its payload must not empty its
-        # neighbours'. The arrays inside are shared; ArrayRecord(dict) would serialise every
-        # one that is kept as a tensor.
+        # neighbours'. The arrays inside are shared.
         config = ConfigRecord(dict(self.config))
         for name, values in self.numbers.items():
             config[name] = values[index]
         content = RecordDict({self.configrecord_key: config})
         for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
-            content[key] = _same_arrays(record)
+            content[key] = same_arrays(record)
         return Message(content, node_id, self.message_type)
-
-
-def _same_arrays(record: ArrayRecord) -> ArrayRecord:
-    shells = ArrayRecord()
-    for name, array in record.items():
-        shells[name] = array
-    return shells
 
 
 @dataclass

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ConfigRecord, MetricRecord
 from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import printable
 from fedsim.federation.aggregation.server_sum import PendingRound
-from fedsim.federation.arrays import array_record
+from fedsim.federation.arrays import array_record, same_arrays
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
 from fedsim.rows.block import CLIENT_STATE
@@ -182,11 +182,7 @@ class NamedVectors(Extra):
         vector = torch.cat([vector, self.values.to(vector)])
         named = self._row.unflatten(vector)
         beside = array_record({name: named[name] for name in named if name not in arrays})
-        everything = ArrayRecord()
-        # Entry by entry: ArrayRecord(dict) would serialise them all.
-        for name, array in (*arrays.items(), *beside.items()):
-            everything[name] = array
-        return replace(instructions, vector=vector, arrays=everything)
+        return replace(instructions, vector=vector, arrays=same_arrays(arrays, beside))
 
     def finish(self, result: RoundResult) -> RoundResult:
         """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import numpy as np
+import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -72,13 +73,12 @@ def client_app(
         if (request := asks_for_share(message)) is not None:
             if mechanism_for is None:
                 raise FedsimError("this client has no mechanism to noise its own share with.")
-            reported = {name: float(column[0]) for name, column in local.metrics.items()}
             row = local.theta[0] - vector.to(local.theta)
             content = share_reply(
                 mechanism_for(context),
                 row,
                 trainer.row_layout,
-                reported,
+                _reported(local.metrics),
                 message,
                 request,
                 trainer.randomness,
@@ -90,7 +90,7 @@ def client_app(
         named = trainer.row_layout.unflatten(local.theta[0])
         for entry in trainer.row_layout.entries:
             reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
-        metrics = _metrics({name: float(column[0]) for name, column in local.metrics.items()})
+        metrics = _metrics(_reported(local.metrics))
         return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
 
     @app.evaluate()
@@ -99,7 +99,7 @@ def client_app(
         _, arrays = _arrays(message)
         vector = trainer.layout.flatten(arrays.to_torch_state_dict())
         (block,) = trainer.evaluate(vector, ids, _round(message))
-        metrics = _metrics({name: float(column[0]) for name, column in block.metrics.items()})
+        metrics = _metrics(_reported(block.metrics))
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @app.query()
@@ -164,6 +164,11 @@ def _config(message: Message) -> dict[str, object]:
 def _round(message: Message) -> int:
     value = _config(message).get("server-round")
     return value if isinstance(value, int) else 0
+
+
+def _reported(metrics: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, float]:
+    """What the one client of a block reports."""
+    return {name: float(column[0]) for name, column in metrics.items()}
 
 
 def _metrics(values: dict[str, float]) -> MetricRecord:
