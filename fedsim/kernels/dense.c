@@ -43,7 +43,15 @@ enum { LEFT = 4, RIGHT = 5, ROWS = 5, COLUMNS = 4 };
 enum { LEFT = 2, RIGHT = BYTES == 32 ? 3 : 2, ROWS = 3, COLUMNS = 4 };
 #endif
 #define WIDTH (BYTES / SIZE)
-enum { LANES = 64 / SIZE, PARTS = 64 / BYTES, CACHED = 4096 };
+enum { LANES = 64 / SIZE, PARTS = 64 / BYTES, CACHED = 4096, LONG = 32 };
+
+/* Keeps what was read where it is: GCC would read it again for each of two products, and reading
+   is what sums of lanes wait for. With 64 bytes there are more than two. */
+#if defined(__x86_64__) && BYTES < 64
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
+#else
+#define IN_REGISTER(x) (void)(x)
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -127,6 +135,7 @@ UNROLL
 UNROLL
             for (int r = 0; r < rights; r++) {
                 vec b = load(right + r * size + k + part * WIDTH);
+                IN_REGISTER(b);
 UNROLL
                 for (int l = 0; l < lefts; l++)
                     total[r * lefts + l][part] += b * a[l];
@@ -167,20 +176,17 @@ UNROLL
     default: CALL(5); break;                                                                      \
     }
 
-static void products_of_left(const real *left, int rights, const real *right, ptrdiff_t size,
-                             real *sums, ptrdiff_t step)
+static void products_of(int lefts, const real *left, int rights, const real *right, ptrdiff_t size,
+                        real *sums, ptrdiff_t step)
 {
-#define CALL(N) some_products(LEFT, N < RIGHT ? N : RIGHT, left, right, size, sums, step)
-    WITH_CONSTANT(rights, CALL)
-#undef CALL
-}
-
-static void products_of_one(const real *left, int rights, const real *right, ptrdiff_t size,
-                            real *sums, ptrdiff_t step)
-{
-#define CALL(N) some_products(1, N < RIGHT ? N : RIGHT, left, right, size, sums, step)
-    WITH_CONSTANT(rights, CALL)
-#undef CALL
+#define ONE(N) some_products(1, N < RIGHT ? N : RIGHT, left, right, size, sums, step)
+#define SOME(N) some_products(LEFT, N < RIGHT ? N : RIGHT, left, right, size, sums, step)
+    if (lefts == 1)
+        WITH_CONSTANT(rights, ONE)
+    else
+        WITH_CONSTANT(rights, SOME)
+#undef ONE
+#undef SOME
 }
 
 /* Inner products [rights, lefts] of all rows [rights, size] with all rows [lefts, size]. A few of
@@ -188,19 +194,18 @@ static void products_of_one(const real *left, int rights, const real *right, ptr
 static void products(const real *left, int lefts, const real *right, int rights, ptrdiff_t size,
                      real *sums)
 {
+    const int together = lefts < LEFT ? 1 : LEFT;
     for (int first = 0; first < rights; first += 3 * RIGHT) {
         int end = rights - first < 3 * RIGHT ? rights : first + 3 * RIGHT;
-        for (int l = 0; l < lefts;) {
+        for (int l = 0; l < lefts; l += together) {
             /* The last ones along with some before them, whose sums are made again. */
-            int at = lefts < LEFT || l + LEFT <= lefts ? l : lefts - LEFT;
+            int at = l + together <= lefts ? l : lefts - together;
             for (int r = first, count; r < end; r += count) {
                 int pieces = (end - r + RIGHT - 1) / RIGHT;
                 count = (end - r) / pieces;
-                (lefts < LEFT ? products_of_one : products_of_left)(
-                    left + at * size, count, right + r * size, size,
-                    sums + (ptrdiff_t)r * lefts + at, lefts);
+                products_of(together, left + at * size, count, right + r * size, size,
+                            sums + (ptrdiff_t)r * lefts + at, lefts);
             }
-            l += lefts < LEFT ? 1 : LEFT;
         }
     }
 }
@@ -296,6 +301,11 @@ static void sums_of(int rows, const real *factors, ptrdiff_t row_step, ptrdiff_t
         for (int r = 0, count; r < rows; r += count) {
             int pieces = (rows - r + ROWS - 1) / ROWS;
             count = (rows - r) / pieces;
+            /* Long sums leave time for what the next ones begin with to come. */
+            const int soon = rows < r + count + ROWS ? rows : r + count + ROWS;
+            for (int next = r + count; old && terms >= LONG && next < soon; next++)
+                for (ptrdiff_t i = 0; i < width; i += LANES)
+                    __builtin_prefetch(old + next * size + k + i);
 #define CALL(N)                                                                                   \
     rows_of_sums(N < ROWS ? N : ROWS, factors + r * row_step, row_step, term_step, x + k, terms,  \
                  width, size, old ? old + r * size + k : NULL, sums + r * size + k)

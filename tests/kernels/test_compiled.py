@@ -248,7 +248,7 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("dense.c", "outputs[o] += row[l->bias + o]", "outputs[o] -= row[l->bias + o]"),
         ("dense.c", "if (whole < size)", "if (0)"),
         ("dense.c", "memcpy(sums + r * stride + last, ends[r], sizeof ends[r]);", ";"),
-        ("dense.c", "at = lefts < LEFT || l + LEFT <= lefts ? l", "at = lefts < LEFT ? 0"),
+        ("dense.c", "at = l + together <= lefts ? l", "at = lefts ? 0"),
         ("dense.c", "old ? old + last : NULL", "NULL"),
         ("dense.c", "of_inputs[i] + (l->bias >= 0)", "of_inputs[i]"),
         ("dense.c", "-*rates;", "-rates[0] * (clients > 1);"),
