@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[10, 64])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--kernel", choices=("auto", "eager", "compiled"), default="auto")
-    paths = ("auto", "plain", "func", "stacked", "layered")
+    paths = ("auto", "plain", "func", "layered")
     parser.add_argument("--path", choices=paths, default="auto", help="the rule's, or another")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")
     asked = parser.parse_args()

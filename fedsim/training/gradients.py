@@ -4,7 +4,7 @@ Rows are packed (`fedsim.rows.packing`): ``D`` is ``d`` plus gaps of zeros.
 
 A weight gradient of a dense layer is a product of two factors, the layer's inputs and the gradients
 of its outputs. It is as large as the layer, its factors are as large as a batch. A plain step only
-subtracts it, so that the stacked path hands out the factors and the step folds them into the
+subtracts it, so that the layered path hands out the factors and the step folds them into the
 weights (`Factored.subtract_from`): what would be written down and read back once never leaves the
 cache. Norms and distances follow from the factors as well.
 """
@@ -194,7 +194,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factored:
-    """Gradients of stacked dense layers, as factors.
+    """Gradients of dense layers one after another, as factors.
 
     Attributes
     ----------
