@@ -53,8 +53,7 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
         said.append(f"model.fix: {where} is {cured} now, and was {was}.")
         if not name:
             return cured, said
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, cured)
+        model.set_submodule(name, cured)
     return model, said
 
 
@@ -137,8 +136,7 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     for name, module in list(model.named_modules()):
         names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         if name and isinstance(module, _BatchNorm) and names and {*names} <= {*personal}:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, LocalBatchNorm(module, name))
+            model.set_submodule(name, LocalBatchNorm(module, name))
     return statistics_of(model)
 
 

@@ -358,7 +358,9 @@ class Ledger(LedgerFile):
             raise FedsimError("a ledger's state must hold its lines.")
         data = [line.encode() for line in lines]
         if self.path is None:
-            self.load_lines(data)
+            self._clear()
+            if data:
+                self._load(b"\n".join([*data, b""]))
         elif self.lines[: len(data)] != data:
             raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -26,7 +25,6 @@ from fedsim.privacy.ledger_lines import (
     opened,
     sealed,
     sealed_part,
-    split,
     torn_entry,
 )
 
@@ -129,12 +127,6 @@ class LedgerFile:
         if self.path.stat().st_size != self._size or self._torn_on_disk:
             with durable.locked(self.path, write=not self.read_only) as file:
                 self._catch_up(file)
-
-    def load_lines(self, lines: Iterable[bytes]) -> None:
-        """Hold these lines, in memory, and no others."""
-        self._clear()
-        if data := b"".join(line + b"\n" for line in lines):
-            self._load(data)
 
     def write(self, entry: Entry, budget: Budget | None = None) -> bool:
         """Add a line, durably; False if the same release is in the ledger already.
@@ -265,7 +257,7 @@ class LedgerFile:
                 self.history.take(entry)
             self._size, self._is_old = len(data), True
             return False
-        lines, tail = split(data)
+        *lines, tail = data.split(b"\n")
         if self.header is None and not lines:
             raise FedsimError(
                 f"{self._name} is {'cut off' if tail else 'empty'}, or no ledger; a ledger is "

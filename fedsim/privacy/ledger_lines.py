@@ -57,12 +57,6 @@ def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     return f'{_BEFORE}{body},"hash":"{digest}"', digest
 
 
-def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """Whole lines, without their newlines, and what stands after the last newline."""
-    *lines, tail = data.split(b"\n")
-    return lines, tail
-
-
 def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Entry, what is noted beside it, and hash of a line that follows one of hash ``previous``.
 
@@ -193,7 +187,7 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
     FedsimError
         If a line is damaged or does not follow the one before it.
     """
-    lines, tail = split(data)
+    *lines, tail = data.split(b"\n")
     entries: list[Entry] = []
     head = GENESIS
     for number, line in enumerate(lines, start=1):

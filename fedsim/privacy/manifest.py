@@ -133,7 +133,7 @@ class Manifest:
                 f"its format is {written!r}; this fedsim reads {FORMAT}: verify the run with the "
                 "fedsim that made it."
             )
-        return read_record(cls, data, "it")
+        return read_record(cls, data, "the manifest")
 
 
 def end_of(path: Path) -> End:
