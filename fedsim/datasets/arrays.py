@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fedsim import regular_files
 from fedsim.datasets.checks import require_targets
+from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 from fedsim.process import refuse_larger_than_memory
 
@@ -79,6 +80,12 @@ class Arrays:
             declared.get("classes", 0),
             declared.get("vocabulary", 0),
         )
+
+    def dataset(self, name: str, **others: Any) -> Dataset:
+        """A data set of them; ``others`` are what `Dataset.of` is told beside or instead."""
+        own = ("mean", "std", "classes", "vocabulary", "found_in")
+        said = {key: getattr(self, key) for key in own}
+        return Dataset.of(name, self.train, self.test, **{**said, **others})
 
 
 def _whole(key: str, array: Array) -> int:

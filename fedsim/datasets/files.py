@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import registry, regular_files
-from fedsim.datasets.arrays import Arrays, read_folder, read_npz
+from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, read_folder, read_npz
 from fedsim.datasets.checks import Layout
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
@@ -80,18 +80,11 @@ class Files:
                 f"data.normalize is true, but {path} has no mean and std for each channel; "
                 "leave it false, or put them into an .npz of your own."
             )
-        return Dataset.of(
-            self.path,
-            arrays.train,
-            arrays.test,
-            mean=arrays.mean if normalize else None,
-            std=arrays.std if normalize else None,
-            classes=self.classes or arrays.classes,
-            vocabulary=self.vocabulary or arrays.vocabulary,
-            layout=self.layout,
-            source=str(path),
-            protected=protected,
-            found_in=arrays.found_in,
+        declared = {key: getattr(self, key) for key in DECLARED if getattr(self, key)}
+        if not normalize:  # the file's own are not used
+            declared |= dict.fromkeys(STATISTICS)
+        return arrays.dataset(
+            self.path, layout=self.layout, source=str(path), protected=protected, **declared
         )
 
     def _read(self, path: Path, normalize: bool, protected: bool) -> Arrays:

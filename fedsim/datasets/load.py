@@ -141,10 +141,7 @@ def dataset_of(data: object) -> Dataset:
                 "(columns of a table go through fedsim.datasets.from_table)."
             )
         arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
-        return Dataset.of(
-            "data", arrays.train, arrays.test, mean=arrays.mean, std=arrays.std,
-            classes=arrays.classes, vocabulary=arrays.vocabulary,
-        )  # fmt: skip
+        return arrays.dataset("data")
     if isinstance(data, Mapping):
         data = (data["train"], data["test"])
     if not (isinstance(data, Sequence) and len(data) == 2) or isinstance(data, str):
@@ -190,13 +187,9 @@ def from_table(
     torch.Size([4, 3])
     """
     tables = [_table(frame) for frame in (train, test) if frame is not None]
-    arrays = arrays_of_tables(
+    return arrays_of_tables(
         tables[0], tables[1] if len(tables) > 1 else None, columns, types, normalize, where=name
-    )
-    return Dataset.of(
-        name, arrays.train, arrays.test, mean=arrays.mean, std=arrays.std,
-        classes=arrays.classes, found_in=arrays.found_in,
-    )  # fmt: skip
+    ).dataset(name)
 
 
 def _table(frame: Any) -> dict[str, Sequence[Any]]:
