@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from fedsim.rows.block import Ids
     from fedsim.training import Trainer
     from fedsim.training.paths.choice import PathName
+
+CLEARLY = 1.03
+"""How much longer than the fastest a run's own choice may take: two measurements differ by that."""
 
 
 def partition(
@@ -218,11 +222,7 @@ def measure(
     CPU time decides on a CPU, since other processes on the machine stretch the wall clock; wall
     time decides elsewhere. ``announce`` receives the seconds that one turn over all of them takes.
     """
-    on_cpu = trainer.device.type == "cpu"
-
-    def cost(timing: Timing) -> float:
-        return timing.cpu if on_cpu else timing.wall
-
+    cost = _cost(trainer)
     candidates, vector = _candidates(trainer, len(ids)), trainer.initial()
     best: dict[tuple[str, int], Timing] = {}
     begun = time.perf_counter()
@@ -237,6 +237,10 @@ def measure(
             if t > 1 and (known is None or cost(timing) < cost(known)):
                 best[path, size] = timing
     return sorted(best.values(), key=cost)
+
+
+def _cost(trainer: Trainer) -> Callable[[Timing], float]:
+    return operator.attrgetter("cpu" if trainer.device.type == "cpu" else "wall")
 
 
 def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer]:
@@ -277,20 +281,26 @@ def report_timings(console: Console, timings: list[Timing], trainer: Trainer) ->
         table.add_column(column, justify="left" if column in ("path", "") else "right")
     largest = max(timing.block_size for timing in timings)
     rule = (trainer.path.name, min(trainer.block_size, largest))
+    cost, fastest, default = _cost(trainer), timings[0], None
     for timing in timings:
+        if (timing.path, timing.block_size) == rule:
+            default = timing
         table.add_row(
             timing.path,
             str(timing.block_size),
             f"{timing.cpu * 1e3:.3f}",
             f"{timing.wall * 1e3:.3f}",
             f"{1 / timing.wall:.0f}",
-            "by default" if (timing.path, timing.block_size) == rule else "",
+            "by default" if timing is default else "",
         )
     console.print(table)
     console.print(
         f"By default: path '{trainer.path.name}', at most {trainer.block_size} clients a block."
     )
+    if default is not None and cost(default) <= CLEARLY * cost(fastest):
+        console.print("Nothing measured here is clearly faster than that.")
+        return
     console.print("Fastest here (another path changes the last digits of the results):")
     console.print(
-        f"  --set client.path={timings[0].path} --set client.block-size={timings[0].block_size}"
+        f"  --set client.path={fastest.path} --set client.block-size={fastest.block_size}"
     )

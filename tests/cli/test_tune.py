@@ -50,6 +50,15 @@ def test_the_proposal_is_written_as_set_options():
     assert "--set client.path=func --set client.block-size=2" in console.export_text()
 
 
+def test_a_run_is_left_as_it_is_where_nothing_is_clearly_faster():
+    trainer = Trainer(make_mlp(), SGD(lr=0.1), make_data([4, 5, 6]), randomness=Randomness(0))
+    for own, proposes in ((0.102, False), (0.2, True)):
+        console = Console(record=True, width=100)
+        timings = [Timing("func", 2, 0.1, 0.1), Timing("layered", 2, own, 0.3)]
+        report_timings(console, timings, trainer)
+        assert ("--set client.path=func" in console.export_text()) == proposes
+
+
 @pytest.mark.parametrize("state", ["reset", "client"])
 def test_what_clients_keep_is_neither_written_nor_spent(state, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
