@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.federation.arrays import tensors
-from fedsim.federation.exchange import Instructions, Replies
+from fedsim.federation.exchange import AskedClients, Instructions, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
-from fedsim.federation.participants import Participants, node_ids
+from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
-from fedsim.rows.block import CLIENT_STATE, Ids
+from fedsim.rows.block import CLIENT_STATE
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 """Over clients with examples, each counting the same: what their metrics are called, and which."""
@@ -208,32 +207,28 @@ class ClientEvaluation:
     configrecord_key: str
     aggregate_fn: MetricsAggregator | None
     quantiles: bool = False
-    reachable: Callable[[int, Ids], npt.NDArray[np.bool_]] | None = None
-    _asked: dict[int, int] = field(default_factory=dict, init=False)
+    reachable: Replying | None = None
+    _asked: AskedClients | None = field(default=None, init=False)
 
     def configure(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages for this round's evaluators; none when it is not their turn."""
-        self._asked = {}
+        self._asked = None
         if self.fraction == 0 or server_round % self.every:
             return []
-        nodes = self.participants.nodes(grid)
-        chosen = self.participants.evaluators(server_round, nodes, self.fraction)
-        if self.reachable is not None:
-            chosen = chosen[self.reachable(server_round, chosen)]
-            if not len(chosen):
-                return []
-        asked = node_ids(chosen, nodes)
-        self._asked = dict(zip(asked.tolist(), chosen.tolist(), strict=True))
+        asked = self.participants.evaluators(server_round, grid, self.fraction, self.reachable)
+        if not len(asked.client_ids):
+            return []
+        self._asked = asked
         server = tensors(arrays)
         return Instructions(
             message_type="evaluate",
             round=server_round,
             arrays=arrays,
             vector=Layout.of(server).flatten(server),
-            client_ids=chosen,
-            node_ids=asked,
+            client_ids=asked.client_ids,
+            node_ids=asked.node_ids,
             config=ConfigRecord({**config, "server-round": server_round}),
             arrayrecord_key=self.arrayrecord_key,
             configrecord_key=self.configrecord_key,
@@ -241,15 +236,15 @@ class ClientEvaluation:
 
     def aggregate(self, replies: Iterable[Message]) -> MetricRecord | None:
         """Weighted means of the metrics; None if no client was asked or none answered."""
-        asked, self._asked = self._asked, {}
-        if not asked:
+        asked, self._asked = self._asked, None
+        if asked is None:
             return None
-        tally = Tally(np.array(sorted(asked.values()), dtype=np.int64))
+        tally = Tally(asked.client_ids)
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
             expected = ExpectedReply(None, None, self.arrayrecord_key, self.weighted_by_key)
-            sent = read(replies, asked, expected, tally)
+            sent = read(replies, asked.client_of, expected, tally)
         means = MetricMeans(self.weighted_by_key, self.aggregate_fn, quantiles=self.quantiles)
         for reply in sent:
             means.add(replace(reply, block=tally.take(reply.block)))

@@ -32,6 +32,28 @@ NodeIds = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
+class AskedClients:
+    """The clients of a round.
+
+    Attributes
+    ----------
+    client_ids, node_ids : int64 and uint64 ``[a]``
+        Those who are there and are asked, sorted, and the Flower node each of them is.
+    absent : int
+        How many others were drawn.
+    """
+
+    client_ids: Ids
+    node_ids: NodeIds
+    absent: int = 0
+
+    @cached_property
+    def client_of(self) -> dict[int, int]:
+        """Client id of each node: only messages ask for it."""
+        return dict(zip(self.node_ids.tolist(), self.client_ids.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
 class Instructions(Iterable[Message]):
     """One round's messages, not yet made.
 

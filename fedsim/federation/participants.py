@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
+from fedsim.federation.exchange import AskedClients
 from fedsim.privacy.laws import SamplerState, declared_population
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
@@ -22,23 +22,6 @@ _log = logging.getLogger("fedsim")
 
 Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
 """``(round, client ids [n])`` to who of them takes part, bool ``[n]``."""
-
-
-@dataclass(frozen=True)
-class DrawnCohort:
-    """A round's cohort.
-
-    Attributes
-    ----------
-    client_ids, node_ids : int64 and uint64 ``[a]``
-        Those who are there and take part, sorted, and the Flower node each of them is.
-    absent : int
-        How many others were drawn.
-    """
-
-    client_ids: Ids
-    node_ids: npt.NDArray[np.uint64]
-    absent: int
 
 
 class Participants:
@@ -129,7 +112,9 @@ class Participants:
         if strangers:
             _log.warning("%d nodes beyond the population have no part in the run.", strangers)
 
-    def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> DrawnCohort:
+    def drawn(
+        self, server_round: int, grid: Grid, replying: Replying | None = None
+    ) -> AskedClients:
         """Draw this round's cohort, of which those take part that are there and ``replying``.
 
         Raises
@@ -143,7 +128,7 @@ class Participants:
             present = cohort[[client in nodes for client in cohort.tolist()]]
         if replying is not None:
             present = present[replying(server_round, present)]
-        return DrawnCohort(present, node_ids(present, nodes), absent=len(cohort) - len(present))
+        return AskedClients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there.
@@ -172,14 +157,20 @@ class Participants:
         """Resume what `state` gave."""
         self._cohort.restore(state)
 
-    def evaluators(self, server_round: int, nodes: Mapping[int, int], fraction: float) -> Ids:
-        """Sorted ids of ``fraction`` of those who are there, at least one."""
+    def evaluators(
+        self, server_round: int, grid: Grid, fraction: float, reachable: Replying | None
+    ) -> AskedClients:
+        """``fraction`` of those who are there, at least one, but for those who are out of reach."""
+        nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
-        return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
+        chosen = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
+        if reachable is not None:
+            chosen = chosen[reachable(server_round, chosen)]
+        return AskedClients(chosen, _node_ids(chosen, nodes))
 
 
-def node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
+def _node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
     """The nodes of ``clients [n]``, ``[n]``."""
     if isinstance(nodes, ConsecutiveNodes):
         return (nodes.first + clients).astype(np.uint64)

@@ -124,17 +124,17 @@ class PrivateRounds(ResumableStrategy):
             return []
         server = tensors(arrays)
         layout = self.take_layout(server)
-        drawn = self._participants.drawn(server_round, grid, self.replying)
-        vector = Layout.of(server).flatten(server)
-        if self._stops(self._budgets.exceeded(vector, drawn.client_ids, server_round)):
+        asked = self._participants.drawn(server_round, grid, self.replying)
+        vector = self._model.flatten(server)
+        if self._stops(self._budgets.exceeded(vector, asked.client_ids, server_round)):
             return []
         instructions = Instructions(
             message_type="train",
             round=server_round,
             arrays=arrays,
             vector=vector,
-            client_ids=drawn.client_ids,
-            node_ids=drawn.node_ids,
+            client_ids=asked.client_ids,
+            node_ids=asked.node_ids,
             config=config,
             arrayrecord_key=self._aggregation_settings.arrayrecord_key,
             configrecord_key=self._configrecord_key,
@@ -145,9 +145,7 @@ class PrivateRounds(ResumableStrategy):
         own = {**instructions.config, **run, "server-round": server_round}
         pending = PendingRound(
             round=server_round,
-            client_ids=drawn.client_ids,
-            absent=drawn.absent,
-            client_of=dict(zip(drawn.node_ids.tolist(), drawn.client_ids.tolist(), strict=True)),
+            asked=asked,
             server=server,
             vector=instructions.vector,
             layout=layout,
@@ -210,7 +208,7 @@ class PrivateRounds(ResumableStrategy):
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
-        lost = summed == 0 and len(pending.client_ids) > 0
+        lost = summed == 0 and len(pending.asked.client_ids) > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:
@@ -233,7 +231,7 @@ class PrivateRounds(ResumableStrategy):
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())
         )
-        arrays = array_record(to_arrays(vector, Layout.of(pending.server), pending.server))
+        arrays = array_record(to_arrays(vector, self._model, pending.server))
         return arrays, result.metrics
 
     def _stops(self, why: str | None) -> bool:
@@ -269,7 +267,7 @@ class PrivateRounds(ResumableStrategy):
         FedsimError
             If these parameters cannot be trained here, or are others than before.
         """
-        layout = Layout.of(server)
+        self._model = layout = Layout.of(server)
         if self._vectors is not None:
             layout = self._vectors.row_layout(layout)
         if layout == self._layout:

@@ -27,7 +27,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.exchange import Instructions, Replies
+from fedsim.federation.exchange import AskedClients, Instructions, Replies
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, RowSum, Summing
@@ -36,7 +36,7 @@ from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-from fedsim.rows.block import DECLARED_EXAMPLES, Block, Ids
+from fedsim.rows.block import DECLARED_EXAMPLES, Block
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,8 @@ class PendingRound:
     Attributes
     ----------
     round : int
-    client_ids : int64 ``[a]``
-        Those of the cohort who were available and were asked, sorted.
-    absent : int
-        How many others were drawn.
-    client_of : mapping of node id to client id
-        Those who were asked.
+    asked : AskedClients
+        Those of the cohort who were available.
     server : mapping of name to Tensor
         The global parameters, entries that are not trained included.
     vector : Tensor ``[d]``
@@ -63,9 +59,7 @@ class PendingRound:
     """
 
     round: int
-    client_ids: Ids
-    absent: int
-    client_of: dict[int, int]
+    asked: AskedClients
     server: dict[str, Tensor]
     vector: Tensor
     layout: Layout
@@ -142,8 +136,8 @@ class ServerSum:
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
         self.settings, self.plan, self.pending = settings, settings.plan, pending
-        self.tally = Tally(pending.client_ids, absent=pending.absent)
-        counts, ids = settings.example_counts, pending.client_ids
+        self.tally = Tally(pending.asked.client_ids, absent=pending.asked.absent)
+        counts, ids = settings.example_counts, pending.asked.client_ids
         self.summing = Summing(
             settings.plan,
             pending.layout,
@@ -173,7 +167,7 @@ class ServerSum:
         come added up already, and the replies are without.
         """
         if not isinstance(messages, Replies):
-            sent = read(messages, self.pending.client_of, self.expected(), self.tally)
+            sent = read(messages, self.pending.asked.client_of, self.expected(), self.tally)
         elif not (self.on_workers and messages.sums):
             sent = map(Reply, messages.blocks())
         else:

@@ -260,7 +260,7 @@ class ClientShares(ServerSum):
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
         super().__init__(settings, pending)
         # Of those of them who send nothing the server adds the noise.
-        self.shares_asked = asked = len(pending.client_ids)
+        self.shares_asked = asked = len(pending.asked.client_ids)
         release = settings.randomness.release or ""
         plan = self.plan
         self._request = ShareRequest(plan.bound, plan.noise, plan.denominator, asked, release)
