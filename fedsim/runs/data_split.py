@@ -65,11 +65,6 @@ class RunData:
     split: DataSplit
     planned_sizes: Collection[int]
 
-    @property
-    def statistics(self) -> tuple[Tensor | None, Tensor | None]:
-        """Mean and deviation by which inputs are normalised; None where they are not."""
-        return input_statistics(self.dataset)
-
     def clients(self, split: Split, parts: list[Indices]) -> ClientData:
         """Examples of one of its splits, and whose they are."""
         return client_data(self.dataset, split, parts)

@@ -37,7 +37,7 @@ _log = logging.getLogger("fedsim")
 
 Flat = dict[str, Scalar]
 
-_LEFT_TO_A_RULE: dict[str, Scalar] = {
+LEFT_TO_A_RULE: dict[str, Scalar] = {
     "noise.entropy": "",
     "client.path": "auto",
     "client.kernel": "auto",
@@ -143,7 +143,7 @@ def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
 def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
     """``config``, flat, with the run's own values where it leaves them to rules or calibration."""
     wanted = config.to_run_config()
-    for key, unset in _LEFT_TO_A_RULE.items():
+    for key, unset in LEFT_TO_A_RULE.items():
         if wanted.get(key, unset) == unset and key in began:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:

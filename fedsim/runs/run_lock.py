@@ -60,11 +60,6 @@ class RunLock:
         self.path = directory / MARKER
         self._held: int | None = None
 
-    @property
-    def held(self) -> bool:
-        """Whether this object has it."""
-        return self._held is not None
-
     def take(self) -> bool:
         """Make the marker unless it is there, and lock it.
 

@@ -17,6 +17,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data
 from fedsim.runs.directory import Ending, RunDirectory, ending
+from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
@@ -186,11 +187,9 @@ def is_done(run: SweepRun, out: Path) -> bool:
     return directory.done.exists()
 
 
-_RESOLVED = ("client.path", "client.kernel", "client.block-size", "engine.device", "noise.entropy")
-
-
 def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
-    return {k: v for k, v in config.to_run_config().items() if k not in _RESOLVED}
+    resolved = LEFT_TO_A_RULE.keys() - {"client.state-dir"}
+    return {k: v for k, v in config.to_run_config().items() if k not in resolved}
 
 
 def _groups(waiting: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
