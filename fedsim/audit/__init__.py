@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fedsim.audit.checks import Check
+from fedsim.audit.checks import Check, Finding
 from fedsim.audit.claim import Claim
-from fedsim.audit.observation import Target
+from fedsim.audit.clients import ALONE, OPPOSED, RARE, WORLDS, World
 from fedsim.audit.one_run import OneRun
+from fedsim.audit.target import StrategyTarget, Target
 from fedsim.audit.two_world import TwoWorlds
 from fedsim.audit.verdict import Verdict, audit
-from fedsim.audit.worlds import ALONE, OPPOSED, RARE, WORLDS, World
 
 __all__ = [
     "ALONE",
@@ -17,7 +17,9 @@ __all__ = [
     "WORLDS",
     "Check",
     "Claim",
+    "Finding",
     "OneRun",
+    "StrategyTarget",
     "Target",
     "TwoWorlds",
     "Verdict",

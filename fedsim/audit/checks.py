@@ -1,10 +1,10 @@
-"""What one test of an audit found, the limit that decides, and how likely that is by chance."""
+"""What a check is, what one finds, and how likely that is by chance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,56 +12,99 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import chdtr, chdtrc, log_ndtr, stdtr
 
+from fedsim.privacy.losses import bisected
+
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
-Subject = Literal["sampler", "bound", "noise", "plan", "ledger"]
+Part = Literal["sampler", "bound", "noise", "plan", "ledger"]
 PValues = Callable[[Floats, Any], Floats]
 """From values of statistics, and the indices of these statistics, to p-values."""
-DOUBLINGS, HALVINGS = 60, 50
 
 
 @dataclass(frozen=True)
-class Check:
-    """A test of one thing that the claim takes for granted.
+class Finding:
+    """What a check found.
 
     Attributes
     ----------
-    subject : "sampler", "bound", "noise", "plan" or "ledger"
-        Which of the five parts of a release it is about.
-    name : str
     looked_at : str
         What was examined, and how much of it.
     measured : str
         The statistic that deviates most.
     limit : callable
-        From the risk of the test to what the statistic may be: the test detects a violation
-        exactly where ``measured`` lies outside.
+        From the risk of the check to what the statistic may be: a violation is detected exactly
+        where ``measured`` lies outside.
     p_value : float
         Probability of a deviation at least as large, if all is as claimed; every comparison that
-        the test makes is counted. 0 for what cannot happen at all.
+        was made is counted. 0 for what cannot happen at all.
+    tested : bool
+        False where there was too little to compare: ``measured`` says why.
+    part, name, cause : str
+        Those of its `Check`.
     """
 
-    subject: Subject
-    name: str
     looked_at: str
     measured: str
     limit: Callable[[float], str] = field(compare=False)
     p_value: float
+    tested: bool = True
+    part: str = ""
+    name: str = ""
+    cause: str = ""
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.name}"
+        return f"{self.part}: {self.name}"
 
     def refutes(self, risk: float) -> bool:
         """Whether so small a p-value is evidence, where true claims may fail at this rate."""
         return self.p_value <= risk
 
 
-def invariant(
-    subject: Subject, name: str, looked_at: str, broken: str | None, expected: str
-) -> Check:
-    """A test of something that is true or false: ``broken`` says what was found instead."""
-    p = 0.0 if broken else 1.0
-    return Check(subject, name, looked_at, broken or expected, lambda _: expected, p)
+@dataclass(frozen=True)
+class Check:
+    """One thing that a claim takes for granted, and how an audit tests it.
+
+    Attributes
+    ----------
+    part : "sampler", "bound", "noise", "plan" or "ledger"
+        Which of the five parts of a release it is about.
+    name : str
+        With "{row}" in the place of what a row is: "client" or "example".
+    needs : str
+        Which attribute of the evidence is tested, or of an attribute of it, after a dot.
+    test : callable
+        From this attribute, or the entries of a tuple, to what was found; its docstring says what
+        is tested.
+    cause : str
+        What a violation most likely means.
+    """
+
+    part: Part
+    name: str
+    needs: str
+    test: Callable[..., Finding]
+    cause: str
+
+    def findings(self, evidence: object) -> list[Finding]:
+        """What it finds; nothing where the evidence has no such attribute, or None for it."""
+        needed: Any = evidence
+        for attribute in self.needs.split("."):
+            needed = getattr(needed, attribute, None)
+        if needed is None:
+            return []
+        found = self.test(*needed) if isinstance(needed, tuple) else self.test(needed)
+        name = self.name.format(row=getattr(evidence, "row", ""))
+        return [replace(found, part=self.part, name=name, cause=self.cause)]
+
+
+def invariant(looked_at: str, broken: str | None, expected: str) -> Finding:
+    """What is true or false: ``broken`` says what was found instead of what is expected."""
+    return Finding(looked_at, broken or expected, lambda _: expected, 0.0 if broken else 1.0)
+
+
+def untested(looked_at: str, why: str) -> Finding:
+    """Nothing, where there was too little to compare."""
+    return replace(invariant(looked_at, None, why), tested=False)
 
 
 @dataclass(frozen=True)
@@ -110,20 +153,11 @@ class Statistic:
         """The value farthest from the expected one, in this direction, that is not evidence."""
         if self._p_value_at(index, self.expected) <= risk:
             return self.expected
-        # Outwards in doubled steps until the p-value is small enough, then bisection between.
         step = 1.0 if self.whole else max(abs(self.expected), 1e-3)
-        inside, outside = 0.0, step
-        for _ in range(DOUBLINGS):
-            if self._p_value_at(index, self.expected + sign * outside) <= risk:
-                break
-            inside, outside = outside, 2 * outside
-        else:
-            return sign * math.inf
-        for _ in range(HALVINGS):
-            middle = (inside + outside) / 2
-            refuted = self._p_value_at(index, self.expected + sign * middle) <= risk
-            inside, outside = (inside, middle) if refuted else (middle, outside)
-        return self.expected + sign * inside
+        inside, outside = bisected(
+            lambda k: self._p_value_at(index, self.expected + sign * k * step) <= risk, 1e-12, 2e18
+        )
+        return self.expected + sign * (math.inf if outside == math.inf else inside * step)
 
     def _p_value_at(self, index: int, value: float) -> float:
         if self.whole and value < 0:
@@ -132,29 +166,23 @@ class Statistic:
         return float(np.ravel(self.p_values_at(at, index))[0])
 
 
-def statistical(
-    subject: Subject, name: str, looked_at: str, comparisons: Sequence[Statistic]
-) -> Check:
-    """A test of several kinds of statistics, which share its risk equally (Bonferroni).
+def statistical(looked_at: str, *comparisons: Statistic) -> Finding:
+    """Several kinds of statistics, which share the risk of a check equally (Bonferroni).
 
     Those of one kind share theirs equally, too.
     """
     kinds = [kind for kind in comparisons if kind.values.size]
     if not kinds:
-        return invariant(subject, name, looked_at, None, "too few values to compare")
-    # How many times its own p-value the test's is.
+        return untested(looked_at, "too few values to compare")
+    # How many times its own p-value the check's is.
     factors = [len(kinds) * (kind.count or kind.values.size) for kind in kinds]
     least = [float(kind.p_values.min()) * n for kind, n in zip(kinds, factors, strict=True)]
     which = int(np.argmin(least))
     kind, factor = kinds[which], factors[which]
     index = int(kind.p_values.argmin())
-    return Check(
-        subject,
-        name,
-        looked_at,
-        kind.words.format(f"{kind.values[index]:.5g}"),
-        lambda risk: kind.limits(index, risk / factor),
-        min(1.0, least[which]),
+    measured = kind.words.format(f"{kind.values[index]:.5g}")
+    return Finding(
+        looked_at, measured, lambda risk: kind.limits(index, risk / factor), min(1.0, least[which])
     )
 
 

@@ -1,23 +1,37 @@
-"""What is claimed, a trade-off curve, and how surely counted errors of an attack refute it."""
+"""What is claimed, a trade-off curve, and how surely counted errors of an attack refute it.
+
+Checks of the ledger: what was charged against what was released, and whether its epsilon is large
+enough. Neighbouring federations under the ledger's own events have known distributions, and their
+likelihood ratio can be drawn: the optimal attack. What it achieves must be allowed by the claimed
+curve: nothing of the strategy is in this, only the accounting.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import betaincinv
+from scipy.special import bdtrc, betaincinv
 
-from fedsim.audit.checks import Floats
+from fedsim.audit.checks import Finding, Floats, Ids, Statistic, counted, invariant, statistical
+from fedsim.audit.target import Observation
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Adjacency, Event, Ledger
+from fedsim.privacy import Accountant, Adjacency, Entry, Event
+from fedsim.privacy.losses import DiscretePair
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
+from fedsim.randomness import Purpose, Randomness
 
 LEAST_P = 1e-12
 HALVINGS = 30
+AFFORDABLE = 2
+"""Rounds that the budgets of an audit allow."""
+RUNS = 20_000
+LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 
 
 @dataclass(frozen=True)
@@ -43,9 +57,9 @@ class Claim:
         object.__setattr__(self, "_accountant", Accountant(self.events))
 
     @classmethod
-    def of(cls, ledger: Ledger, delta: float) -> Claim:
-        """What this ledger has charged."""
-        return cls(tuple(entry.event for entry in ledger.charged), delta)
+    def of(cls, entries: Iterable[Entry], delta: float) -> Claim:
+        """What these lines of a ledger say."""
+        return cls(tuple(entry.event for entry in entries), delta)
 
     @classmethod
     def gaussian(cls, mu: float, delta: float = 1e-5) -> Claim:
@@ -176,9 +190,207 @@ def epsilon_bound(
 
 def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) -> int:
     """So many false negatives, with these false positives, do not refute a claim at ``risk``."""
-    low, high = 0, trials
-    while low < high:
-        middle = (low + high) // 2
-        refuted = float(box_p_value(false_positives, middle, trials, claim)) <= risk
-        low, high = (middle + 1, high) if refuted else (low, middle)
-    return low
+    p_values = box_p_value(false_positives, np.arange(trials), trials, claim)
+    return int((p_values <= risk).sum())
+
+
+def line_for_every_release(runs: Sequence[Observation], planned: Event) -> Finding:
+    """Whether every release has its line in the ledger, written before the release is seen."""
+
+    def uncharged(seen: Observation) -> str | None:
+        lines = {entry.round for entry in seen.entries}
+        for index in np.flatnonzero((seen.moves != 0).any(1)).tolist():
+            if index + 1 not in lines:
+                return f"round {index + 1} moved the model and has no line"
+            if index < len(seen.charged) and seen.charged[index] <= index:
+                return f"round {index + 1} was seen before its line was written"
+        return None
+
+    return _of_runs(runs, uncharged, "one, written before the release is seen")
+
+
+def event_of_every_line(runs: Sequence[Observation], planned: Event) -> Finding:
+    """Whether every line says what the plan does."""
+
+    def other(seen: Observation) -> str | None:
+        for entry in seen.entries:
+            if entry.event != planned:
+                return f"round {entry.round} says {_words(entry.event)}, not {_words(planned)}"
+        return None
+
+    return _of_runs(runs, other, "what the sampler and the noise multiplier give")
+
+
+def one_line_each(runs: Sequence[Observation], planned: Event) -> Finding:
+    """Whether no round has two lines."""
+
+    def twice(seen: Observation) -> str | None:
+        rounds = [entry.round for entry in seen.entries]
+        return "a round has two lines" if len(set(rounds)) != len(rounds) else None
+
+    return _of_runs(runs, twice, "no round twice")
+
+
+def rounds_as_planned(runs: Sequence[Observation], planned: Event) -> Finding:
+    """Whether runs release as many rounds as were planned."""
+
+    def fewer(seen: Observation) -> str | None:
+        if seen.ended:
+            return f"a run ended early: {seen.ended}"
+        few = seen.released != len(seen.moves)
+        return f"{seen.released} of {len(seen.moves)} rounds moved the model" if few else None
+
+    return _of_runs(runs, fewer, "as many as planned")
+
+
+def _of_runs(
+    runs: Sequence[Observation], find: Callable[[Observation], str | None], expected: str
+) -> Finding:
+    looked = f"{sum(len(seen.moves) for seen in runs):,} rounds in {len(runs)} runs"
+    return invariant(
+        looked, next((wrong for seen in runs if (wrong := find(seen))), None), expected
+    )
+
+
+def _words(event: Event) -> str:
+    return (
+        f"{event.count} x {event.law.label}, noise multiplier "
+        f"{event.total_noise_multiplier:.6g}, {event.adjacency}"
+    )
+
+
+def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float) -> Finding:
+    """Whether the epsilon of a whole run's ledger is no more than the one computed before it.
+
+    Parameters
+    ----------
+    entries : sequence of Event
+        Of equal rounds, perhaps fewer than planned.
+    rounds : int
+        How many are planned.
+    promised : float
+        Epsilon at ``delta``.
+    """
+    accountant = Accountant(entries)
+    if entries and len(entries) < rounds:
+        accountant.add(entries[-1], rounds - len(entries))
+    epsilon = accountant.epsilon(delta)
+    broken = None if epsilon <= promised * (1 + 1e-3) else f"the ledger's epsilon is {epsilon:.4g}"
+    expected = f"epsilon {promised:.4g}, as computed before the run"
+    return invariant(f"{rounds:,} rounds", broken, expected)
+
+
+def budget_between(event: Event, delta: float) -> float:
+    """A budget that allows `AFFORDABLE` rounds, and not one more."""
+    costs = [Accountant([event.times(n)]).epsilon(delta) for n in (AFFORDABLE, AFFORDABLE + 1)]
+    return sum(costs) / 2
+
+
+def budget(released: Mapping[str, int], looked_at: str) -> Finding:
+    """Whether runs with a budget of `budget_between` release what it allows, and no more.
+
+    Parameters
+    ----------
+    released : mapping of str to int
+        Rounds of each run.
+    """
+    more = next((f"{n} rounds in {run}" for run, n in released.items() if n > AFFORDABLE), None)
+    return invariant(looked_at, more, f"{AFFORDABLE} rounds, which is what it allows")
+
+
+def accounting(claim: Claim, seed: int) -> Finding:
+    """Whether the claimed curve, and epsilon at delta, lie below what the events leak."""
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=8)
+    absent, present = log_likelihood_ratios(claim.events, RUNS, draws)
+    half = RUNS // 2
+    thresholds = np.quantile(absent[:half], 1 - LEVELS)
+    alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
+    missed = np.array([(present[half:] <= level).sum() for level in thresholds])
+    # delta at epsilon is the mean of max(0, 1 - exp(epsilon - loss)) with the canary. A coin that
+    # shows heads with that probability makes it a binomial count, which has an exact test.
+    excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
+    hits = int((draws.random(RUNS) < excess).sum())
+
+    def p_of(hits: Floats) -> Floats:
+        possible = np.minimum(hits, RUNS)
+        return np.where(hits > 0, bdtrc(np.maximum(possible - 1, 0), RUNS, claim.delta), 1.0)
+
+    words = f"{{}} of {RUNS:,} beyond epsilon {claim.epsilon:.4g}"
+    return statistical(
+        f"{RUNS:,} draws of the optimal attack on each side",
+        missed_statistic(alarms, missed, half, claim),
+        counted(words, [hits], p_of, RUNS * claim.delta),
+    )
+
+
+def missed_statistic(
+    alarms: Ids, missed: Ids, trials: int, claim: Claim, score: str = ""
+) -> Statistic:
+    """False negatives of attacks against the claim's curve; shown is the most significant.
+
+    Parameters
+    ----------
+    alarms, missed : int64 ``[n]``
+        Errors of each attack, in ``trials`` runs without and ``trials`` runs with the canary.
+    score : str
+        What the attack was, for its words.
+    """
+
+    def p(counts: Floats, index: Any) -> Floats:
+        return box_p_value(alarms[index], counts.astype(np.int64), trials, claim)
+
+    every = Statistic("", missed.astype(np.float64), p, float(trials), whole=True)
+    shown = f"{alarms[int(every.p_values.argmin())]:,} false positives"
+    return replace(every, words=f"{{}} of {trials:,} missed with {shown}{score}")
+
+
+def log_likelihood_ratios(
+    events: Sequence[Event], runs: int, draws: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """Of runs without and with one row at the bound, ``[runs]`` each.
+
+    Where neighbours replace a row, the first send it at the bound's other end.
+    """
+    counts: dict[Event, int] = {}
+    for event in events:
+        counts[event] = counts.get(event, 0) + event.count
+    absent, present = np.zeros(runs), np.zeros(runs)
+    for event, count in counts.items():
+        z, q = event.total_noise_multiplier, event.law.rate
+        if not event.law.is_gaussian:
+            _add_losses(event, count, absent, present, draws)
+            continue
+        opposite = -1.0 if event.adjacency == "replace-one" else 0.0
+        if q == 1:
+            # Equal Gaussians add up to one.
+            z, count = z / np.sqrt(count), 1
+        for _ in range(count):
+            for ratios, shift in ((absent, opposite), (present, 1.0)):
+                sampled = draws.random(runs) < q
+                y = shift * sampled + z * draws.standard_normal(runs)
+                ratios += _mixture(y, 1.0, q, z) - _mixture(y, opposite, q, z)
+    return absent, present
+
+
+def _add_losses(
+    event: Event, count: int, absent: Floats, present: Floats, draws: np.random.Generator
+) -> None:
+    """Losses of a law that is data, drawn from its own pair.
+
+    Where it has none they are 0: an attack that does not look at these releases.
+    """
+    pairs = event.law.pairs(event.total_noise_multiplier)
+    if pairs is None or not isinstance(pairs[0], DiscretePair):
+        return
+    losses, upper, lower = pairs[0].distributions()
+    for _ in range(count):
+        absent += draws.choice(losses, len(absent), p=lower)
+        present += draws.choice(losses, len(present), p=upper)
+
+
+def _mixture(y: Floats, shift: float, q: float, z: float) -> Floats:
+    """Log density of ``(1 - q) N(0, z^2) + q N(shift, z^2)`` over that of ``N(0, z^2)``."""
+    if shift == 0:
+        return np.zeros_like(y)
+    log_absent = np.log1p(-q) if q < 1 else -np.inf
+    return np.asarray(np.logaddexp(log_absent, np.log(q) + (shift * y - shift**2 / 2) / z**2))

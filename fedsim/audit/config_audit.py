@@ -2,36 +2,37 @@
 
 The claim is attacked on smaller federations of made-up clients. Two-world runs have few rounds,
 with noise that makes these cost the same epsilon as the config's: a bug shows in two rounds as well
-as in two hundred.
+as in two hundred. On the config's own data and model are two checks: the run itself makes a few
+rounds, and every address that it draws from is recorded; and examples of its own, good and bad, go
+through its model, its loss and the path that it trains on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
-from fedsim.audit.checks import Check
-from fedsim.audit.claim import Claim
-from fedsim.audit.config_checks import address_check, input_check
-from fedsim.audit.conformance import MOST_ROUNDS as MOST_WHOLE_ROUNDS
-from fedsim.audit.conformance import unrelated_noise_check
-from fedsim.audit.example_checks import example_checks
-from fedsim.audit.example_runs import ExamplePlan
-from fedsim.audit.ledger_checks import (
-    AFFORDABLE,
-    budget_between,
-    budget_check,
-    promise_check,
-)
-from fedsim.audit.observation import Target, observe
-from fedsim.audit.verdict import Verdict, audit, silenced_logs
-from fedsim.audit.worlds import WORLDS
+import numpy as np
+
+from fedsim.audit.bound_checks import own_examples
+from fedsim.audit.checks import Finding, Floats
+from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
+from fedsim.audit.clients import WORLDS
+from fedsim.audit.evidence import FEW, SMALL
+from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
+from fedsim.audit.plan_checks import own_addresses
+from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
+from fedsim.audit.verdict import Verdict, audit, findings, silenced_logs
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, with_added_noise
 from fedsim.errors import FedsimError
-from fedsim.privacy import calibrate, epsilon
-from fedsim.runs.factories import most_expensive_client
+from fedsim.privacy import Event, calibrate, epsilon
+from fedsim.randomness import Address
+from fedsim.runs import factories
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.strategies import DPFedAvg
@@ -78,26 +79,23 @@ def audit_config(
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
     check(resolved)
-    found: list[Check] = []
+    evidence = ConfigEvidence(resolved, seed)
+    found: list[Finding] = []
     assumed: dict[str, str] = {}
-    with silenced_logs():
-        if checks and config.client.private:
-            found += _example_level(resolved, runs, seed, assumed)
-        if checks:
-            found.append(address_check(config))
+    if checks:
+        with silenced_logs():
+            for clients in evidence.of_examples(max(20, runs // 2)):
+                of_examples = findings(clients)
+                found += [replace(one, name=f"{one.name}, examples") for one in of_examples]
+            found += findings(evidence)
+        if config.client.private:
+            assumed["examples"] = evidence.examples
     if not config.private:
         privacy, sizes = resolved.example_privacy, resolved.data.split.sizes
-        worst = most_expensive_client(config, privacy, sizes, config.rounds)
+        worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(found), confidence), assumed
-    level = _ClientLevel(config, resolved.plan.noise.multiplier)
-    few, many = (level.at_most(most) for most in (rounds, MOST_ROUNDS))
-    full = Target(level.factory(level.noise), min(config.rounds, MOST_WHOLE_ROUNDS))
-    with silenced_logs():
-        louder = Target(level.factory(1.25 * level.noise), full.rounds)
-        found += [level.promise_check(full), unrelated_noise_check(full, louder, seed)]
-        if checks:
-            found.append(run_budget_check(level.smaller, level.noise, config.noise.delta, seed))
+    few, many, full = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS), evidence.full
     verdict = audit(
         few.strategy,
         rounds=few.rounds,
@@ -113,7 +111,7 @@ def audit_config(
         deep=deep,
         tick=tick,
     )
-    assumed = level.assumed(full) | assumed
+    assumed = evidence.assumed | assumed
     if checks:
         assumed["tests"] = (
             f"the first {_rounds(full)} of {config.rounds:,}, with clients that send zeros, that "
@@ -150,42 +148,30 @@ def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
     )
 
 
-def _example_level(
-    resolved: Resolved, runs: int, seed: int, assumed: dict[str, str]
-) -> list[Check]:
-    """Checks of local training, for clients with the fewest and with the most examples."""
-    privacy, config = resolved.example_privacy, resolved.config
-    assert privacy is not None
-    sizes = sorted(resolved.data.split.sizes)
-    checks: list[Check] = []
-    for size in sorted({sizes[0], sizes[-1]}):
-        plan = ExamplePlan.smaller(privacy, local_work(config), size, MOST_EXAMPLES)
-        checks += example_checks(plan, config.rounds, max(20, runs // 2), seed)
-    checks.append(input_check(resolved))
-    assumed["examples"] = (
-        f"clients with {' and '.join(f'{size:,}' for size in sorted({sizes[0], sizes[-1]}))} "
-        f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
-        "trainer; gradients of examples are made up, and one is zero or not; and examples of "
-        "the config's own data through its own model"
-    )
-    return checks
+@dataclass(frozen=True, eq=False)
+class ConfigEvidence:
+    """What a config claims, what is found without attacks, and smaller federations."""
 
-
-@dataclass(frozen=True)
-class _ClientLevel:
-    """What a config claims of its clients, and strategies of smaller federations.
-
-    Attributes
-    ----------
-    config : RunConfig
-    noise : float
-        Its noise multiplier.
-    """
-
-    config: RunConfig
-    noise: float
+    resolved: Resolved
+    seed: int
+    row: ClassVar[str] = "client"
 
     @property
+    def config(self) -> RunConfig:
+        """As it was resolved."""
+        return self.resolved.config
+
+    @property
+    def private(self) -> ConfigEvidence | None:
+        """Itself, where there is a claim at client level."""
+        return self if self.config.private else None
+
+    @property
+    def noise(self) -> float:
+        """The noise multiplier."""
+        return self.resolved.plan.noise.multiplier
+
+    @cached_property
     def smaller(self) -> RunConfig:
         """The same federation with at most `MOST_CLIENTS` clients, at the same rate."""
         config = with_added_noise(self.config)
@@ -198,7 +184,7 @@ class _ClientLevel:
             changes["cohort.size"] = max(1, round(declared.rate * MOST_CLIENTS))
         return config.replace(**changes)
 
-    @property
+    @cached_property
     def claimed(self) -> float:
         """Epsilon of the whole run."""
         return epsilon(
@@ -208,11 +194,7 @@ class _ClientLevel:
             delta=self.config.noise.delta,
         )
 
-    def factory(self, noise_multiplier: float) -> _Factory:
-        """The strategies at this noise multiplier."""
-        return _Factory.of(self.smaller, noise_multiplier)
-
-    def at_most(self, most: int) -> Target:
+    def at_most(self, most: int) -> StrategyTarget:
         """So many rounds, that cost what all of the config's do."""
         rounds, z = min(self.config.rounds, most), self.noise
         if rounds < self.config.rounds:
@@ -222,27 +204,99 @@ class _ClientLevel:
                 rounds=rounds,
                 delta=self.config.noise.delta,
             )
-        return Target(self.factory(z), rounds)
+        return StrategyTarget(strategies(self.smaller, z), rounds=rounds)
 
-    def promise_check(self, full: Target) -> Check:
-        """The epsilon of a run's ledger, against the one computed before it."""
-        brief = observe(full.with_rounds(1), full.silent_clients(), 1)
+    @cached_property
+    def full(self) -> StrategyTarget:
+        """As many rounds as whole runs can afford."""
+        rounds = min(self.config.rounds, MOST_WHOLE_ROUNDS)
+        return StrategyTarget(strategies(self.smaller, self.noise), rounds=rounds)
+
+    @property
+    def promised(self) -> tuple[list[Event], int, float, float]:
+        """The ledger of a run's first round, and the epsilon computed before it."""
+        brief = self.full.with_rounds(1).observe(self.full.silent_clients(), 1)
         events = [entry.event for entry in brief.entries]
-        return promise_check(events, self.config.rounds, self.claimed, self.config.noise.delta)
+        return events, self.config.rounds, self.claimed, self.config.noise.delta
 
-    def assumed(self, full: Target) -> dict[str, str]:
+    @property
+    def rival(self) -> tuple[Floats, str]:
+        """Rounds of two runs of one seed and different configs, in units of each.
+
+        Had their noise anything in common, the difference would show sums without noise.
+        """
+        rows = []
+        for z in (self.noise, 1.25 * self.noise):
+            few = StrategyTarget(strategies(self.smaller, z), rounds=self.full.rounds).at_most(FEW)
+            few = few.with_model(parameters(SMALL))
+            moves = few.observe(few.silent_clients(), self.seed).moves
+            rows.append(
+                moves / np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
+            )
+        looked = f"{len(rows[0])} rounds each of two runs of one seed, at two noise multipliers"
+        return np.concatenate(rows), looked
+
+    @property
+    def budget(self) -> tuple[Mapping[str, int], str] | None:
+        """Rounds of a run with a budget, and of one stopped after its first round and resumed."""
+        if not self.config.private:
+            return None
+        budget = budget_between(self.full.event, self.config.noise.delta)
+        target = StrategyTarget(strategies(self.smaller, self.noise, budget), rounds=AFFORDABLE + 3)
+        released = {
+            name: target.observe(target.silent_clients(), self.seed, resume_after=stop).released
+            for name, stop in (("one run", 0), ("a run that was resumed", 1))
+        }
+        return released, f"{target.rounds} rounds at a budget of epsilon {budget:.4g}"
+
+    @property
+    def assumed(self) -> dict[str, str]:
         """The claim, its neighbours and the federation, in sentences."""
-        noise = self.config.noise
+        noise, full = self.config.noise, self.full
         return {
             "claim": f"epsilon {self.claimed:.4g} at delta {noise.delta:g} after "
             f"{self.config.rounds:,} rounds of {self.config.mechanism.name} at noise multiplier "
             f"{self.noise:.4g}",
             "neighbours": _NEIGHBOURS[full.adjacency],
             "federation": f"{full.population:,} clients, {full.settings.cohort.name} cohort of "
-            f"{full.denominator:g} expected, noise by the {noise.placement}; a model of "
+            f"{full.plan.denominator:g} expected, noise by the {noise.placement}; a model of "
             "few parameters; the mean is added to it, since what a server's optimiser makes of "
             "it is post-processing",
         }
+
+    def of_examples(self, worlds: int) -> Iterator[ExampleEvidence]:
+        """Local training of clients with the fewest and with the most examples."""
+        for size in self._sizes:
+            privacy = self.resolved.example_privacy
+            assert privacy is not None
+            work = local_work(self.config)
+            target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)
+            yield ExampleEvidence.of(target, self.config.rounds, worlds, self.seed)
+
+    @property
+    def _sizes(self) -> list[int]:
+        sizes = self.resolved.data.split.sizes if self.config.client.private else []
+        return sorted({min(sizes), max(sizes)}) if sizes else []
+
+    @property
+    def examples(self) -> str:
+        """What is assumed of them."""
+        return (
+            f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} "
+            f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
+            "trainer; gradients of examples are made up, and one is zero or not; and examples of "
+            "the config's own data through its own model"
+        )
+
+    @property
+    def addresses(self) -> tuple[list[Address], int]:
+        """Addresses that the run's first rounds draw from."""
+        return own_addresses(self.config)
+
+    @property
+    def own_examples(self) -> Finding | None:
+        """What one example moves, through the config's own model."""
+        return None if self.resolved.example_privacy is None else own_examples(self.resolved)
 
 
 _NEIGHBOURS = {
@@ -252,58 +306,41 @@ _NEIGHBOURS = {
 }
 
 
-def run_budget_check(config: RunConfig, noise: float, delta: float, seed: int) -> Check:
-    """A run with a budget, and one that is stopped after its first round and resumed."""
-    budget = budget_between(Target(_Factory.of(config, noise)).event, delta)
-    target = Target(_Factory.of(config, noise, budget), AFFORDABLE + 3)
-    released = {}
-    for name, stop in (("one run", 0), ("a run that was resumed", 1)):
-        seen = observe(target, target.silent_clients(), seed, resume_after=stop)
-        released[name] = seen.released
-    return budget_check(released, f"{target.rounds} rounds at a budget of epsilon {budget:.4g}")
-
-
-@dataclass(frozen=True)
-class _Factory:
+def strategies(
+    config: RunConfig, noise_multiplier: float, budget: float | None = None
+) -> StrategyFactory:
     """Strategies as the config's runs have them, but for the seed."""
+    tree = config.to_tree()
+    # Clients are made up, and need no privacy of their own.
+    del tree["client"]["mechanism"], tree["client"]["noise"]
+    # What a server's optimiser makes of the mean is post-processing: it is added. Made-up
+    # clients have no devices: which of them reply says nothing of a canary.
+    tree["server"] = {"optimizer": "sgd", "lr": 1.0}
+    tree.pop("devices", None)
+    changes: dict[str, float | str] = {
+        "noise.multiplier": noise_multiplier,
+        "noise.target-epsilon": "",
+        "noise.max-epsilon": "" if budget is None else budget,
+        "noise.entropy": "config",
+        "client.state": "reset",
+        "evaluate.clients-every": 0,
+    }
+    seeded = RunConfig.parse(tree).replace(**changes)
+    unseeded = seeded.replace(**{"noise.entropy": "system"})
+    resolved = resolve(seeded)
 
-    seeded: RunConfig
-    unseeded: RunConfig
-    resolved: Resolved
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, noise_multiplier: float, budget: float | None = None
-    ) -> _Factory:
-        tree = config.to_tree()
-        # Clients are made up, and need no privacy of their own.
-        del tree["client"]["mechanism"], tree["client"]["noise"]
-        # What a server's optimiser makes of the mean is post-processing: it is added. Made-up
-        # clients have no devices: which of them reply says nothing of a canary.
-        tree["server"] = {"optimizer": "sgd", "lr": 1.0}
-        tree.pop("devices", None)
-        changes: dict[str, float | str] = {
-            "noise.multiplier": noise_multiplier,
-            "noise.target-epsilon": "",
-            "noise.max-epsilon": "" if budget is None else budget,
-            "noise.entropy": "config",
-            "client.state": "reset",
-            "evaluate.clients-every": 0,
-        }
-        changed = RunConfig.parse(tree).replace(**changes)
-        unseeded = changed.replace(**{"noise.entropy": "system"})
-        return cls(changed, unseeded, resolve(changed))
-
-    def __call__(self, seed: int | None) -> DPFedAvg:
-        config = self.unseeded if seed is None else replace(self.seeded, seed=seed)
+    def strategy(seed: int | None) -> DPFedAvg:
         # Thousands of runs differ in their seeds alone, which key their noise beside the digest:
         # resolving each again would take as long as a round.
-        return strategy_of(replace(self.resolved, config=config))
+        config = unseeded if seed is None else replace(seeded, seed=seed)
+        return strategy_of(replace(resolved, config=config))
+
+    return strategy
 
 
-def _noise_of(target: Target) -> float:
+def _noise_of(target: StrategyTarget) -> float:
     return target.settings.plan.noise.multiplier
 
 
-def _rounds(target: Target) -> str:
+def _rounds(target: StrategyTarget) -> str:
     return f"{target.rounds:,} round" + "s" * (target.rounds != 1)

@@ -1,4 +1,4 @@
-"""Neighbouring runs of one seed: the same cohorts and noise, with and without a canary.
+"""Canaries: what they try, and runs of one seed with one, compared with runs without.
 
 With noise and cohorts equal, the difference of two releases is exact: it is what the canary
 added to the sum. In units of the released noise it may be as long as the ledger says, one over
@@ -8,116 +8,188 @@ the noise multiplier, and not longer, whatever the canary sends; and nothing els
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
 
-from fedsim.audit.adversarial_clients import (
-    REPLIES,
-    Behaviour,
-    Reply,
-    behaviours,
-    message_grid,
-)
-from fedsim.audit.checks import Check, Floats, Subject, invariant
-from fedsim.audit.noise_scale import MeasuredNoise, allowed_length, length_check
-from fedsim.audit.observation import Observation, Target, observe
-from fedsim.audit.side_channels import SEEDS, NoiseOnly, side_channel_checks
-from fedsim.audit.worlds import OPPOSED, Canaries, World, longest_row, reach
+from fedsim.audit.bound_checks import MeasuredNoise, Moved, allowed_length, scalars_moved
+from fedsim.audit.checks import Finding, invariant
+from fedsim.audit.clients import ALONE, OPPOSED, Canaries, World, longest_row, reach
+from fedsim.audit.plan_checks import SEEDS, difference
+from fedsim.audit.target import Observation, StrategyTarget, Target
+from fedsim.engines import LocalGrid
+from fedsim.federation.arrays import array_record, tensors
+from fedsim.rows import Layout
 
-SEEDS_TRIED = 300
-FEW = 3
 PAUSE, DEADLINE = 0.5, 0.25
+DENSE_LENGTHS = (0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
+"""Of rows, in units of their bound."""
 
 
-def pair_checks(target: Target, noise: MeasuredNoise, seed: int) -> list[Check]:
-    """Try every behaviour, and compare with a federation without the canary.
+@dataclass(frozen=True)
+class Behaviour:
+    """What a canary does in a world.
+
+    Attributes
+    ----------
+    name : str
+        Follows "a canary that".
+    world : World
+    change : callable
+        From the world's federation to one in which the canary does it.
+    harmless : bool
+        Whether its row can be used as it is: then its share of noise is used too.
+    by_row : bool
+        Whether all that it does is in its row: so may an example.
+    adds : "something", "zeros" or "nothing"
+        To the sum: zeros count as a client that replied, and nothing is what one that fails adds.
+    """
+
+    name: str
+    world: World
+    change: Callable[[Canaries], Canaries]
+    harmless: bool = True
+    by_row: bool = True
+    adds: Literal["something", "zeros", "nothing"] = "something"
+
+
+def behaviours(layers: Mapping[str, slice], scale: float, bounded: Tensor) -> list[Behaviour]:
+    """All of them, for a model of these layers.
 
     Parameters
     ----------
-    noise : MeasuredNoise
-        Of releases of the same target.
+    layers : mapping of name to slice
+        Columns of each layer.
+    scale : float
+        Length of a coordinate that every bound shortens.
+    bounded : float64 ``[d]``
+        A row that is just as long as its bound, or as each of its bounds.
     """
-    seed, rounds = _seed_with_canary(target, seed)
-    noise_only = NoiseOnly.of(target.with_rounds(rounds + 1), seed)
-    stds_of_scalars = noise_only.stds(rounds - 1)
-    target = target.with_rounds(rounds)
-    faults, lengths = Faults(target, seed), []
-    without: dict[str, Observation] = {}
-    bounded = longest_row(target.mechanism, target.layout)
-    tried = behaviours(target.layers, reach(target.mechanism, target.layout), bounded)
-    for behaviour in tried:
-        world, culprit = behaviour.world, f"a canary that {behaviour.name}"
-        if world.name not in without:
-            without[world.name] = faults.observe(_without_canary(target, world))
-        absent = without[world.name]
-        seen = faults.observe(behaviour.change(target.world(world)))
-        faults.compare(culprit, absent, seen)
-        if _leaves_no_trace(target, behaviour) and _moved(absent, seen):
-            faults.note("traces", f"the release changed with {culprit}")
-        # A share includes noise: where it is missing, the noise is another.
-        if behaviour.harmless or not target.shares:
-            std = noise.of_round(absent, rounds - 1, target)
-            lengths.append(_Length.of(behaviour, absent, seen, std, stds_of_scalars))
-    faults.lonely_canary()
-    faults.slow_client()
-    faults.malformed_replies()
-    looked = f"{len(tried)} canary behaviours in round {rounds}, each against no canary"
+
+    def full(value: float) -> Tensor:
+        return torch.full_like(bounded, value)
+
+    def sends(name: str, row: Tensor, world: World = OPPOSED) -> Behaviour:
+        return Behaviour(name, world, lambda canaries: canaries.last_sends(row))
+
+    def fails(name: str, change: Callable[[Canaries], Canaries]) -> Behaviour:
+        return Behaviour(name, OPPOSED, change, harmless=False, adds="nothing")
+
+    def reports(value: float) -> Behaviour:
+        change: Callable[[Canaries], Canaries] = lambda canaries: canaries.last_reports(value)  # noqa: E731
+        return Behaviour(f"reports {value:g}", OPPOSED, change, harmless=False, by_row=False)
+
+    last = full(0)
+    last[-1] = 1
+    one_layer = {name: full(1e-3 * scale) for name in layers}
+    for name, columns in layers.items():
+        one_layer[name][columns] = scale
     return [
-        *_bounded(lengths, target, noise, looked),
-        *faults.checks(looked),
-        *side_channel_checks(noise_only),
+        Behaviour("sends its longest row", ALONE, Canaries.changed),
+        Behaviour("sends the opposite of all others", OPPOSED, Canaries.changed),
+        *(sends(f"moves {name} most", row, ALONE) for name, row in one_layer.items()),
+        sends("moves one coordinate", scale * last),
+        # A little elsewhere: where a norm leaves a layer out, the rest must not be nothing.
+        sends("moves one coordinate most", scale * last + 1e-3 * scale * (1 - last)),
+        *(sends(f"sends {length:g} C", length * bounded) for length in DENSE_LENGTHS),
+        sends("sends 1e200", full(1e200)),
+        sends("sends 1e-200", full(1e-200)),
+        replace(sends("sends zeros", full(0)), adds="zeros"),
+        fails("sends NaN", lambda canaries: canaries.last_sends(full(torch.nan))),
+        fails(
+            "sends one infinity",
+            lambda canaries: canaries.last_sends(torch.where(last > 0, torch.inf, last)),
+        ),
+        replace(
+            fails("raises an exception", lambda canaries: canaries.changed(raises=True)),
+            by_row=False,
+        ),
+        *map(reports, (0.0, -1e9, 1e300, float("nan"))),
     ]
 
 
-def _seed_with_canary(target: Target, seed: int) -> tuple[int, int]:
-    """A seed with which the last client is sampled early, and the first round in which it is."""
-    few = target.at_most(FEW)
-    for tried in range(seed, seed + SEEDS_TRIED):
-        seen = observe(few, target.silent_clients(), tried)
-        for number, ids in enumerate(seen.asked, start=1):
-            if target.population - 1 in ids:
-                return tried, number
-    return seed, few.rounds
+Reply = Callable[[], RecordDict]
 
 
-def _without_canary(target: Target, world: World) -> Canaries:
-    if not target.shares:
-        return target.world(world, present=False)
-    # A client that has nothing to add still sends its share of the noise.
-    clients = target.world(world)
-    rows = clients.rows.clone()
-    rows[-1] = 0
-    return clients.changed(rows=rows)
+def _report() -> MetricRecord:
+    return MetricRecord({"num-examples": 1.0})
 
 
-def _leaves_no_trace(target: Target, behaviour: Behaviour) -> bool:
-    """Whether the release with such a canary must be the same as without one."""
-    if target.shares or target.adjacency == "replace-one":
-        return False
-    # Bounds that learn may center rows, or count them.
-    plain = not target.adapts and not target.sides
-    return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
+def _arrays(*sizes: int) -> RecordDict:
+    arrays = ArrayRecord({f"entry{k}": Array(np.zeros(size)) for k, size in enumerate(sizes)})
+    return RecordDict({"arrays": arrays, "metrics": _report()})
 
 
-def _moved(before: Observation, after: Observation) -> bool:
-    return not np.array_equal(before.moves, after.moves)
+REPLIES: Mapping[str, Reply] = {
+    "replies nothing at all": lambda: RecordDict(),
+    "replies no parameters": lambda: RecordDict({"metrics": _report()}),
+    "replies other parameters": lambda: _arrays(3, 1),
+    "replies empty parameters": lambda: _arrays(),
+    "replies a setting": lambda: RecordDict({"config": ConfigRecord({"num-examples": "many"})}),
+}
+"""What a client may send instead of its parameters."""
+
+
+class _TwiceGrid(LocalGrid):
+    """Brings every reply twice."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Each reply, and all of them once more."""
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        return [*replies, *replies]
+
+
+def message_grid(
+    population: int,
+    rows: Tensor | None = None,
+    *,
+    last: Reply | Literal["rows", "fails"] = "rows",
+    twice: bool = False,
+) -> LocalGrid:
+    """A federation of ordinary Flower clients, whose updates come as messages.
+
+    Parameters
+    ----------
+    rows : Tensor ``[population, d]``, optional
+        Their updates; zeros if left out.
+    last : callable, "rows" or "fails"
+        What the last client does: replies this, what the others do, or fails.
+    twice : bool
+        Whether every reply comes twice.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        if client == population - 1 and last != "rows":
+            if last == "fails":
+                raise RuntimeError("the canary has no answer")
+            return Message(last(), reply_to=message)
+        arrays = next(iter(message.content.array_records.values()))
+        if rows is not None:
+            server = tensors(arrays)
+            layout = Layout.of(server)
+            arrays = array_record(layout.unflatten(layout.flatten(server) + rows[client]))
+        return Message(RecordDict({"arrays": arrays, "metrics": _report()}), reply_to=message)
+
+    grid = _TwiceGrid if twice else LocalGrid
+    return grid(app, num_nodes=population)
 
 
 @dataclass(frozen=True)
 class _Length:
-    """How far one behaviour moved the release, in standard deviations of its noise.
+    """How far one behaviour moved parameters and released scalars, in std of their noise.
 
-    Attributes
-    ----------
-    behaviour : str
-    moves, scalars : float
-        Of the parameters, and of the scalars that are released beside.
-    without_noise : str or None
-        A scalar that moved and has no noise.
+    ``without_noise`` names a scalar that moved and has none.
     """
 
     behaviour: str
@@ -125,88 +197,105 @@ class _Length:
     scalars: float
     without_noise: str | None
 
-    @classmethod
-    def of(
-        cls,
-        behaviour: Behaviour,
-        absent: Observation,
-        seen: Observation,
-        std: Floats,
-        stds_of_scalars: Mapping[str, float],
-    ) -> _Length:
-        """Of the last round of a run with the canary, against one without it."""
-        moved = float(np.linalg.norm((seen.moves[-1] - absent.moves[-1]) / std))
-        farthest, without_noise = 0.0, None
-        before = absent.shown[-1] if absent.shown else {}
-        after = seen.shown[-1] if seen.shown else {}
-        for name, scalar_std in stds_of_scalars.items():
-            difference = abs(after.get(name, 0.0) - before.get(name, 0.0))
-            if difference <= 1e-12 * (1 + abs(before.get(name, 0.0))):
-                continue
-            if scalar_std == 0:
-                without_noise = name
-            else:
-                farthest = max(farthest, difference / scalar_std)
-        return cls(behaviour.name, moved, farthest, without_noise)
 
+class Neighbours:
+    """Runs of one seed with a canary, against runs without; keeps the first fault of each kind.
 
-def _bounded(
-    lengths: Sequence[_Length], target: Target, noise: MeasuredNoise, looked: str
-) -> list[Check]:
-    """The longest move against what the event allows."""
-    allowed = allowed_length(target.event)
-    longest = max(lengths, key=lambda length: length.moves)
-    whose = f"by one that {longest.behaviour}"
-    checks = [length_check("what one client moves", looked, longest.moves, whose, allowed, noise)]
-    name = "what one client moves, released scalars included"
-    bare = next((length for length in lengths if length.without_noise), None)
-    together = max(lengths, key=lambda length: length.moves**2 + length.scalars**2)
-    if bare is not None:
-        broken = f"'{bare.without_noise}' has no noise, and moves with one that {bare.behaviour}"
-        checks.append(invariant("bound", name, looked, broken, "scalars with noise"))
-    elif together.scalars:
-        shares = (together.moves**2, together.scalars**2)
-        checks.append(
-            length_check(
-                name, looked, math.hypot(together.moves, together.scalars),
-                f"by one that {together.behaviour}", allowed, noise, shares, SEEDS - 2,
-            )
-        )  # fmt: skip
-    return checks
-
-
-class Faults:
-    """Compares runs of one seed, and keeps the first thing that is wrong of each kind."""
-
-    KINDS: ClassVar[dict[str, tuple[Subject, str]]] = {
-        "releases": ("plan", "every round is released"),
-        "other clients": ("sampler", "the same other clients are sampled"),
-        "charges": ("ledger", "the same is charged"),
-        "earlier rounds": ("noise", "the same in rounds without the canary"),
-        "slowness": ("plan", "a slow client excludes no other client"),
-        "messages": ("bound", "updates in messages add what blocks of rows add"),
-        "traces": ("plan", "a client that adds nothing leaves no trace"),
-    }
+    Attributes
+    ----------
+    faults : dict of kind to sentence
+    looked_at : str
+    """
 
     def __init__(self, target: Target, seed: int) -> None:
         self._target, self._seed = target, seed
-        self._small = target.with_model({name: t[:2] for name, t in target.start.items()})
-        self._broken: dict[str, str] = {}
+        self._lengths: list[_Length] = []
+        self._noise: MeasuredNoise | None = None
+        self.faults: dict[str, str] = {}
+        self.looked_at = ""
 
-    def checks(self, looked: str) -> list[Check]:
-        """One check a kind."""
-        return [
-            invariant(subject, name, looked, self._broken.get(name), expected)
-            for name, (subject, expected) in self.KINDS.items()
-        ]
+    def try_behaviours(self, noise: MeasuredNoise, stds_of_scalars: Mapping[str, float]) -> None:
+        """Try every behaviour, and compare with a federation without the canary.
 
-    def note(self, name: str, sentence: str) -> None:
+        Parameters
+        ----------
+        noise : MeasuredNoise
+            Of releases of the same target.
+        stds_of_scalars : mapping of name to float
+            Of the noise of what the mechanism shows after the last round.
+        """
+        target, without = self._target, dict[str, Observation]()
+        bounded = longest_row(target.mechanism, target.layout)
+        tried = behaviours(target.layers, reach(target.mechanism, target.layout), bounded)
+        tried = [one for one in tried if one.by_row or target.row == "client"]
+        for behaviour in tried:
+            world, culprit = behaviour.world, f"a canary that {behaviour.name}"
+            if world.name not in without:
+                without[world.name] = target.observe(self._without_canary(world), self._seed)
+            absent = without[world.name]
+            seen = target.observe(behaviour.change(target.world(world)), self._seed)
+            self.compare(culprit, absent, seen)
+            if self._leaves_no_trace(behaviour) and _moved(absent, seen):
+                self.note("traces", f"the release changed with {culprit}")
+            # A share includes noise: where it is missing, the noise is another.
+            if behaviour.harmless or not target.shares:
+                std = noise.of_round(absent, target.rounds - 1, target)
+                moves = np.linalg.norm((seen.moves - absent.moves) / std, axis=1)
+                moved = float(np.nan_to_num(moves, nan=np.inf).max())
+                scalars = scalars_moved(absent, seen, stds_of_scalars)
+                self._lengths.append(_Length(behaviour.name, moved, *scalars))
+        self._noise = noise
+        self.looked_at = (
+            f"{len(tried)} canary behaviours in round {target.rounds}, each against no canary"
+        )
+
+    def _without_canary(self, world: World) -> Canaries:
+        if not self._target.shares:
+            return self._target.world(world, present=False)
+        # A client that has nothing to add still sends its share of the noise.
+        return self._target.world(world).last_sends(torch.zeros(self._target.layout.d))
+
+    def _leaves_no_trace(self, behaviour: Behaviour) -> bool:
+        """Whether the release with such a canary must be the same as without one."""
+        target = self._target
+        if target.shares or target.adjacency == "replace-one":
+            return False
+        # Bounds that learn may center rows, or count them.
+        plain = not target.adapts and not target.sides
+        return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
+
+    @property
+    def moved(self) -> Moved:
+        """The longest move of parameters."""
+        return self._longest(lambda length: length.moves)
+
+    @property
+    def moved_together(self) -> Moved | Finding | None:
+        """The longest move of parameters and released scalars, where one moved."""
+        bare = next((length for length in self._lengths if length.without_noise), None)
+        if bare is not None:
+            moves = f"'{bare.without_noise}' has no noise, and moves with one that {bare.behaviour}"
+            return invariant(self.looked_at, moves, "scalars with noise")
+        together = self._longest(lambda length: math.hypot(length.moves, length.scalars))
+        return together if together.shares[1] else None
+
+    def _longest(self, size: Callable[[_Length], float]) -> Moved:
+        longest = max(self._lengths, key=size)
+        assert self._noise is not None
+        shares = (longest.moves**2, longest.scalars**2)
+        moved = Moved(
+            self.looked_at,
+            size(longest),
+            f"by one that {longest.behaviour}",
+            allowed_length(self._target.event),
+            self._noise,
+        )
+        together = size(longest) != longest.moves
+        return replace(moved, shares=shares, beside=SEEDS - 2) if together else moved
+
+    def note(self, kind: str, sentence: str) -> None:
         """Keep what is wrong, if it is the first of its kind."""
-        self._broken.setdefault(name, sentence)
-
-    def observe(self, clients: Canaries) -> Observation:
-        """A run with these clients."""
-        return observe(self._target, clients, self._seed)
+        self.faults.setdefault(kind, sentence)
 
     def compare(self, culprit: str, without: Observation, seen: Observation) -> None:
         """Compare a run with a canary to one without."""
@@ -217,41 +306,50 @@ class Faults:
         elif without.released != rounds:
             self.note("releases", f"{without.released} of {rounds} without the canary")
         for before, after in zip(without.asked, seen.asked, strict=True):
-            others = np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])
-            if not np.array_equal(*others):
+            if not np.array_equal(np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])):
                 self.note("other clients", f"other clients were sampled with {culprit}")
         lines = [[(entry.round, entry.event) for entry in run.entries] for run in (without, seen)]
         if lines[0] != lines[1]:
             self.note("charges", f"the ledgers differ with {culprit}")
+        if left := difference(without.leaving, seen.leaving):
+            self.note("reports", f"{left} with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
             self.note("earlier rounds", f"they differ with {culprit}, which was not sampled yet")
 
-    def lonely_canary(self) -> None:
+
+class ClientNeighbours(Neighbours):
+    """Runs of a strategy, with clients that fail with all others, are slow, or send messages."""
+
+    def __init__(self, target: StrategyTarget, seed: int) -> None:
+        super().__init__(target, seed)
+        self._small = target.with_model({name: t[:2] for name, t in target.start.items()})
+
+    def fail_with_others(self) -> None:
         """Where all other clients fail too, a round must be released all the same."""
         clients = self._small.world(OPPOSED, neighbour="zero-out", scale=1.0)
         nobody = np.zeros(self._target.population, dtype=np.bool_)
         canary = nobody.copy()
         canary[-1] = True
         without, seen = (
-            observe(self._small, clients.changed(ok=ok), self._seed) for ok in (nobody, canary)
+            self._small.observe(clients.changed(ok=ok), self._seed) for ok in (nobody, canary)
         )
         self.compare("a canary where all others fail", without, seen)
 
-    def slow_client(self) -> None:
+    def be_slow(self) -> None:
         """A client that takes longer than the strategy waits must not exclude other clients."""
         single, seed = self._small.with_rounds(1), self._seed
         scale = reach(self._target.mechanism, self._target.layout)
         clients = single.world(OPPOSED, neighbour="zero-out", scale=scale)
-        nobody = observe(single, single.silent_clients(), seed)
+        nobody = single.observe(single.silent_clients(), seed)
         slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.asked[0], default=0)))
-        quick = observe(single, clients.changed(), seed, timeout=DEADLINE + PAUSE)
-        slow = observe(single, slowest, seed, timeout=DEADLINE)
+        quick = single.observe(clients.changed(), seed, timeout=DEADLINE + PAUSE)
+        slow = single.observe(slowest, seed, timeout=DEADLINE)
         # Its own row may be lost; with it the sum changes by one client's, not by all clients'.
         lost = len(quick.asked[0]) - len(slow.asked[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
             self.note("slowness", f"{lost} clients were left out with one that is slow")
 
-    def malformed_replies(self) -> None:
+    def send_messages(self) -> None:
         """Over messages: a reply that cannot be read must be a failure and nothing more."""
         target = self._small
         if target.shares or target.sides:
@@ -259,7 +357,7 @@ class Faults:
 
         def run(last: Reply | Literal["fails"]) -> Observation:
             grid = message_grid(target.population, last=last)
-            return observe(target, target.silent_clients(), self._seed, grid=grid)
+            return target.observe(target.silent_clients(), self._seed, grid=grid)
 
         failing = run("fails")
         for name, reply in REPLIES.items():
@@ -267,9 +365,9 @@ class Faults:
             self.compare(f"a canary that {name}", failing, seen)
             if _moved(failing, seen):
                 self.note("releases", f"the release changed with a canary that {name}")
-        self._messages(target.with_rounds(1))
+        self._send_rows(target.with_rounds(1))
 
-    def _messages(self, single: Target) -> None:
+    def _send_rows(self, single: StrategyTarget) -> None:
         """Updates that come as messages, once or twice, add what those of blocks add."""
         population, d = single.population, single.layout.d
         signs = np.random.default_rng(1).choice([-1.0, 1.0], (population, d))
@@ -277,12 +375,21 @@ class Faults:
         rows = torch.from_numpy(signs) * lengths * longest_row(single.mechanism, single.layout)
         metrics = {"num-examples": np.ones(population)}
         clients = Canaries(rows, np.ones(population, dtype=np.bool_), metrics)
-        blocks = observe(single, clients, self._seed)
+        blocks = single.observe(clients, self._seed)
         for twice in (False, True):
             grid = message_grid(population, rows, twice=twice)
-            seen = observe(single, clients, self._seed, grid=grid)
+            seen = single.observe(clients, self._seed, grid=grid)
             # A client's update is a difference of parameters in float64.
             size = np.abs(blocks.moves).max()
             if not np.allclose(blocks.moves, seen.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""
                 self.note("messages", f"replies{again} add something else than blocks of rows")
+
+
+def _moved(before: Observation, after: Observation) -> bool:
+    return not np.array_equal(before.moves, after.moves)
+
+
+def no_fault(kind: str, expected: str) -> Callable[[Neighbours], Finding]:
+    """A test that no canary causes a fault of this kind."""
+    return lambda runs: invariant(runs.looked_at, runs.faults.get(kind), expected)

@@ -9,6 +9,7 @@ for one (epsilon, delta), since it uses the whole trade-off curve.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from fedsim.audit.checks import Floats
 from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.observation import Target, observe
-from fedsim.audit.worlds import EXAMPLES, Canaries, reach
+from fedsim.audit.clients import EXAMPLES, Canaries, reach
+from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
@@ -128,9 +129,9 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
     trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
-    seen = observe(target, trainer, run_seed)
+    seen = target.observe(trainer, run_seed)
     moved = torch.from_numpy(seen.moves.sum(0))
-    return (directions @ moved).numpy(), coins, seen.claim
+    return (directions @ moved).numpy(), coins, Claim.of(seen.entries, seen.delta)
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
@@ -189,12 +190,12 @@ def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> 
 
 def most_correct(canaries: int, guesses: int, risk: float, claim: Claim) -> int:
     """So many correct guesses do not refute the claim at ``risk``."""
-    low, high = guesses // 2, guesses
-    while low < high:
-        middle = (low + high + 1) // 2
-        refuted = refuted_p_value(canaries, guesses, middle, claim) <= risk
-        low, high = (low, middle - 1) if refuted else (middle, high)
-    return low
+    more = range(guesses // 2 + 1, guesses + 1)
+
+    def refutes(correct: int) -> bool:
+        return refuted_p_value(canaries, guesses, correct, claim) <= risk
+
+    return guesses // 2 + bisect_left(more, True, key=refutes)
 
 
 def guesses_p_value(

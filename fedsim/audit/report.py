@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,32 +14,79 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.audit.checks import Check
+from fedsim.audit.checks import Finding, Part
 from fedsim.audit.claim import Claim
+from fedsim.audit.clients import WORLDS
 from fedsim.audit.two_world import TwoWorlds, noticeable
 from fedsim.audit.verdict import Verdict
-from fedsim.audit.worlds import WORLDS
-from fedsim.reports.plots import INK, SERIES
+from fedsim.reports.plots import INK, SERIES, dress
 
 _SENTENCES = {world.name: world.sentence for world in WORLDS}
 _LEAST = 1e-3
 
 
-def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
-    """Tables of the attacks and of what was assumed, and the verdict in a sentence."""
+def tabulate(
+    verdict: Verdict, assumed: Mapping[str, str], *, everything: bool = False
+) -> RenderableType:
+    """What was assumed, tables of tests and attacks, and the verdict in a sentence.
+
+    Of tests, a line for each part of a release and those that found something or could not look;
+    ``everything`` shows all of them.
+    """
     facts = Table.grid(padding=(0, 2))
+    for attack in verdict.two_worlds:
+        sentence = f"{_SENTENCES.get(attack.name, '')}; best score: {attack.score}"
+        assumed = {**assumed, attack.name: sentence}
     for name, sentence in assumed.items():
         facts.add_row(Text(name, style="dim"), sentence)
-    for attack in verdict.two_worlds:
-        world = f"{_SENTENCES.get(attack.name, '')}; best score: {attack.score}"
-        facts.add_row(Text(attack.name, style="dim"), world)
-    good = verdict.accepted
     parts: list[RenderableType] = [facts, Text()]
     if verdict.checks:
-        parts.append(_checks(verdict))
+        parts.append(_parts(verdict))
+        if shown := verdict.checks if everything else verdict.failed:
+            parts.append(_checks(verdict, shown))
+        parts += [
+            Text(f"{found}: {_meaning(found)}") for found in (*verdict.failed, *_idle(verdict))
+        ]
     if verdict.attacks:
         parts += [_attacks(verdict), Text(power_sentence(verdict), style="dim")]
-    return Group(*parts, Text(), Text(str(verdict), style="bold green" if good else "bold red"))
+    style = "bold green" if verdict.accepted else "bold red"
+    return Group(*parts, Text(), Text(str(verdict), style=style))
+
+
+def _idle(verdict: Verdict) -> list[Finding]:
+    return [found for found in verdict.checks if not found.tested]
+
+
+def _meaning(found: Finding) -> str:
+    return f"the likely cause: {found.cause}." if found.tested else f"not tested, {found.measured}."
+
+
+def _table(caption: str, *names: str) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left", caption=caption
+    )
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _parts(verdict: Verdict) -> Table:
+    """A line for each part of a release."""
+    risk = _p(verdict.risk_of_check)
+    table = _table(
+        f"A test detects a violation where p is at most {risk}, its share of the risk.",
+        *("of", "tests", "not tested", "smallest p", ""),
+    )
+    for part in dict.fromkeys(found.part for found in _by_part(verdict.checks)):
+        of_part = [found for found in verdict.checks if found.part == part]
+        idle = sum(not found.tested for found in of_part)
+        least, bad = min(found.p_value for found in of_part), {*of_part} & {*verdict.failed}
+        table.add_row(
+            *(part, str(len(of_part) - idle), str(idle or ""), _p(least)),
+            f"{len(bad)} found a violation" if bad else "ok",
+            style="red" if bad else "",
+        )
+    return table
 
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
@@ -52,49 +100,41 @@ def power_sentence(verdict: Verdict, seed: int = 1) -> str:
     return f"{runs} runs detect noise that is {factor:g} times too small, or a violation as large."
 
 
-def _checks(verdict: Verdict) -> Table:
+def _checks(verdict: Verdict, shown: Sequence[Finding]) -> Table:
     risk = verdict.risk_of_check
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left",
-        caption=f"A test detects a violation where p is at most {_p(risk)}, its share of the risk: "
-        "then what was found lies outside what is allowed.",
-    )  # fmt: skip
-    table.add_column("of", no_wrap=True)
+    table = _table(
+        "Where a test detects a violation, what was found lies outside what is allowed.", "of"
+    )
     for heading in ("test", "examined", "found", "allowed"):
         table.add_column(heading, overflow="fold")
-    table.add_column("p", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for check in _by_subject(verdict):
+    for heading in ("p", ""):
+        table.add_column(heading, no_wrap=True)
+    for check in _by_part(shown):
         bad, allowed = check.refutes(risk), check.limit(risk)
         found = "as allowed" if check.measured == allowed else check.measured
         table.add_row(
-            check.subject, check.name, check.looked_at, found, allowed,
-            _p(check.p_value), "violation" if bad else "ok", style="red" if bad else "",
-        )  # fmt: skip
+            *(check.part, check.name, check.looked_at, found, allowed, _p(check.p_value)),
+            "violation" if bad else "ok" if check.tested else "not tested",
+            style="red" if bad else "",
+        )
     return table
 
 
-def _by_subject(verdict: Verdict) -> list[Check]:
-    order = list(dict.fromkeys(check.subject for check in verdict.checks))
-    return sorted(verdict.checks, key=lambda check: order.index(check.subject))
+def _by_part(findings: Sequence[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda found: get_args(Part).index(found.part))
 
 
 def _attacks(verdict: Verdict) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left",
-        caption=f"An attack detects a violation where p is at most {_p(verdict.risk)}.",
-    )  # fmt: skip
-    table.add_column("attack", no_wrap=True)
+    table = _table(
+        f"An attack detects a violation where p is at most {_p(verdict.risk)}.", "attack"
+    )
     for heading in ("false positives", "false negatives", "allowed", "p", "epsilon at least",
                     "claimed", ""):  # fmt: skip
         table.add_column(heading, justify="right")
     for attack in verdict.attacks:
         table.add_row(
-            attack.name,
-            *attack.errors(verdict.risk),
-            _p(attack.p_value),
-            f"{attack.epsilon_bound:.2f}",
-            f"{attack.claim.epsilon:.2f}",
+            *(attack.name, *attack.errors(verdict.risk), _p(attack.p_value)),
+            *(f"{attack.epsilon_bound:.2f}", f"{attack.claim.epsilon:.2f}"),
             "violation" if attack.p_value <= verdict.risk else "ok",
         )
     return table
@@ -113,6 +153,7 @@ def draw(verdict: Verdict, title: str) -> Figure:
     figure = Figure(figsize=(16 if verdict.checks else 11, height), layout="constrained")
     widths = [5, 5, 5] if verdict.checks else [5, 5]
     plain, logarithmic, *beside = figure.subplots(1, len(widths), width_ratios=widths)
+    dress([plain, logarithmic, *beside])
     for axes in beside:
         _bars(axes, verdict)
     for axes, scale in ((plain, "linear"), (logarithmic, "log")):
@@ -125,8 +166,6 @@ def draw(verdict: Verdict, title: str) -> Figure:
         for attack, colour in zip(verdict.two_worlds, SERIES, strict=False):
             _box(axes, attack, colour, low)
         axes.set_xlabel("false positive rate", color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK)
     plain.set_ylabel("false negative rate", color=INK)
     plain.legend(loc="lower left", frameon=False, fontsize=9)
     figure.supxlabel(
@@ -149,7 +188,7 @@ def _curve(axes: Axes, claim: Claim, low: float) -> None:
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
     """How unlikely each finding is by chance; a bar beyond the line is a violation."""
-    checks = _by_subject(verdict)
+    checks = _by_part(verdict.checks)
     digits = [-np.log10(max(check.p_value, 1e-12)) for check in checks]
     colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in checks]
     positions = range(len(digits))
@@ -159,8 +198,7 @@ def _bars(axes: Axes, verdict: Verdict) -> None:
     axes.set_ylim(len(digits) - 0.4, -0.6)
     axes.set_xlim(0, 12.5)
     axes.set_xlabel("-log10 p; a bar beyond the line is a violation", color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=7)
+    axes.tick_params(labelsize=7)
 
 
 def _box(axes: Axes, attack: TwoWorlds, colour: str, low: float) -> None:

@@ -1,4 +1,4 @@
-"""Conformance of draws: who was sampled, round by round, against the event that was charged.
+"""Checks of draws: who was sampled, round by round, against the event that was charged.
 
 The samples are those that clients were asked in, not the sampler's: what is tested is what
 happened. Where probabilities differ by client and by round, each row is in independently with one
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scipy.special import bdtr, bdtrc, chdtrc, gammaln
 
 from fedsim.audit.checks import (
-    Check,
+    Finding,
     Floats,
     Ids,
     Statistic,
@@ -27,6 +27,7 @@ from fedsim.audit.checks import (
     invariant,
     normal,
     statistical,
+    untested,
 )
 from fedsim.cohorts import Cohort
 from fedsim.privacy import Event
@@ -44,18 +45,51 @@ REPEATED_DRAWS, REPEATED_ROUNDS = 500, 3
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """Who was in: 1 or 0, ``asked [rounds, population]``, of runs of these ``lengths``."""
+class Sampled:
+    """Who was in, in all rounds of several runs.
+
+    Attributes
+    ----------
+    asked : float64 ``[rounds, population]``
+        1 or 0.
+    lengths : sequence of int
+        Of the runs.
+    event : Event
+        What each round was charged as.
+    looked_at : str
+    broken : str or None
+        Why these are no samples of the population.
+    law : Inclusion or None
+        What the event says of inclusion.
+    probabilities : float64 ``[rounds, population]``, optional
+        Of an `InclusionSampler`.
+    """
 
     asked: Floats
     lengths: Sequence[int]
+    event: Event
     looked_at: str
-    valid: Check
+    broken: str | None
+    law: Inclusion | None
+    probabilities: Floats | None
 
     @classmethod
-    def of(cls, draws: Sequence[Sequence[Ids]], population: int, rows: str) -> _Sampled:
+    def of(
+        cls,
+        draws: Sequence[Sequence[Ids]],
+        event: Event,
+        population: int,
+        rows: str = "clients",
+        probabilities: Floats | None = None,
+    ) -> Sampled:
+        """From the ids of all runs' rounds, and probabilities ``[rounds, population]`` of one run.
+
+        Parameters
+        ----------
+        rows : str
+            What is drawn, in the plural.
+        """
         rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-        looked = f"{len(rounds):,} rounds over {population:,} {rows}"
         broken, asked = None, np.zeros((len(rounds), population))
         for indicators, ids in zip(asked, rounds, strict=True):
             if len(np.unique(ids)) != len(ids):
@@ -64,115 +98,156 @@ class _Sampled:
                 broken = "a client outside the declared population was sampled"
             else:
                 indicators[ids] = 1
-        valid = invariant(
-            "sampler", "sampled ids", looked, broken, "none twice, all of the population"
+        lengths = [len(run) for run in draws]
+        if probabilities is not None:
+            probabilities = np.concatenate([probabilities[:length] for length in lengths])
+        looked = f"{len(rounds):,} rounds over {population:,} {rows}"
+        law = event.law.inclusion(population)
+        return cls(asked, lengths, event, looked, broken, law, probabilities)
+
+    @property
+    def known(self) -> Sampled | None:
+        """Itself, where it can be held against a law or probabilities."""
+        silent = self.law is None and self.probabilities is None
+        return None if self.broken or silent or not len(self.asked) else self
+
+    @property
+    def at_random(self) -> Sampled | None:
+        """Itself, where not all are sampled in every round."""
+        everyone = self.probabilities is None and self.law is not None and self.law.one == 1
+        return None if everyone else self.known
+
+    @property
+    def alike(self) -> Sampled | None:
+        """Itself, where all have the same probability."""
+        return self.at_random if self.probabilities is None else None
+
+    @property
+    def unequal(self) -> Sampled | None:
+        """Itself, where each has a probability of its own."""
+        return None if self.probabilities is None else self
+
+    @property
+    def inclusion(self) -> Inclusion:
+        """The law of `alike` rounds."""
+        assert self.law is not None
+        return self.law
+
+    def independent(self, sums: str, of: str) -> Finding | None:
+        """Sums of centred indicators by Bernstein's inequality, where probabilities differ.
+
+        Parameters
+        ----------
+        sums : str
+            For `numpy.einsum`, over one or two arrays ``[rounds, population]``.
+        of : str
+            What each sum is of, in the plural.
+        """
+        if self.probabilities is None:
+            return None
+        p = self.probabilities
+        arrays = (1 + sums.count(",")) * [self.asked - p]
+        variances = (1 + sums.count(",")) * [p * (1 - p)]
+        of_each, spread = (np.einsum(sums, *terms, optimize=True) for terms in (arrays, variances))
+        if of_each.ndim > 1:
+            pairs = np.triu_indices(len(of_each), 1)
+            of_each, spread = of_each[pairs], spread[pairs]
+        errors = np.sqrt(np.maximum(spread, 1e-300))
+        compared = Statistic(
+            "{} standard errors",
+            of_each / errors,
+            lambda x, index: _bernstein(x * errors[index], spread[index]),
         )
-        return cls(asked, [len(run) for run in draws], looked, valid)
+        return statistical(f"{self.looked_at}, {of_each.size:,} {of}", compared)
 
 
-def draw_checks(
-    draws: Sequence[Sequence[Ids]], event: Event, population: int, rows: str = "clients"
-) -> list[Check]:
-    """Every test of the draws of several runs.
-
-    Parameters
-    ----------
-    draws : sequence of runs, each a sequence of int64 arrays
-        Ids of each round, in the order in which they were asked.
-    event : Event
-        What each round was charged as.
-    population : int
-    rows : str
-        What is drawn, in the plural.
-    """
-    sampled = _Sampled.of(draws, population, rows)
-    inclusion = event.law.inclusion(population)
-    if not sampled.valid.p_value or not len(sampled.asked) or inclusion is None:
-        return [sampled.valid]
-    checks = [sampled.valid, _sizes(sampled, inclusion)]
-    if inclusion.one == 1:
-        return checks
-    tests = (_spread, _frequencies, _together, _overlaps, _succession, _rhythm)
-    return [*checks, *(test(sampled, inclusion) for test in tests)]
+def ids(sampled: Sampled) -> Finding:
+    """Whether nobody is sampled twice in a round, and nobody outside the population."""
+    return invariant(sampled.looked_at, sampled.broken, "none twice, all of the population")
 
 
-def _sizes(sampled: _Sampled, law: Inclusion) -> Check:
-    looked = sampled.looked_at
-    rounds, n = sampled.asked.shape
-    sizes = sampled.asked.sum(1).astype(np.int64)
+def charged_rate(sampled: Sampled) -> Finding:
+    """Whether no probability is above the rate that is charged."""
+    assert sampled.probabilities is not None
+    highest, rate = float(sampled.probabilities.max()), sampled.event.law.rate
+    broken = f"a probability of {highest:.4g}" if highest > rate * (1 + 1e-12) else None
+    return invariant(sampled.looked_at, broken, f"probabilities of at most {rate:.4g}")
+
+
+def sizes(sampled: Sampled) -> Finding:
+    """Whether samples are as large as the law says."""
+    if found := sampled.independent("ij->i", "rounds"):
+        return found
+    law, (rounds, n) = sampled.inclusion, sampled.asked.shape
+    counts = sampled.asked.sum(1).astype(np.int64)
     if law.size is not None:
-        broken = f"{sizes.min()} to {sizes.max()} a round" if (sizes != law.size).any() else None
-        return invariant("sampler", "sizes", looked, broken, f"{law.size} in every round")
-    q = law.one
+        broken = f"{counts.min()} to {counts.max()} a round" if (counts != law.size).any() else None
+        return invariant(sampled.looked_at, broken, f"{law.size} in every round")
     return statistical(
-        "sampler", "sizes", looked,
-        [
-            counted("{} in one round", sizes, lambda k: _binomial_p(k, n, q), n * q),
-            counted(
-                "{} in all rounds", [sizes.sum()],
-                lambda k: _binomial_p(k, n * rounds, q), n * q * rounds,
-            ),
-        ],
-    )  # fmt: skip
+        sampled.looked_at,
+        _binomial("{} in one round", counts, n, law.one),
+        _binomial("{} in all rounds", counts.sum(), n * rounds, law.one),
+    )
 
 
-def _spread(sampled: _Sampled, law: Inclusion) -> Check:
-    """Sizes must vary as those of independent clients do: no less, and no more."""
+def spread(sampled: Sampled) -> Finding:
+    """Whether sizes vary as those of independent clients do: no less, and no more."""
+    law, (rounds, n) = sampled.inclusion, sampled.asked.shape
     if law.size is not None:
-        return invariant("sampler", "spread of sizes", sampled.looked_at, None, "none")
-    rounds, n = sampled.asked.shape
+        return invariant(sampled.looked_at, None, "none")
     variance = n * law.one * (1 - law.one)
     ratio = float(np.square(sampled.asked.sum(1) - n * law.one).mean() / variance)
     compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.one)
-    return statistical("sampler", "spread of sizes", sampled.looked_at, [compared])
+    return statistical(sampled.looked_at, compared)
 
 
-def _frequencies(sampled: _Sampled, law: Inclusion) -> Check:
+def frequencies(sampled: Sampled) -> Finding:
+    """Whether each is sampled as often as the law says."""
+    if found := sampled.independent("ij->j", "clients"):
+        return found
     rounds, n = sampled.asked.shape
-    counts, q = sampled.asked.sum(0), law.one
+    counts, q = sampled.asked.sum(0), sampled.inclusion.one
     variance = rounds * q * (1 - q)
     ratio = float(np.square(counts - rounds * q).mean() / variance)
     return statistical(
-        "sampler", "inclusion frequencies", sampled.looked_at,
-        [
-            counted("one in {} rounds", counts, lambda k: _binomial_p(k, rounds, q), rounds * q),
-            _dispersion("a std of {} of binomial counts'", ratio, n, variance, q),
-        ],
-    )  # fmt: skip
+        sampled.looked_at,
+        _binomial("one in {} rounds", counts, rounds, q),
+        _dispersion("a std of {} of binomial counts'", ratio, n, variance, q),
+    )
 
 
-def _together(sampled: _Sampled, law: Inclusion) -> Check:
-    """Pairs that are sampled together too often, or never."""
+def together(sampled: Sampled) -> Finding:
+    """Whether pairs are sampled together too often, or never."""
+    if found := sampled.independent("ij,ik->jk", "pairs"):
+        return found
     rounds, n = sampled.asked.shape
     counts = (sampled.asked.T @ sampled.asked)[np.triu_indices(n, 1)]
-    compared = counted(
-        "one pair in {} rounds", counts,
-        lambda k: _binomial_p(k, rounds, law.two), rounds * law.two,
-    )  # fmt: skip
-    looked = f"{sampled.looked_at}, {len(counts):,} pairs"
-    return statistical("sampler", "pairs sampled together", looked, [compared])
+    compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.two)
+    return statistical(f"{sampled.looked_at}, {len(counts):,} pairs", compared)
 
 
-def _overlaps(sampled: _Sampled, law: Inclusion) -> Check:
+def overlaps(sampled: Sampled) -> Finding:
     """What two rounds have in common, of one run or of two: a draw may not be used again."""
     rounds, n = sampled.asked.shape
     if rounds < 2:
-        return invariant("sampler", "overlap of rounds", sampled.looked_at, None, "only one round")
+        return untested(sampled.looked_at, "only one round")
+    if found := sampled.independent("ij,kj->ik", "pairs of rounds"):
+        return found
+    law = sampled.inclusion
     counts = (sampled.asked @ sampled.asked.T)[np.triu_indices(rounds, 1)]
-
-    def p_of(k: Floats) -> Floats:
-        if law.size is None:
-            return _binomial_p(k, n, law.one**2)
-        return _hypergeometric_p(k.astype(np.int64), n, law.size)
-
-    compared = counted("two rounds have {} in common", counts, p_of, n * law.one**2)
-    looked = f"{sampled.looked_at}, {len(counts):,} pairs of rounds"
-    return statistical("sampler", "overlap of rounds", looked, [compared])
+    compared = _binomial("two rounds have {} in common", counts, n, law.one**2)
+    if law.size is not None:
+        m = law.size
+        compared = replace(
+            compared, p_values_at=lambda k, _: _hypergeometric_p(k.astype(np.int64), n, m)
+        )
+    return statistical(f"{sampled.looked_at}, {len(counts):,} pairs of rounds", compared)
 
 
-def _succession(sampled: _Sampled, law: Inclusion) -> Check:
+def succession(sampled: Sampled) -> Finding:
     """Whether being sampled now changes the odds of being sampled some rounds later."""
-    q, n = law.one, sampled.asked.shape[1]
+    law, n = sampled.inclusion, sampled.asked.shape[1]
+    q = law.one
     centred = (sampled.asked - q) / math.sqrt(q * (1 - q))
     totals, products = np.zeros((2, max(sampled.lengths)))
     start = 0
@@ -188,21 +263,21 @@ def _succession(sampled: _Sampled, law: Inclusion) -> Check:
     factor = 1.0 if law.size is None else n / max(n - 1, 1)
     scores = totals[enough] / np.sqrt(products[enough] * factor)
     looked = f"{sampled.looked_at}, {int(enough.sum())} lags"
-    compared = normal("{} standard errors", scores)
-    return statistical("sampler", "rounds after being sampled", looked, [compared])
+    return statistical(looked, normal("{} standard errors", scores))
 
 
-def _rhythm(sampled: _Sampled, law: Inclusion) -> Check:
+def periodicity(sampled: Sampled) -> Finding:
     """Whether a client is sampled periodically: every second round, say, at twice the rate."""
-    length, variance = max(sampled.lengths), law.one * (1 - law.one)
+    q = sampled.inclusion.one
+    length, variance = max(sampled.lengths), q * (1 - q)
     # Sums of few rare draws have heavier tails than normal ones, by their kurtosis.
     if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
-        return invariant("sampler", "periodicity", sampled.looked_at, None, "too few rounds")
+        return untested(sampled.looked_at, "too few rounds")
     stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
     runs = [sampled.asked[stop - length : stop] for stop in stops]
     # Of independent draws a run's spectrum has at each frequency a chi-square of two degrees, at
     # the highest (every second round) of one.
-    spectra = [np.square(np.abs(np.fft.rfft(run - law.one, axis=0)))[1:] for run in runs]
+    spectra = [np.square(np.abs(np.fft.rfft(run - q, axis=0)))[1:] for run in runs]
     degrees = np.full((len(spectra[0]), 1), 2.0 * len(runs))
     if length % 2 == 0:
         degrees[-1] /= 2
@@ -216,8 +291,12 @@ def _rhythm(sampled: _Sampled, law: Inclusion) -> Check:
     compared = Statistic("a power of {}", powers.ravel(), p)
     frequency = int(compared.p_values.argmin()) // n + 1
     named = replace(compared, words=f"a power of {{}} every {length / frequency:.4g} rounds")
-    looked = f"{sampled.looked_at}, {len(powers)} frequencies"
-    return statistical("sampler", "periodicity", looked, [named])
+    return statistical(f"{sampled.looked_at}, {len(powers)} frequencies", named)
+
+
+def _binomial(words: str, counts: npt.ArrayLike, trials: int, rate: float) -> Statistic:
+    """Binomial counts."""
+    return counted(words, counts, lambda k: _binomial_p(k, trials, rate), trials * rate)
 
 
 def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
@@ -255,58 +334,6 @@ def _dispersion(words: str, ratio: float, count: int, variance: float, rate: flo
     return chi_square(words, [ratio * degrees], degrees)
 
 
-def inclusion_checks(
-    draws: Sequence[Sequence[Ids]], probabilities: Floats, event: Event
-) -> list[Check]:
-    """Sizes, frequencies, pairs and overlaps against what an `InclusionSampler` says of each.
-
-    Parameters
-    ----------
-    draws : sequence of runs, each a sequence of int64 arrays
-    probabilities : float64 ``[rounds, population]``
-        Of one run; the same for all.
-    event : Event
-        What each round was charged as.
-    """
-    population = probabilities.shape[1]
-    sampled = _Sampled.of(draws, population, "clients")
-    looked, highest = sampled.looked_at, float(probabilities.max())
-    charged = invariant(
-        "sampler", "charged rate", looked,
-        f"a probability of {highest:.4g}" if highest > event.law.rate * (1 + 1e-12) else None,
-        f"probabilities of at most {event.law.rate:.4g}",
-    )  # fmt: skip
-    if not sampled.valid.p_value:
-        return [sampled.valid, charged]
-    p = np.concatenate([probabilities[:length] for length in sampled.lengths])
-    centred, variances = sampled.asked - p, p * (1 - p)
-
-    def compare(name: str, sums: Floats, spread: Floats, of: str) -> Check:
-        sums, spread = sums.ravel(), spread.ravel()
-        errors = np.sqrt(np.maximum(spread, 1e-300))
-        compared = Statistic(
-            "{} standard errors", sums / errors,
-            lambda x, index: _bernstein(x * errors[index], spread[index]),
-        )  # fmt: skip
-        return statistical("sampler", name, f"{looked}, {sums.size:,} {of}", [compared])
-
-    clients, pairs = np.triu_indices(population, 1), np.triu_indices(len(p), 1)
-    return [
-        sampled.valid,
-        charged,
-        compare("sizes", centred.sum(1), variances.sum(1), "rounds"),
-        compare("inclusion frequencies", centred.sum(0), variances.sum(0), "clients"),
-        compare(
-            "pairs sampled together",
-            (centred.T @ centred)[clients], (variances.T @ variances)[clients], "pairs",
-        ),
-        compare(
-            "overlap of rounds",
-            (centred @ centred.T)[pairs], (variances @ variances.T)[pairs], "pairs of rounds",
-        ),
-    ]  # fmt: skip
-
-
 def _bernstein(sums: Floats, variances: Floats) -> Floats:
     """Two-sided bounds on the p-values of sums of independent terms, none larger than one."""
     distance = np.abs(sums)
@@ -315,7 +342,7 @@ def _bernstein(sums: Floats, variances: Floats) -> Floats:
     return np.asarray(np.minimum(1.0, 2 * np.exp(-np.where(distance > 0, exponent, 0.0))))
 
 
-def declared_law_check(sampler: Cohort, event: Event, rounds: int, seed: int) -> Check:
+def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Finding:
     """Whether a sampler that fedsim does not ship draws rows as often as its law declares.
 
     A run has few rounds, and its rounds may depend on one another: the sampler itself is drawn
@@ -352,12 +379,7 @@ def declared_law_check(sampler: Cohort, event: Event, rounds: int, seed: int) ->
     compared = [counted(words, asked.sum(0), p_of, rate * REPEATED_DRAWS)]
     if inclusion is not None:
         first = asked[:, 0]
-        compared.append(
-            counted(
-                f"one pair in {{}} of {REPEATED_DRAWS} draws of a round",
-                (first.T @ first)[np.triu_indices(population, 1)],
-                lambda k: _binomial_p(k, REPEATED_DRAWS, inclusion.two),
-                inclusion.two * REPEATED_DRAWS,
-            )
-        )
-    return statistical("sampler", "declared inclusion probabilities", looked, compared)
+        counts = (first.T @ first)[np.triu_indices(population, 1)]
+        words = f"one pair in {{}} of {REPEATED_DRAWS} draws of a round"
+        compared.append(_binomial(words, counts, REPEATED_DRAWS, inclusion.two))
+    return statistical(looked, *compared)

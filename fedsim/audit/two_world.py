@@ -14,10 +14,18 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.audit.checks import Floats
-from fedsim.audit.claim import Box, Claim, box_p_value, common_claim, epsilon_bound, fewest_misses
-from fedsim.audit.observation import Target, observe
-from fedsim.audit.worlds import World
+from fedsim.audit.checks import Finding, Floats, statistical
+from fedsim.audit.claim import (
+    Box,
+    Claim,
+    box_p_value,
+    common_claim,
+    epsilon_bound,
+    fewest_misses,
+    missed_statistic,
+)
+from fedsim.audit.clients import World
+from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
@@ -95,15 +103,22 @@ def attack(
     for side, present in enumerate((False, True)):
         clients = target.world(world, present=present)
         for number in range(runs):
-            seen = observe(target, clients, int(seeds[side, number]))
+            seen = target.observe(clients, int(seeds[side, number]))
             tables.append(seen.table())
-            claims.add(seen.claim)
+            claims.add(Claim.of(seen.entries, seen.delta))
             tick(1)
     claim = common_claim(claims)
     shown = _stacked(tables)
     direction = world.canary(d).numpy()
     result = distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk)
     return replace(result, moves=shown[:, :, :d])
+
+
+def errors_allowed(found: TwoWorlds, looked_at: str) -> Finding:
+    """Whether an attack's error rates are allowed by the claim's trade-off curve."""
+    alarms, missed = (np.array([n]) for n in (found.box.false_positives, found.box.false_negatives))
+    trials, by = found.box.trials, f", by {found.score}"
+    return statistical(looked_at, missed_statistic(alarms, missed, trials, found.claim, by))
 
 
 def _stacked(tables: list[Floats]) -> Floats:

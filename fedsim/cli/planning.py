@@ -103,6 +103,9 @@ def audit(
             "--deep", help="Examine ten times as many releases for noise that repeats among seeds."
         ),
     ] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Show every test, not only those that found something.")
+    ] = False,
 ) -> None:
     """Attack what a config claims, through the strategy and the engine that it would run on.
 
@@ -154,7 +157,7 @@ def audit(
             deep=deep,
             tick=lambda finished: progress.advance(task, finished),
         )
-    console.print(tabulate(verdict, assumed))
+    console.print(tabulate(verdict, assumed, everything=all_))
     save(draw(verdict, settings.name), path, dpi=150)
     console.print(f"picture: {path}", soft_wrap=True)
     if not verdict.accepted:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.audit import conformance
+from fedsim.audit import evidence
 
 
 @pytest.fixture
 def few_system_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the rounds with the system's entropy: a third of an audit's time otherwise."""
-    monkeypatch.setattr(conformance, "SYSTEM_ROUNDS", 100)
+    monkeypatch.setattr(evidence, "SYSTEM_ROUNDS", 100)

@@ -11,10 +11,9 @@ from planted import (
     strategies,
 )
 
-from fedsim.audit import ALONE, OPPOSED, RARE, Claim, Target, World, audit
-from fedsim.audit.observation import observe
+from fedsim.audit import ALONE, OPPOSED, RARE, Claim, StrategyTarget, World, audit
+from fedsim.audit.clients import Canaries, reach
 from fedsim.audit.two_world import distinguish, noticeable
-from fedsim.audit.worlds import Canaries, reach
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
@@ -129,11 +128,10 @@ def test_the_canary_moves_the_sum_as_far_as_any_client_can(
     mechanism: Mechanism, sensitivity: float, adjacency: str
 ) -> None:
     # Were it weaker, a bug would have room to hide.
-    plan = Target(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
+    plan = StrategyTarget(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
     scale = reach(mechanism, plan.layout)
     means = [
-        observe(
-            plan,
+        plan.observe(
             ALONE.trainer(10, 8, scale, present=present, neighbour=adjacency, sides=()),
             seed=1,
         ).moves[0]
@@ -175,7 +173,7 @@ def test_one_run_follows_each_cohorts_neighbours(cohort: Cohort) -> None:
 
 def test_the_one_run_may_be_another_plan() -> None:
     cohort = FullCohort(64)
-    whole = Target(strategies(Clipping(1.0), cohort, z=10.0), rounds=10)
+    whole = StrategyTarget(strategies(Clipping(1.0), cohort, z=10.0), rounds=10)
     verdict = audit(
         strategies(Clipping(1.0), cohort),
         runs=20,

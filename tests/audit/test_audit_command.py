@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 from planted import LessNoise
+from rich.console import Console
 from typer.testing import CliRunner
 
+from fedsim.audit import Claim, Finding, Verdict
 from fedsim.audit.config_audit import audit_config
+from fedsim.audit.report import tabulate
 from fedsim.cli.planning import audit
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -54,6 +59,30 @@ def test_a_config_that_keeps_its_claim_ends_with_status_0_and_a_picture(tmp_path
     assert "A test detects a violation where p is at most" in output
     assert "40 canaries, each in or out by a coin, 20 rounds" in output
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_is_brief_unless_everything_is_asked_for() -> None:
+    expected = "noise in every release"
+    honest = Finding(
+        "2 x 20 releases", expected, lambda _: expected, 1.0, part="noise", name="presence"
+    )
+    broken = replace(honest, measured="8 values occur again", p_value=0.0, name="exact repeats")
+    broken = replace(broken, cause="noise is used again")
+    idle = replace(honest, measured="too few rounds", tested=False, part="sampler", name="periods")
+    verdict = Verdict(Claim.gaussian(1.0), (), (honest, broken, idle), 0.99)
+
+    def text(*, everything: bool) -> str:
+        console = Console(width=200, file=io.StringIO(), record=True)
+        console.print(tabulate(verdict, {"claim": "one"}, everything=everything))
+        return " ".join(console.export_text().split())
+
+    brief = text(everything=False)
+    assert "noise 2 0 1 found a violation" in brief
+    assert "exact repeats 2 x 20 releases 8 values occur again" in brief
+    assert "noise: exact repeats: the likely cause: noise is used again." in brief
+    assert "sampler: periods: not tested, too few rounds." in brief
+    assert "presence" not in brief
+    assert "presence 2 x 20 releases" in text(everything=True)
 
 
 def test_a_refuted_claim_ends_with_status_1(

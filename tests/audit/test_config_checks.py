@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from fedsim import RunConfig
-from fedsim.audit.config_checks import address_check, input_check
+from fedsim.audit.checks import Finding
+from fedsim.audit.config_audit import ConfigEvidence
+from fedsim.audit.verdict import findings
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs.resolve import resolve
@@ -32,8 +34,16 @@ def changed(**changes: str | bool) -> RunConfig:
     return CONFIG.replace(**{k.replace("__", ".").replace("_", "-"): v for k, v in changes.items()})
 
 
+def found(config: RunConfig, name: str) -> Finding:
+    (finding,) = findings(ConfigEvidence(resolve(config), 1), name)
+    return finding
+
+
+ADDRESSES, MODEL = "addresses of draws", "what one example moves in the model itself"
+
+
 def test_a_run_that_is_as_it_should_be_uses_each_number_once() -> None:
-    check = address_check(CONFIG)
+    check = found(CONFIG, ADDRESSES)
     assert check.p_value == 1
     assert check.measured == "each asked for once"
 
@@ -46,7 +56,7 @@ def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
         return generators(self, asked, round=1 if asked == purpose else round, **rest)
 
     with patch.object(Randomness, "generators", of_round_one):
-        check = address_check(CONFIG)
+        check = found(CONFIG, ADDRESSES)
     assert check.p_value == 0
     assert purpose.name.lower() in check.measured
 
@@ -57,7 +67,7 @@ def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
     ids=["softmax", "mlp", "layers"],
 )
 def test_an_example_moves_the_real_sum_by_its_bound_at_most(changes: dict[str, str | bool]) -> None:
-    check = input_check(resolve(changed(**changes)))
+    check = found(changed(**changes), MODEL)
     assert check.p_value == 1, check.measured
 
 
@@ -69,6 +79,6 @@ def test_an_example_that_counts_twice_is_seen_through_the_model_itself() -> None
         add(self, rows, weights, counts, owners, **rest)
 
     with patch.object(PartialSum, "add_owners", added):
-        check = input_check(resolve(CONFIG))
+        check = found(CONFIG, MODEL)
     assert check.p_value == 0
     assert np.isclose(float(check.measured.split()[0]), 2.0, atol=0.05)

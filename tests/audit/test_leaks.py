@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from bugs import BUGS
 from leaks import OF_BUDGETS
 from planted import strategies
 
-from fedsim.audit import ALONE, OPPOSED, Target, audit
-from fedsim.audit.checks import Check
-from fedsim.audit.config_audit import run_budget_check
-from fedsim.audit.conformance import (
-    failures_check,
-    resume_check,
-    several_check,
-    system_checks,
-)
-from fedsim.audit.neighbouring_runs import Faults
-from fedsim.audit.noise_checks import covariance_check, grid_checks, noise_checks
-from fedsim.audit.noise_scale import MeasuredNoise, in_units
-from fedsim.audit.observation import observe, parameters
-from fedsim.audit.side_channels import NoiseOnly, side_channel_checks
-from fedsim.audit.verdict import silenced_logs
+from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit
+from fedsim.audit.config_audit import ConfigEvidence
+from fedsim.audit.evidence import ClientEvidence
+from fedsim.audit.neighbouring_runs import ClientNeighbours
+from fedsim.audit.plan_checks import NoiseOnly, equal_sum_runs, nothing_but_sums, what_leaves
+from fedsim.audit.target import parameters
+from fedsim.audit.verdict import findings, silenced_logs
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.mechanisms import (
@@ -34,6 +29,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.runs.resolve import resolve
 
 POPULATION = 60
 COHORT = PoissonCohort(0.5, POPULATION)
@@ -41,28 +37,28 @@ START = parameters(64)
 RISK = 1e-5
 
 
-def target_of(mechanism: Mechanism, rounds: int) -> Target:
-    return Target(strategies(mechanism, COHORT, z=2.0), rounds, START)
+def target_of(mechanism: Mechanism, rounds: int) -> StrategyTarget:
+    return StrategyTarget(strategies(mechanism, COHORT, z=2.0), rounds=rounds, start=START)
 
 
-def noise_tests(mechanism: Mechanism, rounds: int = 40) -> list[Check]:
-    """The tests of noise, on one run of clients that send zeros."""
-    found: list[Check] = []
-    for d in (512, 8):
-        target = target_of(mechanism, rounds).with_model(parameters(d))
-        nobody, layers = target.silent_clients(), list(target.layers.values())
-        seen = [observe(target, nobody, 3 + k) for k in range(1 if d > 8 else 4)]
-        both = [in_units(run, target) for run in seen]
-        units, steps = (np.stack(parts) for parts in zip(*both, strict=True))
-        if d == 8:
-            found.append(covariance_check(units.reshape(-1, d), layers))
-        else:
-            found += noise_checks(units / units.std(), layers)
-            found += grid_checks(steps, layers)
-    return found
+NOISE = {
+    "equal values",
+    "low bits",
+    "low bits in pairs of rounds",
+    "pairs of coordinates",
+    "rounding to the grid",
+    "size in any direction",
+    "size in each direction",
+}
 
 
-def failed(checks: list[Check]) -> set[str]:
+def noise_tests(mechanism: Mechanism, rounds: int = 40) -> list[Finding]:
+    """The tests of noise, on runs of clients that send zeros."""
+    target = target_of(mechanism, rounds).with_model(parameters(512))
+    return findings(ClientEvidence(target, 3), *NOISE)
+
+
+def failed(checks: list[Finding]) -> set[str]:
     return {check.name for check in checks if check.refutes(RISK)}
 
 
@@ -95,12 +91,10 @@ def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> No
         assert detected_by in failed(noise_tests(Normalization(1.0)))
 
 
-def bounds_of(rounds: int = 60) -> list[Check]:
+def bounds_of(rounds: int = 60) -> list[Finding]:
     """The tests of several clients at once."""
-    target = target_of(Normalization(1.0), rounds)
-    nobody = observe(target, target.silent_clients(), 3)
-    noise = MeasuredNoise.of(in_units(nobody, target)[0], list(target.layers.values()))
-    return [several_check(target, 3, nobody, noise), failures_check(target, 3)]
+    evidence = ClientEvidence(target_of(Normalization(1.0), rounds), 3)
+    return findings(evidence, "what several {row}s add", "several fail at once")
 
 
 def test_honest_bounds_pass_with_several_clients_at_once() -> None:
@@ -124,8 +118,8 @@ def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
 
 
 def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
-    target = target_of(AdaClip(), 3)
-    check = failures_check(target, 3)
+    evidence = ClientEvidence(target_of(AdaClip(), 3), 3)
+    (check,) = findings(evidence, "several fail at once")
     assert check.p_value == 1
     assert "in 3 ways" in check.looked_at
 
@@ -133,20 +127,24 @@ def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
 def test_rows_that_count_twice_only_in_messages_are_detected() -> None:
     target = target_of(Normalization(1.0), 1)
     found = []
-    for name in (None, "rows that come as messages count twice"):
-        faults = Faults(target, 3)
-        if name is None:
-            faults.malformed_replies()
-        else:
-            with BUGS[name]():
-                faults.malformed_replies()
-        found.append(failed(faults.checks("")))
+    for plant in (nullcontext, BUGS["rows that come as messages count twice"]):
+        neighbours = ClientNeighbours(target, 3)
+        with plant():
+            neighbours.send_messages()
+        found.append(set(neighbours.faults))
     assert found == [set(), {"messages"}]
 
 
 def leaving(mechanism: Mechanism) -> set[str]:
     """The tests of what leaves a round beside the parameters."""
-    return failed(side_channel_checks(NoiseOnly.of(target_of(mechanism, 3), 3)))
+    target = target_of(mechanism, 3)
+    sums = equal_sum_runs(target, 3)
+    return failed(
+        [
+            replace(what_leaves(NoiseOnly.of(target, 3)), name="what else leaves a round"),
+            replace(nothing_but_sums(*sums), name="nothing but the sum"),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,12 +187,18 @@ def test_what_else_leaves_a_round_is_detected(name: str) -> None:
 )
 @pytest.mark.usefixtures("few_system_rounds")
 def test_few_seeds_of_the_system_are_detected(name: str | None, detected_by: set[str]) -> None:
-    target = Target(strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0), 100)
+    factory = strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0)
+    target = StrategyTarget(factory, rounds=100)
+
+    def checks() -> set[str]:
+        names = ("noise with system entropy", "cohorts with system entropy")
+        return failed(findings(ClientEvidence(target, 3), *names))
+
     if name is None:
-        assert not failed(system_checks(target, deep=False))
+        assert not checks()
         return
     with BUGS[name]():
-        assert failed(system_checks(target, deep=False)) == detected_by
+        assert checks() == detected_by
 
 
 @pytest.mark.slow
@@ -207,7 +211,7 @@ def test_noise_of_few_seeds_of_a_config_is_detected_among_the_attacks_runs() -> 
             runs=300,
             worlds=(ALONE, OPPOSED),
             canaries=0,
-            full=Target(factory, 2),
+            full=StrategyTarget(factory, rounds=2),
         )
         return "noise: noise of different seeds" in verdict.refuting
 
@@ -228,20 +232,18 @@ CONFIG = RunConfig.parse(
 
 @pytest.mark.parametrize("name", [None, *sorted(OF_BUDGETS)])
 def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> None:
-    with silenced_logs():
-        if name is None:
-            assert run_budget_check(CONFIG, 4.0, 1e-5, 1).p_value == 1
-            return
-        with BUGS[name]():
-            assert run_budget_check(CONFIG, 4.0, 1e-5, 1).p_value == 0
+    with silenced_logs(), BUGS[name]() if name else nullcontext():
+        (check,) = findings(ConfigEvidence(resolve(CONFIG), 1), "budget")
+    assert check.p_value == (0 if name else 1)
 
 
 def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
-    target = target_of(Normalization(1.0), 6)
-    whole = observe(target, target.silent_clients(), 3)
-    assert resume_check(target, 3, whole).p_value == 1
+    runs = ClientEvidence(target_of(Normalization(1.0), 6), 3)
+    assert runs.runs[0].released == 6
     with BUGS["a resumed run draws the noise of its first rounds again"]():
-        assert resume_check(target, 3, whole).p_value == 0
+        (broken,) = findings(runs, "resume")
+    (honest,) = findings(runs, "resume")
+    assert (broken.p_value, honest.p_value) == (0, 1)
 
 
 def test_a_limit_is_the_value_beyond_which_a_test_detects() -> None:

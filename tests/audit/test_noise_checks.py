@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.noise_checks import noise_checks
+from fedsim.audit.checks import Finding
+from fedsim.audit.noise_checks import NoiseSample
+from fedsim.audit.verdict import findings
 
 Floats = npt.NDArray[np.float64]
 LAYERS = (slice(0, 1500), slice(1500, 1900), slice(1900, 2048))
@@ -15,6 +18,11 @@ RISK = 1e-4
 
 def white(seed: int = 0, rounds: int = 60, d: int = 2048) -> Floats:
     return np.random.default_rng(seed).standard_normal((2, rounds, d))
+
+
+def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> list[Finding]:
+    noise = NoiseSample.of(z, layers, sizes)
+    return findings(SimpleNamespace(alone=SimpleNamespace(noise=noise)))
 
 
 def refuted(z: Floats, sizes: Floats | None = None) -> set[str]:

@@ -7,7 +7,7 @@ from bugs import BUGS
 from leaks import OF_ATTACKS, OF_BUDGETS
 from planted import strategies
 
-from fedsim.audit import Target, Verdict, audit
+from fedsim.audit import StrategyTarget, Verdict, audit
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.mechanisms import (
     AdaClip,
@@ -33,7 +33,7 @@ OF_MORE_ROUNDS = {
 
 def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> Verdict:
     factory = strategies(mechanism, cohort, z=2.0, **settings)
-    return audit(factory, worlds=(), canaries=0, full=Target(factory, 30), seed=3)
+    return audit(factory, worlds=(), canaries=0, full=StrategyTarget(factory, rounds=30), seed=3)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,9 @@ def test_every_planted_bug_is_caught(name: str) -> None:
     factory = strategies(Normalization(1.0), POISSON, z=2.0)
     rounds = 100 if name in OF_MORE_ROUNDS else 30
     with BUGS[name]():
-        verdict = audit(factory, worlds=(), canaries=0, full=Target(factory, rounds), seed=3)
+        verdict = audit(
+            factory, worlds=(), canaries=0, full=StrategyTarget(factory, rounds=rounds), seed=3
+        )
     assert verdict.failed
 
 
@@ -70,7 +72,7 @@ def test_a_run_that_is_as_it_should_be_is_accepted() -> None:
     verdict = checked(PrivateScalar(PerLayer(Clipping(1.0)), name="loss", high=4.0, fraction=0.3))
     assert not verdict.failed
     assert "No violation of" in str(verdict)
-    assert {check.subject for check in verdict.checks} == {
+    assert {check.part for check in verdict.checks} == {
         "sampler", "bound", "noise", "plan", "ledger",
     }  # fmt: skip
 

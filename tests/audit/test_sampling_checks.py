@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.sampling_checks import declared_law_check, draw_checks, inclusion_checks
+from fedsim.audit.checks import Finding
+from fedsim.audit.sampling_checks import Sampled, declared_law
+from fedsim.audit.verdict import findings
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.privacy import Event
 from fedsim.privacy.laws import FixedSizeLaw, PoissonLaw
@@ -24,6 +27,16 @@ RISK = 1e-5
 
 def poisson(rng: np.random.Generator, rate: float = RATE) -> Ids:
     return np.flatnonzero(rng.random(N) < rate)
+
+
+def draw_checks(
+    runs: list[Run],
+    event: Event,
+    population: int,
+    probabilities: npt.NDArray[np.float64] | None = None,
+) -> list[Finding]:
+    sampled = Sampled.of(runs, event, population, probabilities=probabilities)
+    return findings(SimpleNamespace(present=SimpleNamespace(sampled=sampled)))
 
 
 def refuted(runs: list[Run], event: Event) -> set[str]:
@@ -127,7 +140,7 @@ class NightAndDay(InclusionSampler):
 def by_probabilities(runs: list[Run], highest: float = 0.3) -> set[str]:
     sampler = NightAndDay(N, highest)
     chances = np.stack([sampler.probabilities(t) for t in range(1, ROUNDS + 1)])
-    checks = inclusion_checks(runs, chances, Event.of(sampler, 1.0))
+    checks = draw_checks(runs, Event.of(sampler, 1.0), N, chances)
     return {check.name for check in checks if check.p_value <= RISK}
 
 
@@ -190,7 +203,7 @@ def test_a_sampler_of_a_users_is_drawn_from_and_held_against_its_own_law(
 ) -> None:
     def p_value(extra: float) -> float:
         biased = sampler(extra=extra)
-        return declared_law_check(biased, Event.of(biased, 1.0), 20, seed=1).p_value
+        return declared_law(biased, Event.of(biased, 1.0), 20, seed=1).p_value
 
     assert p_value(0.0) > RISK
     assert p_value(0.15) <= RISK
@@ -205,4 +218,4 @@ def test_pairs_that_always_come_together_are_held_against_the_declared_probabili
             return np.flatnonzero(np.repeat(couples, 2))
 
     couples = Couples()
-    assert declared_law_check(couples, Event.of(couples, 1.0), 1, seed=1).p_value <= RISK
+    assert declared_law(couples, Event.of(couples, 1.0), 1, seed=1).p_value <= RISK

@@ -1,11 +1,13 @@
-"""One run of the real strategy on the real engine, and what it lets an observer see."""
+"""What is audited, and what one run of it lets an observer see."""
 
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -14,8 +16,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.audit.checks import Floats, Ids
-from fedsim.audit.claim import Claim
-from fedsim.audit.worlds import Canaries, MadeUpClients, World, reach, silent_clients
+from fedsim.audit.clients import Canaries, MadeUpClients, World, reach, silent_clients
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
@@ -23,6 +24,7 @@ from fedsim.federation.exchange import Instructions
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
 from fedsim.privacy.laws import declared_population
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import Layout
 from fedsim.rows.block import RUN
 from fedsim.strategies import DPFedAvg
@@ -42,27 +44,19 @@ def parameters(d: int) -> dict[str, Tensor]:
 PARAMETERS = parameters(8)
 
 
-def columns(sizes: Iterable[int]) -> list[slice]:
-    """Columns of layers of these sizes in a row."""
-    stops = np.cumsum(list(sizes)).tolist()
-    return [slice(a, b) for a, b in zip([0, *stops], stops, strict=False)]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is audited: so many rounds of a strategy on a model, whatever the seed.
+@dataclass(frozen=True, kw_only=True)
+class Target(ABC):
+    """What is audited: so many rounds of something that releases noisy sums of rows.
 
     Attributes
     ----------
-    strategy : callable
-        From a seed to a fresh strategy. The seed must decide its cohorts and noise; None
-        leaves them to the operating system.
     rounds : int
     start : mapping of name to Tensor
         Initial parameters of the model.
     """
 
-    strategy: StrategyFactory
+    row: ClassVar[str]
+
     rounds: int = 1
     start: Parameters = field(default_factory=lambda: PARAMETERS)
 
@@ -70,22 +64,31 @@ class Target:
         if self.rounds < 1:
             raise FedsimError(f"rounds is {self.rounds}; it must be at least 1.")
 
-    def with_rounds(self, rounds: int) -> Target:
+    @property
+    @abstractmethod
+    def plan(self) -> ReleasePlan[Any]:
+        """What it says that it releases: its bound is a `Mechanism`."""
+
+    @property
+    @abstractmethod
+    def delta(self) -> float:
+        """Where its epsilon is reported."""
+
+    @abstractmethod
+    def observe(self, clients: MadeUpClients, seed: int | None) -> Observation:
+        """Run once, with rows that are made up; without a seed the system's entropy is used."""
+
+    def with_rounds(self, rounds: int) -> Self:
         """The same for another number of rounds."""
         return replace(self, rounds=rounds)
 
-    def at_most(self, rounds: int) -> Target:
+    def at_most(self, rounds: int) -> Self:
         """The same for its first rounds, if it has more."""
         return replace(self, rounds=min(self.rounds, rounds))
 
-    def with_model(self, start: Parameters) -> Target:
+    def with_model(self, start: Parameters) -> Self:
         """The same on another model."""
         return replace(self, start=start)
-
-    @cached_property
-    def settings(self) -> DPFedAvg:
-        """One of the strategies, which is never run."""
-        return self.strategy(1)
 
     @cached_property
     def layout(self) -> Layout:
@@ -95,43 +98,43 @@ class Target:
     @property
     def layers(self) -> dict[str, slice]:
         """Columns of each parameter in a row, by its name."""
-        sizes = [tensor.numel() for tensor in self.start.values()]
-        return dict(zip(self.start, columns(sizes), strict=True))
+        return {entry.name: slice(entry.start, entry.stop) for entry in self.layout.entries}
+
+    @property
+    def columns(self) -> list[slice]:
+        """Columns of each layer."""
+        return list(self.layers.values())
 
     @property
     def population(self) -> int:
-        """Declared number of clients; the canary is the last of them."""
-        return declared_population(self.settings.cohort)
+        """Declared number of rows; the canary's is the last of them."""
+        return declared_population(self.plan.sampler)
+
+    @property
+    def shares(self) -> bool:
+        """Whether clients add the noise, a share each."""
+        return False
 
     @property
     def adjacency(self) -> Adjacency:
         """What it means that the canary does not take part."""
-        return self.settings.cohort.adjacency
+        return self.plan.sampler.adjacency
 
     @property
     def mechanism(self) -> Mechanism:
-        """The bound on updates."""
-        return self.settings.mechanism
+        """The bound on rows."""
+        mechanism: Mechanism = self.plan.bound
+        return mechanism
 
     @property
     def sides(self) -> tuple[str, ...]:
         """Scalars that clients report beside their updates, and that are released."""
         return self.mechanism.side_names
 
-    @property
-    def denominator(self) -> float:
-        """Of the mean that is released."""
-        return self.settings.cohort.expected_size
-
-    @property
-    def shares(self) -> bool:
-        """Whether clients add the noise, a share each."""
-        return self.settings.placement == "client"
-
     @cached_property
     def event(self) -> Event:
         """What the plan says that one round costs."""
-        return self.settings.plan.event()
+        return self.plan.event()
 
     @property
     def adapts(self) -> bool:
@@ -172,7 +175,8 @@ class Observation:
     shown : sequence of mapping of name to float
         The numbers that the mechanism shows after each round.
     asked : sequence of int64 arrays
-        Clients that were asked in each round, in the order in which they answered.
+        Clients that were asked in each round, in the order in which they answered; empty where
+        that is not seen.
     entries : tuple of Entry
         The ledger's lines.
     charged : int ``[rounds]``
@@ -206,11 +210,6 @@ class Observation:
         return int((self.moves != 0).any(1).sum())
 
     @property
-    def claim(self) -> Claim:
-        """What the run's ledger says it cost."""
-        return Claim(tuple(entry.event for entry in self.entries), self.delta)
-
-    @property
     def sizes(self) -> Floats:
         """Number of clients asked in each round, ``[rounds]``."""
         return np.array([len(ids) for ids in self.asked], dtype=np.float64)
@@ -224,77 +223,109 @@ class Observation:
         return np.concatenate([self.moves, numbers], axis=1)
 
 
-def observe(
-    target: Target,
-    trainer: MadeUpClients,
-    seed: int | None,
-    *,
-    grid: LocalGrid | None = None,
-    timeout: float = 3600,
-    leaving: bool = False,
-    resume_after: int = 0,
-) -> Observation:
-    """Run once.
+@dataclass(frozen=True)
+class StrategyTarget(Target):
+    """A strategy on this machine's engine, whatever the seed.
 
-    Parameters
+    Attributes
     ----------
-    grid : LocalGrid, optional
-        What the strategy talks to, if not `LocalGrid`'s blocks.
-    timeout : float
-        Seconds that the strategy waits for a round.
-    leaving : bool
-        Whether to record everything that leaves a round.
-    resume_after : int
-        Stop after so many rounds, and resume in a new strategy; 0: one strategy runs them all.
+    strategy : callable
+        From a seed to a fresh strategy. The seed must decide its cohorts and noise; None
+        leaves them to the operating system.
     """
-    strategy = target.strategy(seed)
-    layout = target.layout
-    vector = layout.flatten(target.start)
-    moves = np.zeros((target.rounds, layout.d))
-    shown: list[Mapping[str, float]] = []
-    charged: list[int] = []
-    states: list[State] = [strategy.mechanism.init(layout)]
-    numbers: list[Mapping[str, Floats]] = []
-    watching = _WatchingGrid(trainer, strategy.ledger.run) if leaving else None
-    grid = grid or watching or LocalGrid(trainer)
 
-    def look(server_round: int, result: Result) -> None:
-        nonlocal vector
-        reached = layout.flatten(tensors(result.arrays))
-        moves[server_round - 1] = (reached - vector).numpy()
-        vector = reached
-        report = strategy.report
-        shown.append({} if report is None else dict(report.info))
-        charged.append(len(strategy.ledger.entries))
-        states.append({name: tensor.clone() for name, tensor in strategy.mechanism_state.items()})
-        if watching is not None:
-            numbers.append(_leaving(strategy, server_round, result, watching.sent))
+    row: ClassVar[str] = "client"
 
-    trainer.answered.clear()
-    error, arrays, state = None, array_record(target.start), None
-    try:
-        if resume_after:
-            arrays = strategy.start(grid, arrays, resume_after, on_round=look).arrays
-            state, strategy = strategy.state(), target.strategy(seed)
-        strategy.start(grid, arrays, target.rounds, timeout=timeout, state=state, on_round=look)
-    except Exception as raised:  # a run that fails is something to be seen too
-        error = raised
-    asked = [
-        np.concatenate(trainer.answered.get(t, [np.empty(0, dtype=np.int64)]))
-        for t in range(1, target.rounds + 1)
-    ]
-    return Observation(
-        moves=moves,
-        shown=shown,
-        asked=asked,
-        entries=strategy.ledger.entries,
-        charged=charged,
-        states=states[:-1] or states,
-        ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
-        error=error,
-        delta=strategy.delta,
-        leaving=numbers,
-    )
+    strategy: StrategyFactory
+
+    @cached_property
+    def settings(self) -> DPFedAvg:
+        """One of the strategies, which is never run."""
+        return self.strategy(1)
+
+    @property
+    def plan(self) -> ReleasePlan[Any]:
+        """The strategy's."""
+        return self.settings.plan
+
+    @property
+    def delta(self) -> float:
+        """The strategy's."""
+        return self.settings.delta
+
+    @property
+    def shares(self) -> bool:
+        """Whether its noise is placed there."""
+        return self.settings.placement == "client"
+
+    def observe(
+        self,
+        clients: MadeUpClients,
+        seed: int | None,
+        *,
+        grid: LocalGrid | None = None,
+        timeout: float = 3600,
+        leaving: bool = False,
+        resume_after: int = 0,
+    ) -> Observation:
+        """Run once.
+
+        Parameters
+        ----------
+        grid : LocalGrid, optional
+            What the strategy talks to, if not `LocalGrid`'s blocks.
+        timeout : float
+            Seconds that the strategy waits for a round.
+        leaving : bool
+            Whether to record everything that leaves a round.
+        resume_after : int
+            Stop after so many rounds, and resume in a new strategy; 0: one strategy runs them all.
+        """
+        strategy, layout = self.strategy(seed), self.layout
+        vector = layout.flatten(self.start)
+        moves = np.zeros((self.rounds, layout.d))
+        shown: list[Mapping[str, float]] = []
+        charged: list[int] = []
+        states: list[State] = [strategy.mechanism.init(layout)]
+        numbers: list[Mapping[str, Floats]] = []
+        watching = _WatchingGrid(clients, strategy.ledger.run) if leaving else None
+        grid = grid or watching or LocalGrid(clients)
+
+        def look(server_round: int, result: Result) -> None:
+            nonlocal vector
+            reached = layout.flatten(tensors(result.arrays))
+            moves[server_round - 1] = (reached - vector).numpy()
+            vector = reached
+            shown.append({} if strategy.report is None else dict(strategy.report.info))
+            charged.append(len(strategy.ledger.entries))
+            states.append({n: tensor.clone() for n, tensor in strategy.mechanism_state.items()})
+            if watching is not None:
+                numbers.append(_leaving(strategy, server_round, result, watching.sent))
+
+        clients.answered.clear()
+        error, arrays, state = None, array_record(self.start), None
+        try:
+            if resume_after:
+                arrays = strategy.start(grid, arrays, resume_after, on_round=look).arrays
+                state, strategy = strategy.state(), self.strategy(seed)
+            strategy.start(grid, arrays, self.rounds, timeout=timeout, state=state, on_round=look)
+        except Exception as raised:  # a run that fails is something to be seen too
+            error = raised
+        nobody = [np.empty(0, dtype=np.int64)]
+        return Observation(
+            moves=moves,
+            shown=shown,
+            asked=[
+                np.concatenate(clients.answered.get(t, nobody)) for t in range(1, self.rounds + 1)
+            ],
+            entries=strategy.ledger.entries,
+            charged=charged,
+            states=states[:-1] or states,
+            ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
+            error=error,
+            delta=strategy.delta,
+            leaving=numbers,
+        )
 
 
 class _WatchingGrid(LocalGrid):
@@ -318,30 +349,25 @@ class _WatchingGrid(LocalGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-# Other tests look at the ledger; how many clients failed is known to the operator, as a statement
-# says.
-NOT_LEAVING = ("ledger", "failures", "round", "stopped")
-
-
 def _leaving(
     strategy: DPFedAvg, server_round: int, result: Result, sent: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """All numbers that an observer may see after a round, but for the parameters."""
+    """All numbers that an observer may see after a round, but for the parameters.
+
+    Other checks look at the ledger; how many clients failed is known to the operator, as a
+    statement says.
+    """
     report = strategy.report
-    state = {k: v for k, v in strategy.state().items() if k not in NOT_LEAVING}
-    return dict(
-        _numbers(
-            "",
-            {
-                "metrics": dict(result.train_metrics_clientapp.get(server_round, {})),
-                "evaluation": dict(result.evaluate_metrics_clientapp.get(server_round, {})),
-                "info": {} if report is None else report.info,
-                "update-norm": None if report is None else report.update_norm,
-                "state": state,
-                "sent": sent,
-            },
-        )
-    )
+    others = ("ledger", "failures", "round", "stopped")
+    leaving = {
+        "metrics": dict(result.train_metrics_clientapp.get(server_round, {})),
+        "evaluation": dict(result.evaluate_metrics_clientapp.get(server_round, {})),
+        "info": {} if report is None else report.info,
+        "update-norm": None if report is None else report.update_norm,
+        "state": {k: v for k, v in strategy.state().items() if k not in others},
+        "sent": sent,
+    }
+    return dict(_numbers("", leaving))
 
 
 def _numbers(prefix: str, tree: object) -> Iterator[tuple[str, Floats]]:

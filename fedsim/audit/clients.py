@@ -1,9 +1,12 @@
-"""Worlds: federations of made-up clients, in which one, the canary, attacks as well as it can."""
+"""Federations of made-up clients, in which one or several, the canaries, attack.
+
+What clients may try: what they send, report, or fail to do, alone or together.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +24,10 @@ LENGTH = 1e3
 EXAMPLES = 1000.0
 """A weight by number of examples would show."""
 BLOCK = 256
+LENGTHS = np.arange(0.5, 5.01, 0.25)
+"""Of rows, in units of their bound."""
+NUMBERS = (1, 2, 3, 4, 5, 7, 10, 15, 25, 1_000_000)
+"""How many canaries take part, or clients fail, at once; the last is all of them."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +103,23 @@ class Canaries(_MadeUpClients):
         ok[sends] = self.ok[index]
         rows = self.rows.new_zeros(len(ids), self.rows.shape[1])
         rows[torch.from_numpy(sends & ok)] = self.rows[index[ok[sends]]]
-        metrics = {}
+        metrics = _metrics(len(ids), self.metrics)
         for name, values in self.metrics.items():
-            metrics[name] = np.full(len(ids), 1.0 if name == "num-examples" else 0.0)
             metrics[name][sends] = values[index]
-        reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
-        return Block(ids, rows, metrics, ok, reasons)
+        return _block(ids, rows, metrics, ok)
 
     def changed(self, **changes: object) -> Canaries:
         """The same federation with other attributes, and no answers noted yet."""
         return replace(self, answered={}, **changes)  # type: ignore[arg-type]
+
+    def last_sends(self, row: Tensor) -> Canaries:
+        """The same federation, whose last client sends this row."""
+        return self.changed(rows=torch.cat([self.rows[:-1], row[None]]))
+
+    def last_reports(self, value: float) -> Canaries:
+        """The same federation, whose last client reports this number."""
+        of_others = {name: values[:-1] for name, values in self.metrics.items()}
+        return self.changed(metrics={n: np.append(v, value) for n, v in of_others.items()})
 
 
 @dataclass(frozen=True)
@@ -131,28 +145,29 @@ class ScriptedClients(_MadeUpClients):
 MadeUpClients = Canaries | ScriptedClients
 
 
+def _metrics(m: int, names: Iterable[str], examples: float = 1.0) -> dict[str, Floats]:
+    return {**{name: np.zeros(m) for name in names}, "num-examples": np.full(m, examples)}
+
+
+def _block(
+    ids: Ids, rows: Tensor, metrics: Mapping[str, Floats], ok: npt.NDArray[np.bool_]
+) -> Block:
+    reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
+    return Block(ids, rows, metrics, ok, reasons)
+
+
 def silent_clients(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
     """A federation whose clients all send zeros."""
-    metrics = dict.fromkeys(("num-examples", *sides), np.zeros(0))
     rows = torch.zeros(0, d, dtype=torch.float64)
-    return Canaries(rows, np.ones(0, np.bool_), metrics, silent=population)
+    return Canaries(rows, np.ones(0, np.bool_), _metrics(0, sides), silent=population)
 
 
 def one_coordinate_each(population: int, d: int, scale: float, sides: tuple[str, ...]) -> Canaries:
-    """A federation in which client i moves coordinate i alone, by ``scale``.
-
-    Raises
-    ------
-    ValueError
-        If there are more clients than coordinates.
-    """
-    if population > d:
-        raise ValueError(f"{population} clients cannot each have one of {d} coordinates.")
-    rows = torch.zeros(population, d, dtype=torch.float64)
-    rows.fill_diagonal_(scale)
-    metrics = {"num-examples": np.linspace(1, EXAMPLES, population)}
-    metrics |= dict.fromkeys(sides, np.zeros(population))
-    return Canaries(rows, np.ones(population, dtype=np.bool_), metrics)
+    """A federation in which client i moves coordinate i alone, by ``scale``; others are silent."""
+    loud = min(population, d)
+    rows = scale * torch.eye(loud, d, dtype=torch.float64)
+    metrics = _metrics(loud, sides) | {"num-examples": np.linspace(1, EXAMPLES, loud)}
+    return Canaries(rows, np.ones(loud, dtype=np.bool_), metrics, silent=population - loud)
 
 
 def reach(mechanism: Mechanism, layout: Layout) -> float:
@@ -229,19 +244,17 @@ def _ones(d: int, last: float = 1.0) -> Tensor:
     return row
 
 
-ALONE = World(
-    "alone",
-    "all other clients send zeros",
-    others=lambda d: 0 * _ones(d),
-    canary=_ones,
-    counterpart=lambda d: -_ones(d),
-)
+def _opposite(d: int) -> Tensor:
+    return -_ones(d)
+
+
+ALONE = World("alone", "all other clients send zeros", lambda d: 0 * _ones(d), _ones, _opposite)
 OPPOSED = World(
     "opposed",
     "all other clients send the opposite of the canary's row",
-    others=lambda d: -_ones(d),
-    canary=_ones,
-    counterpart=lambda d: -_ones(d),
+    _opposite,
+    _ones,
+    _opposite,
 )
 RARE = World(
     "rare",
@@ -251,3 +264,88 @@ RARE = World(
     counterpart=lambda d: _ones(d, last=0),
 )
 WORLDS = (ALONE, OPPOSED, RARE)
+
+
+def _some(m: int, turn: int) -> Ids:
+    """Positions in a cohort of ``m``: other ones, and another number of them, in every round."""
+    return np.roll(np.arange(m), turn)[: NUMBERS[turn % len(NUMBERS)]]
+
+
+def several_canaries(
+    population: int, half: Floats, sides: tuple[str, ...], offset: int = 0
+) -> ScriptedClients:
+    """Several canaries at once, each on the coordinate of its own id; the others send zeros.
+
+    Their number changes from round to round and their lengths run over `LENGTHS`; every second
+    pass over the numbers is in float32.
+
+    Parameters
+    ----------
+    half : float64 ``[d]``
+        Length of a row along each coordinate that is just its bound; only clients with ids
+        below ``d`` are canaries.
+    offset : int
+        Which round of the script comes first.
+    """
+
+    def script(ids: Ids, round: int) -> Block:
+        turn = round + offset
+        rows = torch.zeros(len(ids), len(half), dtype=torch.float64)
+        for position in _some(len(ids), turn):
+            client = int(ids[position])
+            if client < len(half):
+                length = LENGTHS[(7 * client + turn) % len(LENGTHS)]
+                rows[position, client] = length * half[client]
+        if turn // len(NUMBERS) % 2:
+            rows = rows.float()
+        return Block.sent(ids, rows, _metrics(len(ids), sides))
+
+    return ScriptedClients(population, script)
+
+
+def failing_clients(
+    population: int, d: int, sides: tuple[str, ...], row: float | None, offset: int = 0
+) -> ScriptedClients:
+    """Several clients that fail at once, another number each round; the others send zeros.
+
+    Parameters
+    ----------
+    row : float or None
+        Entries of what they send; None: they raise an exception and send nothing.
+    """
+
+    def script(ids: Ids, round: int) -> Block:
+        positions = _some(len(ids), round + offset)
+        rows = torch.zeros(len(ids), d, dtype=torch.float64)
+        ok = np.ones(len(ids), dtype=np.bool_)
+        if row is None:
+            ok[positions] = False
+        else:
+            rows[torch.from_numpy(positions)] = row
+        return _block(ids, rows, _metrics(len(ids), sides), ok)
+
+    return ScriptedClients(population, script)
+
+
+def equal_sums(
+    population: int, bounded: Tensor, sides: tuple[str, ...], *, longer: bool
+) -> tuple[ScriptedClients, ScriptedClients]:
+    """Two federations whose bounded rows have the same sum, and whose clients differ otherwise.
+
+    In the second, the rows of a cohort are sent in the opposite order, clients report other
+    numbers than scalars that are released, and with ``longer`` all rows are four times as long:
+    beyond their bound in both.
+    """
+    signs = torch.from_numpy(np.random.default_rng(1).choice([-1.0, 1.0], (64, len(bounded))))
+
+    def script(second: bool) -> Callable[[Ids, int], Block]:
+        def send(ids: Ids, round: int) -> Block:
+            positions = np.arange(len(ids))[:: -1 if second else 1].copy()
+            rows = 4.0 * bounded * signs[torch.from_numpy(positions % len(signs))]
+            metrics = _metrics(len(ids), sides, 7.0 if second else 1.0)
+            metrics.setdefault("loss", np.full(len(ids), 3.0 if second else 2.0))
+            return Block.sent(ids, rows * (4.0 if second and longer else 1.0), metrics)
+
+        return send
+
+    return ScriptedClients(population, script(False)), ScriptedClients(population, script(True))

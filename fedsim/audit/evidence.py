@@ -1,0 +1,352 @@
+"""What an audit makes to look at: whole runs of made-up clients, gathered when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from fedsim.audit.bound_checks import MeasuredNoise, Moved, Scale, in_units, shaped
+from fedsim.audit.checks import Finding, Floats, invariant
+from fedsim.audit.claim import Claim
+from fedsim.audit.clients import (
+    NUMBERS,
+    failing_clients,
+    one_coordinate_each,
+    reach,
+    several_canaries,
+)
+from fedsim.audit.neighbouring_runs import ClientNeighbours
+from fedsim.audit.noise_checks import NoiseSample, presence
+from fedsim.audit.plan_checks import NoiseOnly, equal_sum_runs
+from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
+from fedsim.cohorts import Cohort, InclusionSampler
+from fedsim.errors import FedsimError
+from fedsim.privacy import Event
+from fedsim.privacy.plan import of_user
+
+MOST_ROUNDS = 1000
+RUNS = 2
+MORE_DRAWS, FEW_PARAMETERS = 4, 8
+VALUES = 2**18
+SMALL, LARGE = 512, 2048
+FEW = 3
+TURNS = 20
+RESUMED = 6
+SYSTEM_ROUNDS, DEEP_SYSTEM_ROUNDS = 1000, 10_000
+"""Releases with entropy from the system: two are equal if it has fewer than about 2^16 seeds."""
+SEEDS_TRIED = 300
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Runs of one target.
+
+    Two runs of different seeds show their noise and cohorts, and some of a smaller model more
+    cohorts; others have the first one's seed and clients that each move a coordinate of their own,
+    so that the difference of the releases is what each of them added.
+
+    Parameters
+    ----------
+    target : Target
+    seed : int
+    deep : bool
+        Whether to make many more releases with entropy from the system.
+    """
+
+    target: Target
+    seed: int
+    deep: bool = False
+
+    @property
+    def row(self) -> str:
+        """What a row is."""
+        return self.target.row
+
+    @cached_property
+    def runs(self) -> list[Observation]:
+        """Of clients that send zeros."""
+        nobody = self.target.silent_clients()
+        runs = [self.target.observe(nobody, self.seed + k) for k in range(RUNS)]
+        if isinstance(runs[0].error, FedsimError):
+            raise runs[0].error
+        return runs
+
+    @cached_property
+    def _noise(self) -> tuple[Floats, Floats]:
+        both = zip(*(in_units(seen, self.target) for seen in self.runs), strict=True)
+        units, steps = (np.stack(parts) for parts in both)
+        return units, steps
+
+    @property
+    def units(self) -> Floats:
+        """Releases of these runs over their noise multiplier, ``[runs, rounds, d]``."""
+        return self._noise[0]
+
+    @cached_property
+    def measured(self) -> MeasuredNoise:
+        """How large their noise is."""
+        return MeasuredNoise.of(self.units, self.target.columns)
+
+    @cached_property
+    def present(self) -> Self | None:
+        """Itself, where every round has noise: else nothing more can be learned."""
+        return self if presence(self.units).p_value else None
+
+    @cached_property
+    def in_layers(self) -> Self | None:
+        """Itself, where every layer has noise: lengths are measured in it."""
+        return self.present if self.measured.stds.all() else None
+
+    @property
+    def alone(self) -> Self | None:
+        """Itself, where releases are noise alone, or it is seen what zeros add."""
+        return self.present
+
+    @property
+    def noise(self) -> NoiseSample:
+        """These runs' releases as standard normals."""
+        stds = self.measured.stds
+        # Layers that have no noise at all are found by the size of the others.
+        z = self.units / np.where(stds > 0, stds, np.median(stds))
+        sizes = np.stack([seen.sizes for seen in self.runs])
+        return NoiseSample.of(z, self.target.columns, sizes)
+
+    @property
+    def grid(self) -> NoiseSample | None:
+        """These releases in steps of their grid, where every layer has noise."""
+        if self.in_layers is None:
+            return None
+        return NoiseSample.of_steps(self._noise[1], self.target.columns)
+
+    @cached_property
+    def _small(self) -> tuple[Target, list[Observation]]:
+        few = self.target.with_model(parameters(FEW_PARAMETERS))
+        seeds = range(self.seed + RUNS, self.seed + RUNS + MORE_DRAWS)
+        return few, [few.observe(few.silent_clients(), seed) for seed in seeds]
+
+    @property
+    def small_noise(self) -> NoiseSample:
+        """Releases of a model of few parameters."""
+        few, runs = self._small
+        return NoiseSample.of(np.stack([in_units(seen, few)[0] for seen in runs]), few.columns)
+
+    @cached_property
+    def moving(self) -> list[Observation]:
+        """Clients that each move a coordinate of their own, as far as there are so many.
+
+        With the seeds of `runs`; one run is enough where it is seen who was asked.
+        """
+        target, scale = self.target, reach(self.target.mechanism, self.target.layout)
+        clients = one_coordinate_each(target.population, target.layout.d, scale, target.sides)
+        number = 1 if target.row == "client" else RUNS
+        return [target.observe(clients, self.seed + k) for k in range(number)]
+
+    @property
+    def added(self) -> Moved | Finding:
+        """Each client's own coordinate holds what it added: nothing, or one row, never more."""
+        moving = self.moving[0]
+        rounds = 1 if shaped(moving.states) else len(moving.moves)
+        silent = max(0, self.target.population - self.target.layout.d)
+        compared = ((moving, index, index + 1) for index in range(rounds))
+        return self._added(
+            compared, f"{rounds} rounds, each {self.row} on its own coordinate", silent
+        )
+
+    @property
+    def several(self) -> Moved | Finding:
+        """Several canaries at once, of many lengths."""
+        target = self.target
+        half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
+        rounds, turns = target.rounds, 1
+        if shaped(self.runs[0].states) or target.adapts or self.row == "example":
+            # Later rounds depend on earlier releases: the first one is made several times.
+            rounds, turns = 1, TURNS
+        runs = []
+        for turn in range(turns):
+            clients = several_canaries(target.population, half, target.sides, turn)
+            runs.append(target.with_rounds(rounds).observe(clients, self.seed))
+        compared = [
+            (run, t, t + 1 + n) for n, run in enumerate(runs) for t in range(len(run.moves))
+        ]
+        looked = f"{len(compared)} rounds of 1 to all {self.row}s at once, of .5 to 5 C"
+        return self._added(compared, looked)
+
+    def _distance(self, quiet: Observation, loud: Observation, index: int) -> Floats:
+        """How far two runs of one seed are apart in a round, in std of the noise, ``[d]``."""
+        # A bound that adapts scales equal noise differently in two runs: each has its unit.
+        without, moved = (
+            seen.moves[index] / self.measured.of_round(seen, index, self.target)
+            for seen in (quiet, loud)
+        )
+        return np.asarray(np.abs(moved - without))
+
+    def _added(
+        self, compared: Iterable[tuple[Observation, int, int]], looked: str, silent: int = 0
+    ) -> Moved | Finding:
+        """The most that clients added to their own coordinates, in standard deviations of noise.
+
+        Parameters
+        ----------
+        compared : iterable of (run, index, number of a round)
+            Against the first run of silent clients.
+        silent : int
+            So many clients, with the lowest ids, have no coordinate.
+        """
+        allowed, most, whose = 1 / self.target.event.total_noise_multiplier, 0.0, f"no {self.row}"
+        for moving, index, number in compared:
+            added = self._distance(self.runs[0], moving, index)
+            others = np.ones(len(added), dtype=np.bool_)
+            ids = moving.asked[index] - silent
+            others[ids[(ids >= 0) & (ids < len(added))]] = False
+            if len(ids) and added[others].max(initial=0.0) > 1e-3 * allowed:
+                broken = f"a client that was not sampled in round {number} moved the model"
+                return invariant(looked, broken, "only sampled clients do")
+            if not added.max() <= most:
+                most = float(added.max())
+                whose = f"{self.row} {int(added.argmax()) + silent} in round {number}"
+        return Moved(looked, most, whose, allowed, self.measured)
+
+    @property
+    def failing(self) -> Mapping[str, Floats] | None:
+        """Releases where several clients fail at once, however they do."""
+        target = self.target.with_model(parameters(FEW_PARAMETERS))
+        if target.shares:
+            return None
+        ways: dict[str, float | None] = {"raises": None} if self.row == "client" else {}
+        ways |= {"sends NaN": np.nan, "sends an infinity": np.inf}
+        if not target.adapts and not target.sides:
+            # Then a client that sends zeros adds what one that fails does.
+            ways["sends zeros"] = 0.0
+        rounds, turns = (1, len(NUMBERS)) if self.row == "example" else (TURNS, 1)
+        target = target.at_most(rounds)
+        moves: dict[str, list[Floats]] = {way: [] for way in ways}
+        for way, row in ways.items():
+            for turn in range(turns):
+                clients = failing_clients(
+                    target.population, FEW_PARAMETERS, target.sides, row, turn
+                )
+                moves[way].append(target.observe(clients, self.seed).moves)
+        return {way: np.concatenate(parts) for way, parts in moves.items()}
+
+    @cached_property
+    def _system(self) -> list[Observation]:
+        total = DEEP_SYSTEM_ROUNDS if self.deep else SYSTEM_ROUNDS
+        target = self.target.at_most(MOST_ROUNDS).with_model(parameters(FEW_PARAMETERS))
+        first = target.observe(target.silent_clients(), None)
+        more = max(2, -(-total // len(first.moves))) - 1
+        return [first, *(target.observe(target.silent_clients(), None) for _ in range(more))]
+
+    @property
+    def system_noise(self) -> tuple[Floats, str, set[str]]:
+        """Releases with entropy from the system, and what ledgers say of it."""
+        moves = np.concatenate([seen.moves for seen in self._system])
+        looked = f"{len(moves):,} rounds of {len(self._system)} runs"
+        return moves, looked, {entry.entropy for seen in self._system for entry in seen.entries}
+
+
+@dataclass(frozen=True, eq=False)
+class ClientEvidence(Evidence):
+    """Runs of a strategy; what the seed draws is seen in who is asked."""
+
+    target: StrategyTarget
+
+    @property
+    def claim(self) -> tuple[Claim, int]:
+        """What all rounds claim together."""
+        return Claim((self.target.event.times(self.target.rounds),), self.target.delta), self.seed
+
+    @property
+    def sampled(self) -> Sampled:
+        """Who was asked in all these runs."""
+        target, cohort, chances = self.target, self.target.settings.cohort, None
+        if isinstance(cohort, InclusionSampler):
+            chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
+        asked = [seen.asked for seen in (*self.runs, *self._small[1])]
+        return Sampled.of(asked, target.event, target.population, probabilities=chances)
+
+    @property
+    def declared_law(self) -> tuple[Cohort, Event, int, int] | None:
+        """The sampler itself, where fedsim does not ship it."""
+        cohort = self.target.settings.cohort
+        if isinstance(cohort, InclusionSampler) or not of_user(cohort):
+            return None
+        return cohort, self.target.event, self.target.rounds, self.seed
+
+    @property
+    def charges(self) -> tuple[list[Observation], Event]:
+        """Runs of one plan, whatever their data and seed, and what a round costs."""
+        return [*self.runs, *self.moving], self.target.event
+
+    @property
+    def same_seed(self) -> tuple[Observation, Observation]:
+        """Two runs of one seed, whose clients send other rows."""
+        return self.runs[0], self.moving[0]
+
+    @property
+    def resumed(self) -> tuple[Observation, Observation]:
+        """A run that is stopped half way and resumed, and one that is not."""
+        few, whole = self.target.at_most(RESUMED), self.runs[0]
+        if few.rounds < 2:
+            return whole, whole
+        nobody, half = few.silent_clients(), few.rounds // 2
+        return few.observe(nobody, self.seed, resume_after=half), whole
+
+    @property
+    def system_cohorts(self) -> tuple[Sequence[bytes], int, float]:
+        """Cohorts of these runs, of a population at a rate."""
+        asked = [np.sort(ids).tobytes() for seen in self._system for ids in seen.asked]
+        population = self.target.population
+        return asked, population, self.target.plan.denominator / population
+
+    @cached_property
+    def _with_canary(self) -> tuple[StrategyTarget, int]:
+        """Rounds up to the first one in which the last client is sampled, and with which seed."""
+        few = self.target.at_most(FEW)
+        for tried in range(self.seed, self.seed + SEEDS_TRIED):
+            seen = few.observe(few.silent_clients(), tried)
+            for number, ids in enumerate(seen.asked, start=1):
+                if few.population - 1 in ids:
+                    return few.with_rounds(number), tried
+        return few, self.seed
+
+    @cached_property
+    def noise_only(self) -> NoiseOnly:
+        """What leaves runs of clients that send zeros, of one round more."""
+        target, seed = self._with_canary
+        return NoiseOnly.of(target.with_rounds(target.rounds + 1), seed)
+
+    @cached_property
+    def canaries(self) -> ClientNeighbours:
+        """Runs with each behaviour of a canary, against runs without one."""
+        target, seed = self._with_canary
+        neighbours = ClientNeighbours(target, seed)
+        neighbours.try_behaviours(self.measured, self.noise_only.stds(target.rounds - 1))
+        neighbours.fail_with_others()
+        neighbours.be_slow()
+        neighbours.send_messages()
+        return neighbours
+
+    @property
+    def moved(self) -> Moved:
+        """How far one canary moved parameters."""
+        return self.canaries.moved
+
+    @property
+    def equal_sums(self) -> tuple[Observation, Observation]:
+        """Federations of other rows with the same sum."""
+        return equal_sum_runs(self.noise_only.target, self.noise_only.seed)
+
+
+def with_whole_model(target: StrategyTarget) -> StrategyTarget:
+    """With as many parameters as whole runs can afford: more show more of the noise."""
+    target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
+    states = target.at_most(FEW).observe(target.silent_clients(), 1).states
+    # Each client adds shares, and units that change are computed in every round.
+    slow = target.shares or shaped(states)
+    size = SMALL if slow or target.rounds > VALUES // LARGE else LARGE
+    return target.with_model(parameters(size))

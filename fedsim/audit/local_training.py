@@ -1,0 +1,365 @@
+"""Local training as it is, on made-up examples, and every gradient that it released.
+
+The model is linear and so is the loss: the gradient of an example is the example itself, so that
+an audit can choose the worst rows. Everything else is what a run uses: the trainer, its batches,
+its bounds, its noise, its clients' ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.audit.bound_checks import GradientRecorder, Moved, Scale
+from fedsim.audit.checks import Finding, Floats, Ids, invariant
+from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
+from fedsim.audit.clients import MadeUpClients, reach
+from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
+from fedsim.audit.neighbouring_runs import Neighbours
+from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.target import Observation, Target, parameters
+from fedsim.audit.two_world import TwoWorlds, distinguish
+from fedsim.errors import BudgetSpentError
+from fedsim.mechanisms import Mechanism
+from fedsim.privacy import Entry
+from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.randomness import Randomness
+from fedsim.rows import Layout
+from fedsim.rows.block import Block
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
+
+CLIENTS, RELEASES, WORLD_RELEASES, RISK = 2, 100, 12, 1e-3
+D = 512
+"""Parameters of the model, where nothing else decides their number."""
+
+
+class _Layers(nn.Module):
+    """Sum of linear layers, each of some inputs."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = list(sizes)
+        self.layers = nn.ModuleList(_linear(size) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum of the layers' outputs, ``[B, 1]``."""
+        parts = zip(self.layers, torch.split(x, self.sizes, -1), strict=True)
+        return torch.stack([layer(part) for layer, part in parts]).sum(0)
+
+
+def _linear(size: int) -> nn.Module:
+    return nn.Linear(size, 1, bias=False, dtype=torch.float64)
+
+
+def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss whose gradient is the input."""
+    del targets
+    return outputs[:, 0]
+
+
+Reports = Sequence[Mapping[str, Floats]]
+
+
+@dataclass(frozen=True)
+class ExampleRun:
+    """What clients' local training released.
+
+    Attributes
+    ----------
+    releases : float64 ``[clients, rounds, steps, d]``
+        Noisy mean gradients.
+    entries : sequence of tuple of Entry
+        Each client's ledger.
+    reports : sequence of mapping of name to float64 ``[clients]``
+        What clients report after each round beside their updates, and whether they failed.
+    """
+
+    releases: Floats
+    entries: Sequence[tuple[Entry, ...]]
+    reports: Reports
+
+
+@dataclass(frozen=True)
+class TrainerTarget(Target):
+    """The local training of a client: rows are gradients of examples, and steps are releases.
+
+    Attributes
+    ----------
+    privacy : ExamplePrivacy
+    work : LocalWork
+    size : int
+        Examples of the client.
+    """
+
+    row: ClassVar[str] = "example"
+
+    privacy: ExamplePrivacy
+    work: LocalWork
+    size: int
+
+    @classmethod
+    def smaller(
+        cls, privacy: ExamplePrivacy, work: LocalWork, size: int, most: int
+    ) -> TrainerTarget:
+        """The same rate and number of steps with at most ``most`` examples."""
+        # Clients' own files are not the audit's.
+        privacy = replace(privacy, ledger_dir=None)
+        if size > most:
+            batch = max(1, round(work.batch_of(size) * most / size))
+            epochs = None if work.steps else work.epochs
+            size, work = most, LocalWork(batch, epochs, work.steps)
+        return cls(privacy, work, size, start=parameters(D))
+
+    @cached_property
+    def plan(self) -> ReleasePlan[Mechanism]:
+        """What the client releases."""
+        plan = self.privacy.plan(self.work, self.size)
+        assert plan is not None
+        return plan
+
+    @property
+    def delta(self) -> float:
+        """The client's."""
+        return self.privacy.delta
+
+    @property
+    def steps(self) -> int:
+        """Gradients that a client releases in a round."""
+        return self.work.steps_of(self.size)
+
+    def with_releases(self, releases: int) -> TrainerTarget:
+        """The same with rounds that have so many releases whose bound is known."""
+        return self.with_rounds(max(1, -(-releases // (1 if self.adapts else self.steps))))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """One weight an input: in several layers where the bound distinguishes them."""
+        layered = len(self.mechanism.cover(Layout.of(parameters(D)))) > 1
+        sizes = [columns.stop - columns.start for columns in self.columns]
+        return _Layers(sizes) if layered else nn.Sequential(_linear(self.layout.d))
+
+    def observe(self, clients: MadeUpClients, seed: int | None) -> Observation:
+        """Train one client, on examples that are the rows that made-up clients would send."""
+        blocks = clients.train(torch.zeros(0), np.arange(self.size), 1)
+        rows = torch.cat([block.rows.double() for block in blocks if block.rows is not None])
+        run = self.train(rows[None], seed)
+        # Where the bound adapts, only the client knows that of later steps.
+        known = run.releases[0, :, :1] if self.adapts else run.releases[0]
+        moves = known.reshape(-1, self.layout.d)
+        return Observation(
+            moves=moves,
+            shown=[{}] * len(moves),
+            asked=[np.empty(0, dtype=np.int64)] * len(moves),
+            entries=run.entries[0],
+            charged=(),
+            states=[self.mechanism.init(self.layout)],
+            ended="",
+            error=None,
+            delta=self.delta,
+            leaving=() if self.privacy.unprotected_metrics else run.reports,
+        )
+
+    def train(self, examples: Tensor, seed: int | None) -> ExampleRun:
+        """Train every client in every round, as one block after another.
+
+        Parameters
+        ----------
+        examples : Tensor ``[clients, size, d]``
+            Rows of each client's examples.
+        """
+        clients, size, d = examples.shape
+        parts = list(np.arange(clients * size).reshape(clients, size))
+        targets = torch.zeros(clients * size, dtype=torch.int64)
+        recorder = GradientRecorder()
+        trainer = Trainer(
+            self.model,
+            recorder,
+            ClientData(examples.reshape(clients * size, d), targets, parts),
+            batch_size=self.work.batch_size,
+            epochs=None if self.work.steps else self.work.epochs,
+            steps=self.work.steps,
+            loss=first_output,
+            metrics={},
+            randomness=Randomness(seed),
+            privacy=self.privacy,
+        )
+        releases = np.zeros((clients, self.rounds, self.steps, d))
+        vector = trainer.initial()
+        reports: list[dict[str, Floats]] = []
+        for number in range(1, self.rounds + 1):
+            recorder.seen.clear()
+            blocks: list[Block] = []
+            with suppress(BudgetSpentError):  # then nothing is released
+                blocks += trainer.train(vector, np.arange(clients), number)
+            reports.append(_reports_of(blocks))
+            steps: dict[int, list[Tensor]] = {}
+            for _, index, rows in recorder.seen:
+                steps.setdefault(index, []).append(trainer.packing.unpack(rows))
+            for index, packed in steps.items():
+                releases[:, number - 1, index] = torch.cat(packed).numpy()
+        ledgers = trainer.ledgers
+        assert ledgers is not None
+        return ExampleRun(
+            releases, [ledgers.of(client).entries for client in range(clients)], reports
+        )
+
+
+def _reports_of(blocks: Sequence[Block]) -> dict[str, Floats]:
+    if not blocks:
+        return {}
+    named = {name: [block.metrics[name] for block in blocks] for name in blocks[0].metrics}
+    named["failed"] = [(~block.ok).astype(np.float64) for block in blocks]
+    return {name: np.concatenate(parts) for name, parts in named.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleEvidence(Evidence):
+    """Runs of a client's local training.
+
+    Parameters
+    ----------
+    rounds : int
+        Of the run that is audited.
+    worlds_of : int
+        Clients without the canary, and as many with it, that are two worlds.
+    """
+
+    target: TrainerTarget
+    rounds: int = 1
+    worlds_of: int = 20
+
+    @classmethod
+    def of(cls, target: TrainerTarget, rounds: int, worlds: int, seed: int) -> ExampleEvidence:
+        """With as many rounds as show enough of the noise."""
+        enough = target.with_releases(RELEASES)
+        return cls(enough, seed, rounds=rounds, worlds_of=worlds)
+
+    @property
+    def claim(self) -> tuple[Claim, int]:
+        """What all rounds claim together."""
+        return Claim((self.target.event.times(self.rounds),), self.target.delta), self.seed
+
+    @cached_property
+    def alone(self) -> Self | None:
+        """Itself, where a row of zeros adds nothing: how many there were is not seen."""
+        target = self.target
+        scale = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout)
+        return None if np.abs(scale.zero).any() else self.present
+
+    @property
+    def lines(self) -> tuple[TrainerTarget, ExampleRun]:
+        """What clients were charged, and for what."""
+        target = self.target.with_model(parameters(FEW_PARAMETERS))
+        return target, target.train(self._zeros(target), self.seed)
+
+    def _zeros(self, target: TrainerTarget) -> Tensor:
+        return torch.zeros(CLIENTS, target.size, target.layout.d, dtype=torch.float64)
+
+    @cached_property
+    def _batches(self) -> list[list[Ids]] | None:
+        """Which examples moved a release: who was in each batch."""
+        if self.target.adapts and self.alone is None:
+            return None
+        draws = []
+        for quiet, loud in zip(self.runs, self.moving, strict=True):
+            apart = [self._distance(quiet, loud, index) for index in range(len(loud.moves))]
+            # In bounds: of each layer, where they have bounds of their own.
+            draws.append([np.flatnonzero(far * self.measured.stds > 0.5) for far in apart])
+        return draws
+
+    @property
+    def sampled(self) -> Sampled | None:
+        """Who was in each batch, where the law says how likely that is."""
+        size, event = self.target.size, self.target.event
+        if self._batches is None or event.law.inclusion(size) is None:
+            return None
+        return Sampled.of(self._batches, event, size, "examples")
+
+    @property
+    def passes(self) -> tuple[TrainerTarget, Sequence[Sequence[Ids]]] | None:
+        """Who was in each batch of a pass."""
+        if self._batches is None or self.sampled is not None:
+            return None
+        return self.target, self._batches
+
+    @property
+    def budget(self) -> tuple[Mapping[str, int], str]:
+        """Rounds of a client that has a budget."""
+        budget = budget_between(self.target.event, self.target.delta)
+        privacy = replace(self.target.privacy, max_epsilon=budget)
+        limited = replace(self.target, privacy=privacy, rounds=AFFORDABLE + 3)
+        limited = limited.with_model(parameters(FEW_PARAMETERS))
+        releases = limited.train(self._zeros(limited), self.seed).releases
+        released = (releases != 0).any((2, 3)).sum(1).tolist()
+        by_client = {f"client {client}": number for client, number in enumerate(released)}
+        return by_client, f"{limited.rounds} rounds at a budget of epsilon {budget:.4g}"
+
+    @cached_property
+    def reports(self) -> Neighbours:
+        """With and without one example, all else equal, at the worst rows there are."""
+        target = self.target
+        # Long enough for the canary to be in several batches.
+        releases = -(-4 * target.size // int(target.plan.denominator))
+        neighbours = Neighbours(target.with_releases(releases), self.seed)
+        neighbours.try_behaviours(self.measured, {})
+        return neighbours
+
+    @property
+    def moved(self) -> Moved:
+        """The longest move."""
+        return self.reports.moved
+
+    @property
+    def worlds(self) -> tuple[TwoWorlds, str]:
+        """Every client is a run of its own: half of them have the canary, the others do not."""
+        runs, steps = self.worlds_of, self.target.steps
+        rounds = max(1, min(self.rounds, WORLD_RELEASES // steps))
+        target = self.target.with_model(parameters(FEW_PARAMETERS)).with_rounds(rounds)
+        rows = torch.zeros(2 * runs, target.size, target.layout.d, dtype=torch.float64)
+        rows[runs:, 0] = reach(target.mechanism, target.layout)
+        seen = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
+        claim = Claim((target.event.times(rounds),), target.delta)
+        looked = (
+            f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
+            f"epsilon {claim.epsilon:.3g}"
+        )
+        direction = np.ones(target.layout.d)
+        return distinguish("example", seen[:runs], seen[runs:], direction, claim, RISK), looked
+
+
+def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
+    """Whether each round has one line, with the plan's event, and no more steps than it counts."""
+    broken, rounds = None, run.releases.shape[1]
+    for client, entries in enumerate(run.entries):
+        lines = [entry.round for entry in entries]
+        if lines != list(range(1, rounds + 1)):
+            broken = f"client {client} has lines for rounds {lines}"
+        elif any(entry.event != target.event for entry in entries):
+            broken = f"client {client}'s lines do not say what a round costs"
+    steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
+    if target.plan.sampler.gaussians(steps) > target.event.count:
+        broken = f"{steps} gradients a round were released, {target.event.count} are charged"
+    looked = f"{rounds} rounds of {len(run.entries)} clients"
+    return invariant(looked, broken, "one a client, for all its gradients")
+
+
+def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
+    """Whether in every pass each example is in one batch."""
+    broken = None
+    length = -(-target.size // target.work.batch_of(target.size))
+    # A round may end within a pass; a pass that begins in it is then charged whole.
+    if not target.adapts and target.steps % length == 0:
+        for client in draws:
+            for first in range(0, len(client) - len(client) % length, length):
+                ids = np.concatenate(client[first : first + length])
+                if np.bincount(ids, minlength=target.size).max() > 1:
+                    broken = "an example was in two batches of one pass"
+    looked = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
+    return invariant(looked, broken, "each example once a pass")

@@ -1,0 +1,327 @@
+"""Checks of the plan: nothing but the noisy sum may depend on what clients send, or come twice.
+
+Metrics, numbers that describe a release, state that outlives a round, what clients are sent next:
+each number is tested in three ways. Federations whose clients differ but have the same bounded
+sum show the same number. A number that noise does not change, no canary changes. And a function
+of the released parameters where all clients send zeros is the same function with a canary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedsim.audit.bound_checks import allowed_length
+from fedsim.audit.checks import Finding, Floats, invariant, untested
+from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
+from fedsim.audit.noise_checks import repeats
+from fedsim.audit.target import Observation, StrategyTarget, parameters
+from fedsim.config import RunConfig
+from fedsim.engines import LocalGrid
+from fedsim.randomness import Address, Randomness
+from fedsim.runs.resolve import resolve
+from fedsim.runs.runner import drive
+
+OWN_ROUNDS, OWN_STEPS = 2, 2
+SEEDS = 96
+SMALLEST_DIFFERENCE = 1e-12
+FUNCTION = 1e-8
+"""A number whose residual is at most this part of its spread is a function of the release."""
+BROKEN = 1e-5
+OUTLIER = 12.0
+"""Residual stds by which a number that only nearly follows from the release may be off."""
+MOST_NUMBERS = 512
+NOISY = ("info.", "state.mechanism", "sent.")
+"""Numbers that may follow from released scalars too, or from released parameters in any way."""
+
+
+@dataclass(frozen=True)
+class NoiseOnly:
+    """What leaves runs of clients that send zeros, at many seeds, with few parameters.
+
+    Attributes
+    ----------
+    target : Target
+        With one parameter a layer.
+    seed : int
+        Of the first run, and of runs with a canary.
+    runs : sequence of Observation
+    """
+
+    target: StrategyTarget
+    seed: int
+    runs: Sequence[Observation]
+
+    @classmethod
+    def of(cls, target: StrategyTarget, seed: int) -> NoiseOnly:
+        """Make the runs."""
+        small = target.with_model({name: tensor[:1] for name, tensor in target.start.items()})
+        clients = small.silent_clients()
+        seeds = range(seed, seed + SEEDS)
+        return cls(small, seed, [small.observe(clients, s, leaving=True) for s in seeds])
+
+    def stds(self, index: int) -> dict[str, float]:
+        """Standard deviations of the numbers that the mechanism shows after round ``index + 1``.
+
+        Less what the size of the cohort explains: clients that send zeros add to a number, too.
+        """
+        shown = [seen.shown[index] for seen in self.runs if len(seen.shown) > index]
+        if len(shown) < len(self.runs) or not shown[0]:
+            return {}
+        values = np.array([list(numbers.values()) for numbers in shown])
+        sizes = np.array([seen.sizes[index] for seen in self.runs])
+        residuals = _residuals(np.stack([np.ones(len(sizes)), sizes], 1), values)
+        stds = np.sqrt(np.square(residuals).sum(0) / (len(values) - 2))
+        stds[np.ptp(values, axis=0) == 0] = 0.0
+        return dict(zip(shown[0], stds.tolist(), strict=True))
+
+
+def _residuals(design: Floats, values: Floats) -> Floats:
+    return np.asarray(values - design @ np.linalg.lstsq(design, values, rcond=None)[0])
+
+
+def what_leaves(noise_only: NoiseOnly) -> Finding:
+    """Whether everything that leaves a round follows from what was released.
+
+    Parameters
+    ----------
+    noise_only : NoiseOnly
+        Of one round more than the first one in which the canary is sampled.
+    """
+    broken = _unprotected(noise_only) or _unexplained(noise_only)
+    names = len(noise_only.runs[0].leaving[-1]) if noise_only.runs[0].leaving else 0
+    looked = f"{names} numbers or arrays of {SEEDS} runs without and two with a canary"
+    return invariant(looked, broken, "functions of the release")
+
+
+def _unprotected(noise_only: NoiseOnly) -> str | None:
+    """Clients' metrics leave a private round only where a setting says so."""
+    if noise_only.target.settings.shows_clients:
+        return None
+    for seen in noise_only.runs:
+        for numbers in seen.leaving:
+            for name in numbers:
+                if name.startswith(("metrics.", "evaluation.")):
+                    return f"{name} leaves a round whose metrics are not released"
+    return None
+
+
+def _unexplained(noise_only: NoiseOnly) -> str | None:
+    target = noise_only.target
+    reference = _table(noise_only.runs)
+    if reference is None:
+        return "not the same numbers leave every round"
+    names, values = reference
+    # The runs without a canary show how each number follows from the release: by a linear
+    # regression on moves, their squares and norms. A number is then constant, a function of the
+    # release (its residuals are rounding), or has noise of its own; a canary may change none of
+    # these three relations.
+    designs = np.stack([_design(seen) for seen in noise_only.runs])
+    coefficients = np.linalg.lstsq(designs, values, rcond=None)[0]
+    spread = values.std(0)
+    freedom = len(values) - np.linalg.matrix_rank(designs)
+    residuals = np.sqrt(np.square(values - designs @ coefficients).sum(0) / max(freedom, 1))
+    # A canary that may move a release by several standard deviations is no small deviation.
+    small = allowed_length(target.event) <= 1
+    for world in (ALONE, OPPOSED):
+        clients = target.world(world, neighbour="zero-out")
+        seen = target.observe(clients, noise_only.seed, leaving=True)
+        table = _table([seen])
+        if table is None or table[0] != names:
+            return "other numbers leave a round with a canary"
+        found, predicted = table[1][0], _design(seen) @ coefficients
+        for index, name in enumerate(names):
+            size = 1 + abs(values[0, index])
+            off = abs(found[index] - predicted[index])
+            if spread[index] <= SMALLEST_DIFFERENCE * size:
+                if abs(found[index] - values[0, index]) > SMALLEST_DIFFERENCE * size:
+                    return f"{name} has no noise and moves with a canary"
+            elif residuals[index] <= FUNCTION * spread[index]:
+                if off > BROKEN * (spread[index] + abs(found[index])):
+                    return f"{name} follows from the release only if all clients send zeros"
+            elif small and off > OUTLIER * residuals[index] and not name.startswith(NOISY):
+                return f"{name} is {off / residuals[index]:.3g} std from what the release explains"
+    return None
+
+
+def _table(runs: Sequence[Observation]) -> tuple[list[str], Floats] | None:
+    """Every number after the last round ``[runs, numbers]``, with names; None if they differ."""
+    rows: list[list[float]] = []
+    names: list[str] = []
+    for seen in runs:
+        if not seen.leaving:
+            return None
+        flat = _flat(seen.leaving[-1])
+        if names and list(flat) != names:
+            return None
+        names = list(flat)
+        rows.append(list(flat.values()))
+    return names[:MOST_NUMBERS], np.array(rows)[:, :MOST_NUMBERS]
+
+
+def _flat(numbers: Mapping[str, Floats]) -> dict[str, float]:
+    return {
+        f"{name}[{index}]" if len(entries) > 1 else name: float(entry)
+        for name, entries in numbers.items()
+        for index, entry in enumerate(entries)
+    }
+
+
+def _design(seen: Observation) -> Floats:
+    """What may explain a number: released moves, their squares and norms, sizes of cohorts."""
+    moves = seen.moves
+    scale = np.maximum(np.linalg.norm(moves, axis=1), 1e-300)
+    return np.concatenate([[1.0], seen.sizes, moves.ravel(), np.square(moves).ravel(), scale])
+
+
+def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Observation]:
+    """Runs of two federations whose bounded rows have the same sums."""
+    target = target.with_model(parameters(64))
+    bounded = longest_row(target.mechanism, target.layout)
+    rows = torch.stack([4 * bounded, 16 * bounded])
+    short, long = target.mechanism.bound(rows, layout=target.layout)
+    longer = not target.adapts and torch.equal(short, long)
+    first, second = equal_sums(target.population, bounded, target.sides, longer=longer)
+    return target.observe(first, seed, leaving=True), target.observe(second, seed, leaving=True)
+
+
+def nothing_but_sums(first: Observation, second: Observation) -> Finding:
+    """Whether federations with the same bounded sums show the same, to the last bit."""
+    looked = f"{len(first.moves)} rounds of two federations with the same sums of other rows"
+    broken = difference(first.leaving, second.leaving)
+    if not np.array_equal(first.moves, second.moves):
+        broken = "the released parameters differ"
+    return invariant(looked, broken, "the same in all that leaves a round")
+
+
+def difference(
+    first: Sequence[Mapping[str, Floats]], second: Sequence[Mapping[str, Floats]]
+) -> str | None:
+    """How what leaves the rounds of one run differs from what leaves those of another."""
+    for before, after in zip(first, second, strict=False):
+        if before.keys() != after.keys():
+            return "other numbers leave a round"
+        for name in before:
+            if not np.array_equal(before[name], after[name], equal_nan=True):
+                return f"{name} differs"
+    return None if len(first) == len(second) else "the runs end at other rounds"
+
+
+def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
+    """Whether the same clients are sampled whatever they send."""
+    pairs = enumerate(zip(nobody.asked, moving.asked, strict=True), 1)
+    first = next((n for n, (a, b) in pairs if not np.array_equal(np.sort(a), np.sort(b))), None)
+    broken = f"other clients in round {first} when clients sent something else" if first else None
+    looked = f"{len(nobody.asked)} rounds of one seed, twice"
+    return invariant(looked, broken, "the same clients whatever they send")
+
+
+def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
+    """Whether the release is the same however many clients fail, and in whatever way.
+
+    Parameters
+    ----------
+    moves : mapping of what clients do to float64 ``[rounds, d]``
+    """
+    (first, reference), *others = moves.items()
+    rounds, released = len(reference), int((reference != 0).any(1).sum())
+    broken = None if released == rounds else f"{released} of {rounds} rounds"
+    for way, seen in others:
+        differ = np.flatnonzero((seen != reference).any(1))
+        if len(differ) and broken is None:
+            broken = (
+                f"round {differ[0] + 1} differs between several clients of which each {first} and "
+                f"as many of which each {way}"
+            )
+    looked = f"{rounds} rounds, each in {len(moves)} ways"
+    return invariant(looked, broken, "every round released, and the same")
+
+
+def same_after_resume(seen: Observation, whole: Observation) -> Finding:
+    """Whether a run that is stopped and resumed releases what it would have, and draws it once."""
+    rounds = len(seen.moves)
+    if seen is whole:
+        return untested(f"{rounds} rounds", "too few rounds to stop in between")
+    if seen.error is not None:
+        raise seen.error
+    lines = [entry.round for entry in seen.entries]
+    differ = (seen.moves != whole.moves[:rounds]).any(1)
+    broken = None
+    if differ.any():
+        broken = f"round {int(differ.argmax()) + 1} of the resumed run differs"
+    elif lines != list(range(1, rounds + 1)):
+        broken = f"the ledger has lines for rounds {lines}"
+    looked = f"{rounds} rounds, stopped after {rounds // 2}"
+    return invariant(looked, broken, "the same rounds as without a stop")
+
+
+def system_noise(values: Floats, looked_at: str, entropies: set[str]) -> Finding:
+    """Whether no two rounds with entropy from the system have noise in common."""
+    again = repeats(values, looked_at)
+    broken = None if again.p_value else again.measured
+    if entropies != {"system"}:
+        broken = f"the ledger says entropy {' and '.join(sorted(entropies))}"
+    return invariant(looked_at, broken, "never the same, and recorded as the system's")
+
+
+def system_cohorts(asked: Sequence[bytes], population: int, rate: float) -> Finding:
+    """Nor whether a cohort is sampled twice, where the population is large enough to tell."""
+    looked = f"{len(asked):,} rounds"
+    # Independent cohorts are equal with this probability at most: each client is in both or in
+    # neither. Only where no two of so many can be expected to be equal is one a violation.
+    log_p = population * np.log(rate * rate + (1 - rate) ** 2) + np.log(population)
+    if log_p + 2 * np.log(max(len(asked), 2)) >= np.log(1e-12):
+        return untested(looked, "too few clients to tell")
+    again = len(asked) - len(set(asked))
+    broken = f"{again} cohorts were sampled before" if again else None
+    return invariant(looked, broken, "no cohort is sampled again")
+
+
+def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
+    """Whether no random number is used twice."""
+    twice = [address for address, times in Counter(addresses).items() if times > 1]
+    broken = None
+    if twice:
+        first = twice[0]
+        broken = (
+            f"{len(twice)} twice, the first of {first.purpose.name.lower()} at {first.level} "
+            f"level in round {first.round}"
+        )
+    looked = f"{len(addresses):,} addresses of {rounds} rounds"
+    return invariant(looked, broken, "each asked for once")
+
+
+@contextmanager
+def watched() -> Iterator[list[Address]]:
+    """Every address that is asked for within, in order, but those repeated on purpose."""
+    addresses: list[Address] = []
+    before = Randomness.watch
+    Randomness.watch = addresses.append
+    try:
+        yield addresses
+    finally:
+        Randomness.watch = before
+
+
+def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
+    """Addresses that a run's first rounds, made here and written nowhere, draw from."""
+    changes: dict[str, str | int] = {
+        "rounds": min(OWN_ROUNDS, config.rounds),
+        "client.state-dir": "",
+        "client.noise.max-epsilon": "",
+        "engine.name": "local",
+        "evaluate.every": 0,
+        "noise.entropy": "config",
+        "noise.max-epsilon": "",
+    }
+    changes |= {"client.steps": OWN_STEPS} if config.client.steps else {"client.epochs": 1}
+    short = config.replace(**changes)
+    with watched() as addresses:
+        resolved = resolve(short)
+        drive(resolved, LocalGrid(resolved.trainer))
+    return addresses, short.rounds
