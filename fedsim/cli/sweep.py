@@ -189,11 +189,11 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
             ]
         else:
             figures = [
-                _spread(setting.last, name),
-                _spread(setting.test, name),
+                _spread(setting.spread("test"), name),
+                _spread(setting.spread("mean_test"), name),
                 epsilon,
-                _spread(setting.loss, "loss"),
-                f"{setting.ended} of {len(setting.lines)}",
+                _spread(setting.spread("loss"), "loss"),
+                f"{len(setting.ended)} of {len(setting.lines)}",
             ]
         point = (line if single else setting).point.values()
         style = "bold" if setting is best else ""
@@ -232,8 +232,9 @@ def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:
     name = settings[0].lines[0].measure.name
     if best is not None and len(settings) > 1:
         point = ", ".join(f"{key} = {value}" for key, value in best.point.items())
-        console.print(f"Best by validation-{name}, {_spread(best.validation, name)}: {point}.")
-    elif len(settings) > 1 and all(setting.validation is None for setting in settings):
+        reached = _spread(best.spread("validation"), name)
+        console.print(f"Best by validation-{name}, {reached}: {point}.")
+    elif len(settings) > 1 and all(setting.spread("validation") is None for setting in settings):
         console.print(
             "No best setting is named, since test examples must not choose it; data.validation "
             "holds examples out for that."

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
+from fedsim.privacy.durable import replace
 from fedsim.reports.plots import DARK, DASHES, LIGHT, Theme
 from fedsim.version import VERSION
 
@@ -120,9 +120,4 @@ def write(html: str, path: Path) -> None:
                     f"{path} is there and is no page that fedsim made; choose another --out."
                 )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(html, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace(path, html.encode())

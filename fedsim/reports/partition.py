@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.reports.plots import HATCHES, INK, LIGHT, SERIES
+from fedsim.reports.plots import HATCHES, INK, SERIES, dress, titled
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -138,7 +137,7 @@ def draw(counts: Counts, title: str) -> Figure:
 
 def _bars(counts: Counts, title: str) -> Figure:
     n, num_classes = counts.shape
-    figure = _figure(min(max(4.5 + 0.45 * n, 8), 13), 5, title)
+    figure = titled(min(max(4.5 + 0.45 * n, 8), 13), 5, title)
     axes = figure.add_subplot()
     clients = np.arange(n)
     below = np.zeros(n)
@@ -168,7 +167,7 @@ def _bars(counts: Counts, title: str) -> Figure:
         frameon=False,
         ncols=1 if num_classes <= 12 else 2,
     )
-    _dress(axes)
+    dress([axes], lines=False)
     return figure
 
 
@@ -185,7 +184,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
     many = n > _BARS_UP_TO
     order = _by_largest_class(counts) if many else np.arange(n)
     sizes = counts.sum(1)
-    figure = _figure(11, 7.5 if many else 6, title)
+    figure = titled(11, 7.5 if many else 6, title)
     grid = figure.add_gridspec(
         3 if many else 2, 2, height_ratios=[1, 4, 1.6] if many else [1, 4], hspace=0.05
     )
@@ -232,7 +231,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
     bar.ax.set_yticklabels([f"{tick:.0%}" for tick in ticks])
     bar.set_label("share of the client's examples", color=INK)
     bar.outline.set_visible(False)
-    _dress(top)
+    dress([top], lines=False)
     return figure
 
 
@@ -256,7 +255,7 @@ def _histogram(axes: Axes, values: Counts, name: str) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
         axis.set_major_formatter(_thousands)
-    _dress(axes)
+    dress([axes], lines=False)
 
 
 def _by_largest_class(counts: Counts) -> npt.NDArray[np.int64]:
@@ -276,13 +275,6 @@ def _shares(counts: Counts) -> Floats:
     return shares
 
 
-def _figure(width: float, height: float, title: str) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    lines = textwrap.fill(title, int(width * 10))
-    figure.suptitle(lines, fontsize=12, color=INK, x=0.01, ha="left", parse_math=False)
-    return figure
-
-
 def _number_clients(axes: Axes, n: int) -> None:
     axes.set_xlabel("client")
     axes.set_xticks(range(0, n, 1 if n <= 20 else 5))
@@ -290,12 +282,6 @@ def _number_clients(axes: Axes, n: int) -> None:
 
 def _thousands(value: float, _: float) -> str:
     return f"{value:,.0f}"
-
-
-def _dress(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LIGHT.frame)
-    axes.tick_params(colors=INK, labelsize=9)
 
 
 def _spread(values: Counts) -> str:

@@ -7,11 +7,14 @@ of at least 4.5 (WCAG 2.2). Colour is never alone: series differ by marker and d
 
 from __future__ import annotations
 
-import os
+import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fedsim.privacy.durable import replace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,35 +129,40 @@ def curve_style(colour: str) -> dict[str, Any]:
     }
 
 
+def titled(width: float, height: float, title: str) -> Figure:
+    """A figure with nothing in it but its title."""
+    from matplotlib.figure import Figure  # pages need the colours alone
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    lines = textwrap.fill(title, int(width * 10))
+    figure.suptitle(lines, fontsize=12, color=INK, x=0.01, ha="left", parse_math=False)
+    return figure
+
+
 def grid(
     rows: int, columns: int, *, title: str, width: float = 10.0, height: float = 4.0
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a title and ``rows * columns`` axes, dressed, row by row."""
-    from matplotlib.figure import Figure  # pages need the colours alone
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    figure = titled(width, height, title)
     axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).ravel())
     dress(axes)
     return figure, axes
 
 
-def dress(axes: Sequence[Axes]) -> None:
-    """Light frames, small ticks, a faint grid."""
+def dress(axes: Sequence[Axes], *, lines: bool = True) -> None:
+    """Light frames, small ticks, a faint grid of ``lines``."""
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color(LIGHT.frame)
         panel.tick_params(colors=INK, labelsize=9)
-        panel.grid(color=LIGHT.grid, linewidth=0.6)
+        if lines:
+            panel.grid(color=LIGHT.grid, linewidth=0.6)
         panel.set_axisbelow(True)
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 96) -> None:
     """Write a figure as a PNG, whole or not at all; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(part, format="png", dpi=dpi)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    replace(path, png.getvalue())

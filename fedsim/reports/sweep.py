@@ -7,7 +7,9 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -94,26 +96,25 @@ class SeedsLine:
     point : mapping of key to value
         Without the seed.
     lines : sequence of RunLine
-    last, test, loss, validation : Spread or None
-        `RunLine`'s ``test``, ``mean_test``, ``loss``, ``validation`` over seeds that ended;
-        None where no seed has such a number.
     """
 
     point: dict[str, Scalar]
     lines: Sequence[RunLine]
-    last: Spread | None
-    test: Spread | None
-    loss: Spread | None
-    validation: Spread | None
 
-    @property
-    def ended(self) -> int:
-        """How many seeds ended as planned or by a stop rule."""
-        return sum(map(_counts, self.lines))
+    @cached_property
+    def ended(self) -> list[RunLine]:
+        """Seeds that ended as planned or by a stop rule."""
+        return [
+            line for line in self.lines if line.outcome.ended in ("finished", "stopped", "budget")
+        ]
+
+    def spread(self, figure: Figures) -> Spread | None:
+        """A number of a `RunLine` over seeds that ended; None where no seed has one."""
+        values = [getattr(line, figure) for line in self.ended]
+        return Spread.of([value for value in values if value is not None])
 
 
-def _counts(line: RunLine) -> bool:
-    return line.outcome.ended in ("finished", "stopped", "budget")
+Figures = Literal["test", "mean_test", "loss", "validation"]
 
 
 def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
@@ -122,22 +123,7 @@ def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
     for line in lines:
         point = tuple((key, value) for key, value in line.point.items() if key != "seed")
         settings.setdefault(point, []).append(line)
-    summarised = []
-    for point, of_point in settings.items():
-        ended = [line for line in of_point if _counts(line)]
-        summarised.append(
-            SeedsLine(
-                point=dict(point),
-                lines=of_point,
-                last=Spread.of([line.test for line in ended]),
-                test=Spread.of([line.mean_test for line in ended]),
-                loss=Spread.of([line.loss for line in ended]),
-                validation=Spread.of(
-                    [line.validation for line in ended if line.validation is not None]
-                ),
-            )
-        )
-    return summarised
+    return [SeedsLine(dict(point), of_point) for point, of_point in settings.items()]
 
 
 def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
@@ -145,13 +131,13 @@ def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
 
     None without examples held out: nothing is chosen by test examples.
     """
-    judged = {
-        index: setting.validation.mean * (1 if setting.lines[0].measure.higher_is_better else -1)
-        for index, setting in enumerate(settings)
-        if setting.validation is not None and setting.ended == len(setting.lines)
-    }
-    finite = {index: score for index, score in judged.items() if math.isfinite(score)}
-    return settings[max(finite, key=lambda index: finite[index])] if finite else None
+    best: tuple[float, SeedsLine | None] = (-math.inf, None)
+    for setting in settings:
+        judged = setting.spread("validation")
+        if judged is not None and len(setting.ended) == len(setting.lines):
+            score = judged.mean * (1 if setting.lines[0].measure.higher_is_better else -1)
+            best = (score, setting) if math.inf > score > best[0] else best
+    return best[1]
 
 
 def to_csv(lines: Sequence[RunLine]) -> str:
@@ -178,8 +164,9 @@ def seeds_csv(settings: Sequence[SeedsLine]) -> str:
     columns += ["test-loss", f"validation-{name}-last-five"]
     rows = []
     for setting in settings:
-        row: list[object] = [*setting.point.values(), len(setting.lines), setting.ended]
-        for spread in (setting.last, setting.test, setting.loss, setting.validation):
+        row: list[object] = [*setting.point.values(), len(setting.lines), len(setting.ended)]
+        for figure in get_args(Figures):
+            spread = setting.spread(figure)
             row += [None, None] if spread is None else [spread.mean, spread.std]
         rows.append(row)
     ends = [f"{column}-{figure}" for column in columns for figure in ("mean", "std")]
@@ -315,10 +302,10 @@ def _numbers_of(settings: Sequence[SeedsLine], axis: str) -> list[tuple[Scalar, 
         (
             setting.point[axis],
             _words({key: value for key, value in setting.point.items() if key != axis}),
-            setting.test,
+            spread,
         )
         for setting in settings
-        if setting.test is not None
+        if (spread := setting.spread("mean_test")) is not None
     ]
 
 
@@ -333,7 +320,7 @@ def _about(settings: Sequence[SeedsLine], spreads: Sequence[Spread]) -> str:
     if counts:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         about = f"mean of {seeds} seeds; bars: one standard deviation to either side"
-    missing = sum(len(setting.lines) - setting.ended for setting in settings)
+    missing = sum(len(setting.lines) - len(setting.ended) for setting in settings)
     if missing:
         about += f"{'; ' * bool(about)}{missing} runs that failed or were dropped are left out"
     return about

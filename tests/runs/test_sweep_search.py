@@ -247,11 +247,11 @@ def line(lr: float, seed: int, test: float, validation: float, outcome: str = "f
 def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
     settings = over_seeds([line(0.1, 1, 0.5, 0.6), line(0.1, 2, 0.7, 0.8), line(0.2, 1, 0.9, 0.1)])
     assert [setting.point for setting in settings] == [{"client.lr": 0.1}, {"client.lr": 0.2}]
-    spread = settings[0].test
+    spread = settings[0].spread("mean_test")
     assert spread is not None
     assert (spread.mean, spread.count) == (pytest.approx(0.6), 2)
     assert spread.std == pytest.approx(math.sqrt(0.02))
-    alone = settings[1].test
+    alone = settings[1].spread("mean_test")
     assert alone is not None
     assert alone.std is None
     rows = list(csv.DictReader(seeds_csv(settings).splitlines()))
