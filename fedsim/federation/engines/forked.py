@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -98,14 +97,6 @@ class SharedValue:
         self._map = None
 
 
-@dataclass(frozen=True)
-class _AnswerNote:
-    """What a worker sends: where its answer lies, and what it logged."""
-
-    spans: Spans
-    records: list[tuple[str, int, str]]
-
-
 class ForkedWorker(Worker):
     """A process that is forked from the one that drives the run, and asked through a pipe."""
 
@@ -154,13 +145,13 @@ class ForkedWorker(Worker):
     def answer(self, *, copied: bool) -> WorkerReply:
         """The next answer; if not copied, in memory that the worker writes to when asked again."""
         try:
-            note: _AnswerNote = pickle.loads(self.connection.recv_bytes())
+            spans, records = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"process {self.pid} has ended") from error
         self.asked -= 1
-        for name, level, text in note.records:
+        for name, level, text in records:
             logging.getLogger(name).log(level, "%s", text)
-        answer: WorkerReply = self._answers.get(note.spans, copied=copied)
+        answer: WorkerReply = self._answers.get(spans, copied=copied)
         return answer
 
     def end(self, patience: float = 0.0) -> None:
@@ -299,7 +290,8 @@ def _serve(
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        connection.send_bytes(pickle.dumps(_AnswerNote(spans, log.records), protocol=5))
+        # Where the answer lies, and what was logged meanwhile.
+        connection.send_bytes(pickle.dumps((spans, log.records)))
         log.records = []
 
 
