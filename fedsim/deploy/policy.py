@@ -20,16 +20,7 @@ from fedsim.config.plan import entropy, modules_named, with_added_noise
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
-from fedsim.settings import (
-    REQUIRED,
-    Ge,
-    Gt,
-    Lt,
-    NotAllowedError,
-    Text,
-    read_setting,
-    settings_of,
-)
+from fedsim.settings import REQUIRED, Ge, Gt, Lt, NotAllowedError, Text, read_setting, settings_of
 
 
 def _read_names(value: Any) -> tuple[str, ...]:
