@@ -33,6 +33,7 @@ NARROW = 16
 """Outputs, of which libraries make products whose bits do not depend on the number of clients."""
 
 Backward = Callable[[Tensor, Tensor], Tensor]
+Parameters = tuple[Tensor, Tensor | None]
 
 # In-place forward, and backward from (gradient of the output, output).
 ACTIVATIONS: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Backward]] = {
@@ -51,7 +52,7 @@ class DenseLayer:
     bias: slice | None
     activation: type[nn.Module] | None
 
-    def parameters(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
+    def parameters(self, theta: Tensor) -> Parameters:
         """Weights ``[n, out, in]`` and biases ``[n, 1, out]`` of the block."""
         n = len(theta)
         outputs, inputs = self.module.weight.shape
@@ -99,6 +100,7 @@ class DenseLayers:
         self.first = next(i for i, layer in enumerate(layers) if layer.weight or layer.bias)
         self._shapes = _shapes(layers) if compiled else None
         self._kernels: dict[int, DenseKernel | None] = {}
+        self._viewed: tuple[Tensor, list[Parameters]] | None = None
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs ``[n, B, K]`` at ``theta [n, D]``, operation by operation."""
@@ -151,14 +153,13 @@ class DenseLayers:
                 factors.append(Factor(values[i], delta, layer.weight, layer.bias))
             if i > first or below:
                 inputs = aligned_empty(delta, *values[i].shape)
-                delta = torch.bmm(delta, layer.parameters(theta)[0], out=inputs)
+                delta = torch.bmm(delta, self._parameters(theta)[i][0], out=inputs)
         return Factored(factors, self.packing), inputs if below else None
 
     def _values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
         """Inputs of every layer, and the outputs, each ``[n, B, width]``."""
         values = [_on_lines(x)]
-        for layer in self.layers:
-            weight, bias = layer.parameters(theta)
+        for layer, (weight, bias) in zip(self.layers, self._parameters(theta), strict=True):
             h = aligned_empty(x, *x.shape[:2], weight.shape[1])
             if weight.shape[1] < NARROW and x.dtype == torch.float32 and not x.is_cuda:
                 _narrow(values[-1], weight, bias, h)
@@ -171,6 +172,12 @@ class DenseLayers:
                 h = ACTIVATIONS[layer.activation][0](h)
             values.append(h)
         return values
+
+    def _parameters(self, theta: Tensor) -> list[Parameters]:
+        """Of all layers. To cut rows takes as long as a small product; steps are in one tensor."""
+        if self._viewed is None or self._viewed[0] is not theta:
+            self._viewed = theta, [layer.parameters(theta) for layer in self.layers]
+        return self._viewed[1]
 
     def _kernel(self, batch: int, dtype: torch.dtype) -> DenseKernel | None:
         if self._shapes is None:
@@ -260,8 +267,8 @@ class CompiledGradient:
 def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Outputs ``[n, B, few]`` into ``out``, as of a layer with `NARROW` of them."""
     n, few, inputs = weight.shape
-    wide = weight.new_zeros(n, NARROW, inputs)
-    wide[:, :few] = weight
+    wide = weight.new_empty(n, NARROW, inputs)
+    wide[:, :few], wide[:, few:] = weight, 0
     h = aligned_empty(x, n, x.shape[1], NARROW)
     if bias is None:
         torch.bmm(x, wide.transpose(1, 2), out=h)
@@ -274,6 +281,8 @@ def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 def _on_lines(block: Tensor) -> Tensor:
     """``[n, B, width]`` whose clients each start on a line, as the next product wants them."""
-    if block.stride(0) * block.element_size() % LINE == 0:
+    alone = len(block) == 1 and block.is_contiguous()
+    step = block.data_ptr() if alone else block.stride(0) * block.element_size()
+    if step % LINE == 0:
         return block
     return aligned_empty(block, *block.shape).copy_(block)
