@@ -24,6 +24,7 @@ from fedsim.training.structure.values import (
     Fixed,
     NodeCall,
     batched_results,
+    leads,
 )
 
 Rule = Callable[[NodeCall], Any]
@@ -167,7 +168,7 @@ def getitem(call: NodeCall) -> Any:
     if isinstance(value, tuple):
         return value[index]
     if isinstance(value, Fixed):
-        rows_of = isinstance(index, Batched) and not index.axis and index.like.dtype != torch.bool
+        rows_of = leads(index) and index.like.dtype != torch.bool
         call.need(rows_of, "is not at a known place")
         return call.same_axis(call.results)
     places = index if isinstance(index, tuple) else (index,)
@@ -194,8 +195,7 @@ def together(call: NodeCall) -> Batched:
     """Tensors with as many rows, one after another along a dimension after the first."""
     tensors: Any = call.args[0] if call.args else call.kwargs.get("tensors")
     call.need(isinstance(tensors, tuple | list) and bool(tensors), "has no tensors")
-    right = all(isinstance(t, Batched) and not t.axis for t in tensors)
-    call.need(right, "puts examples beside something else")
+    call.need(all(map(leads, tensors)), "puts examples beside something else")
     rank = tensors[0].like.dim() + (call.name == "stack")
     call.need(call.argument(1, "dim", 0) % rank != 0, "puts examples beside each other")
     return call.same_axis(call.results)
@@ -281,7 +281,7 @@ def one_hot(call: NodeCall) -> Batched:
 def attention(call: NodeCall) -> Batched:
     """Within each example; a mask may be one for all."""
     queries = call.args[:3]
-    right = len(queries) == 3 and all(isinstance(q, Batched) and not q.axis for q in queries)
+    right = len(queries) == 3 and all(map(leads, queries))
     ranks = {query.like.dim() for query in queries} if right else {0}
     right = right and len(ranks) == 1 and min(ranks) >= 3
     mask = call.argument(3, "attn_mask")
@@ -305,8 +305,9 @@ def loss_of_each(classes: bool) -> Rule:
 
     def rule(call: NodeCall) -> Batched:
         outputs, targets = call.argument(0, "input"), call.argument(1, "target")
-        batches = all(isinstance(v, Batched) and not v.axis for v in (outputs, targets))
-        call.need(batches, "does not compare examples with targets of their own")
+        call.need(
+            leads(outputs) and leads(targets), "does not compare examples with targets of their own"
+        )
         call.need(call.kwargs.get("reduction") == "none", "gives one number for a batch")
         if classes:
             call.need(outputs.like.dim() >= 2, "is given one number for each example")

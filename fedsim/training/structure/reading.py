@@ -37,6 +37,7 @@ from fedsim.training.structure.values import (
     NodeCall,
     NotReadError,
     Pair,
+    leads,
     method_of,
     module_on_meta,
     on_meta,
@@ -196,7 +197,7 @@ def _traced(
         raise NotReadError("code draws random numbers beside its graph")
     (output,) = (node for node in graph.nodes if node.op == "output")
     result = tracer.value(output.args[0])
-    if not isinstance(result, Batched) or result.axis:
+    if not leads(result):
         raise NotReadError("result has no row for each example")
     graph._tracer_cls = _Unpickling
     return graph, result

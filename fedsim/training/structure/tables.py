@@ -41,7 +41,7 @@ from fedsim.training.structure.functions import (
     transpose,
     unsqueeze,
 )
-from fedsim.training.structure.values import Batched, Fixed, NodeCall
+from fedsim.training.structure.values import Batched, Fixed, NodeCall, leads
 
 
 def _each(names: Iterable[str] | str, rule: Rule) -> dict[str, Rule]:
@@ -209,7 +209,7 @@ def recurrent(call: NodeCall) -> Any:
 def multihead_attention(call: NodeCall) -> Any:
     """Within each example's sequence."""
     given = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
-    right = all(isinstance(g, Batched) and not g.axis and g.like.dim() == 3 for g in given)
+    right = all(leads(value) and value.like.dim() == 3 for value in given)
     call.need(right, "is given no batches of sequences")
     _masks(call, key=("key_padding_mask", 3), attention=("attn_mask", 5))
     outputs, weights = call.results
@@ -226,7 +226,7 @@ def encoder_layer(call: NodeCall) -> Batched:
 def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
     """A mask of an example's positions, and one of pairs of positions, the same for all."""
     own = call.argument(key[1], key[0])
-    call.need(own is None or (isinstance(own, Batched) and not own.axis), "has an unknown mask")
+    call.need(own is None or leads(own), "has an unknown mask")
     shared = call.argument(attention[1], attention[0])
     fixed = isinstance(shared, Fixed) and shared.like.dim() == 2
     call.need(shared is None or fixed, "has an unknown mask")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,11 @@ class Fixed:
     """A tensor that is the same whatever the examples are: a parameter, a buffer, a constant."""
 
     like: Tensor
+
+
+def leads(value: Any) -> TypeGuard[Batched]:
+    """Whether it is a tensor that has its examples along the first axis."""
+    return isinstance(value, Batched) and not value.axis
 
 
 class BatchSize(int):
@@ -142,7 +147,7 @@ class NodeCall(NamedTuple):
     def first(self) -> Batched:
         """The first argument, which must have its examples along the first axis."""
         value = self.args[0] if self.args else self.kwargs.get("input")
-        if not isinstance(value, Batched) or value.axis:
+        if not leads(value):
             raise self.unknown("does not have its examples along the first axis")
         return value
 
