@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -290,7 +290,9 @@ class CentralEvaluation:
         splits = {"test": data.clients(dataset.test, [everything])} if self._every else {}
         if self._every and config.data.validation:
             splits["validation"] = data.clients(dataset.train, [held_out])
-        self.trainers = {name: resolved.local.trainer(split) for name, split in splits.items()}
+        # They train nobody: how gradients would be protected need not be tried out.
+        local = replace(resolved.local, privacy=None)
+        self.trainers = {name: local.trainer(split) for name, split in splits.items()}
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """What a round's parameters reach; None in a round that does not ask."""
