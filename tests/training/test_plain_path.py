@@ -59,3 +59,23 @@ def test_a_client_s_seeds_are_the_same_drawn_together_or_step_by_step() -> None:
     by_step = np.stack([seeds.of_step(step, 2)[:, 0] for step in range(STEPS)], axis=1)
     assert by_step.tolist() == [seeds.of_client(k, STEPS).tolist() for k in range(2)]
     assert len(set(by_step.ravel().tolist())) == 2 * STEPS
+
+
+class WritesToInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.relu_())
+
+
+def test_what_a_model_writes_to_its_inputs_is_not_the_data() -> None:
+    x = torch.full((32, 4), -1.0)
+    data = ClientData(x, torch.arange(32) % 3, [np.arange(32)])
+    trainer = Trainer(
+        WritesToInputs(), SGD(lr=0.1), data, batch_size=16, path="plain", randomness=Randomness(1)
+    )
+    (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
+    assert block.ok.all()
+    assert (x == -1).all()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
 from fedsim.models.parameters import call_with
-from fedsim.rows.packing import LINE, Packing, channels_last
+from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
 from fedsim.training.side_effects import seeded
@@ -164,7 +164,7 @@ class PlainPath:
             x, y = x[:b], y[:b]
         with self._binding.at(theta) as views, torch.enable_grad(), drawing:
             self._binding.refresh(views)
-            real = self.loss(self.model(self._on_line(x)), y)
+            real = self.loss(self.model(self._placed(x)), y)
             # The weights are the gradient of what is minimised with respect to the losses.
             gradients = torch.autograd.grad(
                 real, list(parameters.values()), weight[:b], allow_unused=True
@@ -205,12 +205,6 @@ class PlainPath:
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)
         return x.clone()
-
-    def _on_line(self, x: Tensor) -> Tensor:
-        """The same of a step's own inputs: those that start on a line need no copy."""
-        if x.data_ptr() % LINE == 0 and not (self._channels_last and x.dim() == 4):
-            return x
-        return self._placed(x)
 
     def _named(self, point: Tensor) -> dict[str, Tensor]:
         named = {k: v.detach() for k, v in self.packing.named(point).items()}
