@@ -241,7 +241,7 @@ class Neighbours:
             if behaviour.harmless or not target.shares:
                 std = noise.of_round(absent, target.rounds - 1, target)
                 moves = np.linalg.norm((seen.moves - absent.moves) / std, axis=1)
-                moved = float(np.nan_to_num(moves, nan=np.inf).max())
+                moved = float(np.nan_to_num(moves, nan=np.inf, posinf=np.inf).max())
                 scalars = scalars_moved(absent, seen, stds_of_scalars)
                 self._lengths.append(_Length(behaviour.name, moved, *scalars))
         self._noise = noise

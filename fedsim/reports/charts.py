@@ -236,22 +236,21 @@ _ABOUT = {
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated", "declared"}
 
 
+def metric_chart(name: str, lines: Sequence[Line], title: str = "", **settings: Any) -> Lines:
+    """A metric over rounds; ``settings`` are those of `Lines`."""
+    percent = is_share(name, (y for line in lines for y in line.y))
+    chart = Lines(title or display_name(name, title=True), "round", display_name(name), lines)
+    return replace(chart, **{"percent": percent, **settings})
+
+
 def learning_curves(record: RunRecord) -> list[Lines]:
     """A chart a metric: on test examples, at clients, and while training."""
     charts = []
     for name, columns in learning_columns(record.columns()).items():
         lines = [Line(PREFIXES[who], *record.curve(column)) for who, column in columns.items()]
         only = f" ({lines[0].name})" if len(lines) == 1 else ""
-        charts.append(
-            Lines(
-                title=display_name(name, title=True) + only,
-                x="round",
-                y=display_name(name),
-                lines=lines,
-                percent=is_share(name, (y for line in lines for y in line.y)),
-                about=_about(record, columns),
-            )
-        )
+        title = display_name(name, title=True) + only
+        charts.append(metric_chart(name, lines, title, about=_about(record, columns)))
     return charts
 
 
@@ -268,16 +267,9 @@ def client_spreads(record: RunRecord) -> list[Lines]:
             Line("lowest client", *low),
             Line("highest client", *high),
         ]
-        charts.append(
-            Lines(
-                title=f"{display_name(name, title=True)} over clients",
-                x="round",
-                y=display_name(name),
-                lines=lines,
-                about="The band holds the middle 80 % of the clients that evaluated.",
-                percent=is_share(name, (y for line in lines for y in line.y)),
-            )
-        )
+        about = "The band holds the middle 80 % of the clients that evaluated."
+        title = f"{display_name(name, title=True)} over clients"
+        charts.append(metric_chart(name, lines, title, about=about))
     return charts
 
 
@@ -296,13 +288,7 @@ def release_curves(record: RunRecord) -> list[Lines]:
         if len({value for value in y if math.isfinite(value)}) > 1:
             charts.setdefault(re.split(r"[./]", column)[-1], []).append(Line(column, x, y))
     return [
-        Lines(
-            title=display_name(name, title=True),
-            x="round",
-            y=display_name(name),
-            lines=lines[:8],
-            about=_ABOUT.get(name, ""),
-        )
+        metric_chart(name, lines[:8], about=_ABOUT.get(name, ""), percent=False)
         for name, lines in charts.items()
     ]
 

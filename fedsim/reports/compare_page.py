@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from fedsim.config import Scalar
 from fedsim.privacy.statement import epsilon_marks
-from fedsim.reports.charts import Cell, Line, Lines, PageTable
+from fedsim.reports.charts import Cell, Line, Lines, PageTable, metric_chart
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
 from fedsim.runs.metrics import (
@@ -164,9 +164,7 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
     rows: list[list[object]] = []
     for group in groups:
         row: list[object] = [group.label, Cell(str(len(group.records)), len(group.records))]
-        for name, column in metrics.items():
-            values = group.ends(column)
-            row.append(_mean_cell(values, is_share(name, values)))
+        row += _metric_cells(group, metrics)
         for column in epsilons.values():
             row.append(_mean_cell(group.ends(column), suffix=_marks([group])))
         row.append(_mean_cell([float(record.rounds) for record in group.records]))
@@ -178,6 +176,11 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
         rows.append([*row, Cell(duration(mean), mean)])
     headings = ["config", "runs", *map(display_name, metrics), *epsilons, "rounds", "time"]
     return PageTable(headings, rows, name="Results")
+
+
+def _metric_cells(group: SeedGroup, metrics: Mapping[str, str]) -> list[Cell]:
+    ends = {name: group.ends(column) for name, column in metrics.items()}
+    return [_mean_cell(values, is_share(name, values)) for name, values in ends.items()]
 
 
 def _mean_cell(values: Sequence[float], percent: bool = False, suffix: str = "") -> Cell:
@@ -227,17 +230,9 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
         after = _marks(shown) if name == "epsilon" else ""
-        charts.append(
-            Lines(
-                title=display_name(column, title=True) + after,
-                x="round",
-                y=display_name(name) + after,
-                lines=lines,
-                about=about,
-                percent=is_share(name, (y for line in lines for y in line.y)),
-                from_zero=True,  # else small differences between runs look large
-            )
-        )
+        chart = metric_chart(name, lines, display_name(column, title=True) + after, about=about)
+        # From zero: else small differences between runs look large.
+        charts.append(replace(chart, y=display_name(name) + after, from_zero=True))
     return charts
 
 
@@ -254,15 +249,13 @@ def _differences(groups: Sequence[SeedGroup]) -> PageTable | None:
 
 
 def _every_run(records: Sequence[RunRecord]) -> PageTable:
-    metrics = _metrics([SeedGroup("", {}, records)])
+    alone = [SeedGroup("", {}, [record]) for record in records]
+    metrics = _metrics(alone)
     rows = []
-    for record in records:
-        row: list[object] = [record.path, str(record.config.get("seed", "–"))]
-        for name, column in metrics.items():
-            last = record.last(column)
-            values = [] if last is None else [last]
-            row.append(_mean_cell(values, is_share(name, values)))
+    for group, record in zip(alone, records, strict=True):
         planned = record.config.get("rounds", "?")
-        rows.append([*row, Cell(f"{record.rounds:,} of {planned}", record.rounds)])
+        made = Cell(f"{record.rounds:,} of {planned}", record.rounds)
+        seed = str(record.config.get("seed", "–"))
+        rows.append([record.path, seed, *_metric_cells(group, metrics), made])
     headings = ["run", "seed", *map(display_name, metrics), "rounds"]
     return PageTable(headings, rows, name="Every run")
