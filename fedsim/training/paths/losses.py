@@ -14,11 +14,11 @@ from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss, SquaredError
 class BatchLosses(Protocol):
     """Losses of batches, each with at most one pass, and their gradients."""
 
-    def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """Gradient of the weighted loss of a batch with respect to its outputs ``[B, ...]``."""
-
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
-        """The same, of as many batches as there are outputs ``[n, B, ...]``."""
+        """Gradients of the weighted losses with respect to the outputs ``[n, B, ...]``.
+
+        They are of ``n`` batches, from the ``first`` on.
+        """
 
     def values(self) -> Tensor:
         """Loss of each example, ``[S, B]``, unweighted; 0 of batches without a pass."""
@@ -50,7 +50,7 @@ class ClassLosses:
 
     def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
         self._batches, self._counts = ClassBatches(classes, weight), counts
-        self.delta = self.deltas = self._batches.gradients
+        self.deltas = self._batches.gradients
 
     def values(self) -> Tensor:
         """Loss of each example, ``[S, B]``."""
@@ -64,10 +64,6 @@ class EagerClassLosses:
         self._classes, self._counts = classes.unsqueeze(-1), counts
         self._minus_weight = -weight.unsqueeze(-1)
         self._losses = torch.zeros_like(weight)
-
-    def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """Of one batch."""
-        return self.deltas(outputs[None], batch)[0]
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Of some batches."""
@@ -89,10 +85,6 @@ class LossesByAutograd:
     def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:
         self._loss, self._y, self._weight = loss, y, weight
         self._losses = torch.zeros_like(weight)
-
-    def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """Of one batch."""
-        return self._of_some(outputs[None], batch)[0]
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Of some batches."""
@@ -133,7 +125,7 @@ class SquaredErrors(LossesByAutograd):
         y, weight = self._y[together], self._weight[together]
         if not self._all_count or outputs.shape != y.shape:
             return super()._of_some(outputs, first)
-        gap, size = outputs.sub_(y), y[0, 0].numel()
+        gap, size = outputs - y, y[0, 0].numel()
         squares = gap.square().flatten(0, 1).flatten(1).sum(1) / size
         self._losses[together] = squares.view(weight.shape)
         return gap.mul_(2).mul_((weight / size).view(*weight.shape, *[1] * (y.dim() - 2)))
