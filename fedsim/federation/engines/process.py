@@ -42,7 +42,7 @@ def torch_defaults() -> Iterator[None]:
     autocast, inference mode) would change a run's bytes, which follow from its config alone.
     """
     use_one_thread()
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), _default_device()
     precision = torch.get_float32_matmul_precision()
     moved = device.type != "cpu"  # a default that is set costs every call something
     torch.set_default_dtype(torch.float32)
@@ -62,3 +62,10 @@ def torch_defaults() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         if moved:
             torch.set_default_device(device)
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # of torch 2.6, where somebody has set it back to None
+        return torch.device("cpu")
