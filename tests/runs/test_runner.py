@@ -284,7 +284,7 @@ def test_a_central_evaluation_is_of_the_shared_model_wherever_clients_keep_their
     assert accuracies[0] == accuracies[1]
 
 
-@pytest.mark.parametrize("setting", ["dtype", "device", "products", "autocast", "inference"])
+@pytest.mark.parametrize("setting", ["dtype", "products", "autocast", "inference", "device"])
 def test_what_a_caller_has_set_for_torch_changes_no_byte_of_a_run(setting: str) -> None:
     examples = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
     config = BASE.replace(**examples, rounds=1)
