@@ -116,7 +116,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("torch.nn:utils.rnn.PackedSequence", {}, r"a class that is no torch\.nn\.Module"),
         ("numpy:add.reduce", {}, "a builtin_function_or_method of no known module"),
         ("torch.nn:utils.rnn.pad_sequence", {}, "needs the argument 'sequences'"),
-        ("numpy:asarray", {"a": 1}, r"returns ndarray; it must return a torch\.nn\.Module"),
+        ("numpy:identity", {"n": 1}, r"returns ndarray; it must return a torch\.nn\.Module"),
     ],
 )
 def test_wrong_names_and_options_end_with_their_sentence(

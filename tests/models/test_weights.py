@@ -18,7 +18,10 @@ def model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def saved(path: Path, values: dict[str, Tensor]) -> Path:
-    save_file(values, path / "own.safetensors")
+    try:
+        save_file(values, path / "own.safetensors")
+    except KeyError as dtype:
+        pytest.skip(f"this safetensors cannot write {dtype}")
     return path / "own.safetensors"
 
 

@@ -167,6 +167,8 @@ def getitem(call: NodeCall) -> Any:
     value, index = call.args
     if isinstance(value, tuple):
         return value[index]
+    if isinstance(index, tuple) and len(index) == 1:  # torch 2.6 hands on a tensor so
+        index = index[0]
     if isinstance(value, Fixed):
         rows_of = leads(index) and index.like.dtype != torch.bool
         call.need(rows_of, "is not at a known place")
