@@ -73,21 +73,38 @@ def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def difference(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets count, and the outputs less those; 0 where they do not."""
-    outputs = like_targets(outputs, targets)
-    targets = targets.to(outputs)
-    counts = ~targets.isnan()
-    # Not `(outputs - targets) * counts`: NaN times zero is NaN, in the gradient too.
-    return counts, torch.where(counts, outputs - torch.where(counts, targets, 0.0), 0.0)
-
-
 def mean_over(losses: Tensor, counts: Tensor) -> Tensor:
-    """Mean over the positions that count, ``[B]``; ``losses`` are 0 elsewhere or not looked at."""
+    """Mean over the positions that count, ``[B]``; ``losses`` elsewhere are not looked at."""
     if losses.dim() == 1:
         return torch.where(counts, losses, 0.0)
     total = torch.where(counts, losses, 0.0).flatten(1).sum(1)
     return total / counts.flatten(1).sum(1).clamp_min(1)
+
+
+class NumberLoss(ExampleLoss):
+    """A loss of numbers: the mean over an example's targets of what each has by itself."""
+
+    @abstractmethod
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each number, shaped as both."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        outputs = like_targets(outputs, targets)
+        targets = targets.to(outputs)
+        counts = ~targets.isnan()
+        # Masked before and after: NaN times zero is NaN, in the gradient too.
+        outputs, targets = torch.where(counts, outputs, 0.0), torch.where(counts, targets, 0.0)
+        return mean_over(self.each(outputs, targets), counts)
+
+    def where_all_count(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The same where no target is NaN, in fewer operations; gradients up to rounding."""
+        outputs = like_targets(outputs, targets)
+        losses = self.each(outputs, targets.to(outputs))
+        if losses.dim() == 1:
+            return losses
+        losses = losses.flatten(1)
+        return losses.sum(1) / losses.shape[1]
 
 
 @register("loss", "cross-entropy")
@@ -126,54 +143,44 @@ class CrossEntropy(ExampleLoss):
 
 @register("loss", "binary-cross-entropy")
 @dataclass(frozen=True)
-class BinaryCrossEntropy(ExampleLoss):
+class BinaryCrossEntropy(NumberLoss):
     """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``."""
 
     positive_weight: Annotated[
         float, Gt(0), Doc("How often a label counts that is there, where they are rare.")
     ] = 1.0
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`; the mean over labels."""
-        logits = like_targets(outputs, targets)
-        targets = targets.to(logits)
-        counts = ~targets.isnan()
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            logits,
-            torch.where(counts, targets, 0.0),
-            reduction="none",
-            pos_weight=None
-            if self.positive_weight == 1
-            else logits.new_tensor(self.positive_weight),
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of a logit and a label."""
+        rare = None if self.positive_weight == 1 else outputs.new_tensor(self.positive_weight)
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            outputs, targets, reduction="none", pos_weight=rare
         )
-        return mean_over(losses, counts)
 
 
 @register("loss", "squared-error")
 @dataclass(frozen=True)
-class SquaredError(ExampleLoss):
+class SquaredError(NumberLoss):
     """Mean of ``(output - target)^2`` over the targets of an example."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
-        counts, gap = difference(outputs, targets)
-        return mean_over(gap.square(), counts)
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `NumberLoss`."""
+        return (outputs - targets).square()
 
 
 @register("loss", "absolute-error")
 @dataclass(frozen=True)
-class AbsoluteError(ExampleLoss):
+class AbsoluteError(NumberLoss):
     """Mean of ``|output - target|`` over the targets of an example."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
-        counts, gap = difference(outputs, targets)
-        return mean_over(gap.abs(), counts)
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `NumberLoss`."""
+        return (outputs - targets).abs()
 
 
 @register("loss", "huber")
 @dataclass(frozen=True)
-class Huber(ExampleLoss):
+class Huber(NumberLoss):
     """Mean of ``e^2 / 2`` where ``|e| <= delta``, and of ``delta (|e| - delta / 2)`` beyond.
 
     With e the output less the target, over the targets of an example. Source: Huber 1964.
@@ -181,18 +188,17 @@ class Huber(ExampleLoss):
 
     delta: Annotated[float, Gt(0), Doc("Beyond it an error counts by its size alone.")] = 1.0
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
-        counts, gap = difference(outputs, targets)
-        losses = torch.nn.functional.huber_loss(
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `NumberLoss`."""
+        gap = outputs - targets
+        return torch.nn.functional.huber_loss(
             gap, torch.zeros_like(gap), reduction="none", delta=self.delta
         )
-        return mean_over(losses, counts)
 
 
 @register("loss", "quantile-error")
 @dataclass(frozen=True)
-class QuantileError(ExampleLoss):
+class QuantileError(NumberLoss):
     """Mean of ``max(-q e, (1 - q) e)``, e the output less the target, over an example's targets.
 
     Least where the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
@@ -200,11 +206,10 @@ class QuantileError(ExampleLoss):
 
     quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
-        counts, gap = difference(outputs, targets)
-        losses = torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
-        return mean_over(losses, counts)
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `NumberLoss`."""
+        gap = outputs - targets
+        return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
 
 
 def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:

@@ -10,6 +10,7 @@ block at once where their models are small, else client by client too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from fedsim.rows.packing import empty_rows
 from fedsim.training.batches import Batches, Floats, Ints, Workload, plan_batches, width
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import Seeds
+from fedsim.training.side_effects import Seeds, lent_generator
 from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
 # To draw for more clients at once gains nothing; so many examples of steps take a MiB.
@@ -122,8 +123,7 @@ class SequentialSteps(Steps):
                 {name: values[client] for name, values in carried.items()},
                 present[client],
             )
-            with self.stepper.bound(self.stepper.algorithm.point(state)):
-                self._all_steps(state, k, steps)
+            self._all_steps(state, k, steps)
             end = self.end(state, 0)
             if end.theta.data_ptr() != row.data_ptr():
                 row.copy_(end.theta)
@@ -132,18 +132,32 @@ class SequentialSteps(Steps):
 
     def _all_steps(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
-        data, dtype = self.stepper.data, self.stepper.dtype
+        stepper, path = self.stepper, self.stepper.path
+        assert isinstance(path, PlainPath)
+        data, dtype, algorithm = stepper.data, stepper.dtype, stepper.algorithm
         seeds = None if self.seeds is None else self.seeds.of_client(k, steps).tolist()
-        for together in self._gathered(steps):
-            index, weight = self.index[k : k + 1, together], self.weight[k : k + 1, together]
-            x, y = data.inputs(index, dtype), data.targets(index, dtype)
-            losses = []
-            batches = zip(x.unbind(1), y.unbind(1), weight.unbind(1), strict=True)
-            for number, batch in enumerate(batches, together.start):
-                seed = None if seeds is None else [seeds[number]]
-                at = Step(self.round, number)
-                losses.append(self.stepper.on_examples(state, *batch, at, seed))
-            self._losses[k, together] = torch.cat(losses).double().numpy()
+        # Real examples come first.
+        is_real = self.batches.weight[k, :steps] != 0
+        counts = is_real.sum(axis=1).tolist()
+        generator = nullcontext() if self.seeds is None else lent_generator()
+        with generator, path.bound(algorithm.point(state)):
+            for together in self._gathered(steps):
+                index, weight = self.index[k, together], self.weight[k, together]
+                x, y = data.inputs(index, dtype), data.targets(index, dtype)
+                loss = path.loss_of(y)
+                losses: list[Tensor] = []
+                batches = zip(x.unbind(), y.unbind(), weight.unbind(), strict=True)
+                for number, (inputs, targets, weights) in enumerate(batches, together.start):
+                    if counts[number] < is_real.shape[1]:
+                        real = slice(counts[number])
+                        inputs, targets, weights = inputs[real], targets[real], weights[real]
+                    if seeds is not None:
+                        torch.default_generator.manual_seed(seeds[number])
+                    point = algorithm.point(state)
+                    gradient, of_step = path.gradient_of_one(point, inputs, targets, weights, loss)
+                    stepper.update(state, gradient, Step(self.round, number))
+                    losses.append(of_step)
+                self._losses[k, together][is_real[together]] = torch.cat(losses).to(dtype).numpy()
 
     def _gathered(self, steps: int) -> Iterator[slice]:
         """Which of a client's batches are gathered at once."""

@@ -192,11 +192,17 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
+    with lent_generator(), _seeded_gpu(seed, device) if device.type == "cuda" else nullcontext():
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def lent_generator() -> Iterator[None]:
+    """With torch's generator of the CPU for one's own use; after it, it is as it was."""
     state = torch.get_rng_state()
     try:
-        with _seeded_gpu(seed, device) if device.type == "cuda" else nullcontext():
-            torch.default_generator.manual_seed(seed)
-            yield
+        yield
     finally:
         torch.set_rng_state(state)
 

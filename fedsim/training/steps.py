@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,30 +170,13 @@ class Stepper:
     ) -> Tensor:
         """The same step, operation by operation."""
         x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
-        return self.on_examples(state, x, y, weight, at, seeds)
-
-    def on_examples(
-        self,
-        state: State,
-        x: Tensor,
-        y: Tensor,
-        weight: Tensor,
-        at: Step,
-        seeds: Sequence[int] | None = None,
-    ) -> Tensor:
-        """The same step on examples ``[n, B, ...]`` that have been gathered."""
         point = self.algorithm.point(state)
         if seeds is None:
             gradient, losses = self.path.gradient(point, x, y, weight)
         else:
             assert isinstance(self.path, PlainPath)
             gradient, losses = self.path.gradient(point, x, y, weight, seeds)
-        if self.statistics is None:
-            self.update(state, gradient, at)
-            return losses
-        statistics = state["theta"][:, self.statistics]
         self.update(state, gradient, at)
-        state["theta"][:, self.statistics] = statistics
         return losses
 
     def update(self, state: State, gradient: Gradient, at: Step) -> None:
@@ -202,11 +184,12 @@ class Stepper:
         if self.max_norm:
             # As torch.nn.utils.clip_grad_norm_ does it.
             gradient = gradient.scaled((self.max_norm / (gradient.norms() + 1e-6)).clamp_(max=1.0))
+        if self.statistics is None:
+            self.algorithm.step(state, gradient, at)
+            return
+        statistics = state["theta"][:, self.statistics]
         self.algorithm.step(state, gradient, at)
-
-    def bound(self, point: Tensor) -> AbstractContextManager[object]:
-        """For many steps of one client whose gradients are taken at ``point [1, D]``."""
-        return self.path.bound(point) if isinstance(self.path, PlainPath) else nullcontext()
+        state["theta"][:, self.statistics] = statistics
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ def test_the_loss_of_a_sequence_is_the_mean_over_the_positions_that_count() -> N
     assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        *(SquaredError(), AbsoluteError(), BinaryCrossEntropy(), BinaryCrossEntropy(3.0)),
-        *(Huber(0.5), QuantileError(0.9)),
-    ],
-)
+NUMBERS = [
+    *(SquaredError(), AbsoluteError(), BinaryCrossEntropy(), BinaryCrossEntropy(3.0)),
+    *(Huber(0.5), QuantileError(0.9)),
+]
+
+
+@pytest.mark.parametrize("loss", NUMBERS)
 def test_numbers_that_do_not_count_have_no_part_in_a_loss_or_its_gradient(loss) -> None:
     z, y = torch.randn(3, 4), (torch.rand(3, 4) < 0.5).float()
     masked = y.clone()
@@ -60,6 +60,20 @@ def test_numbers_that_do_not_count_have_no_part_in_a_loss_or_its_gradient(loss) 
     (gradient,) = torch.autograd.grad(losses.sum(), z)
     assert bool(gradient.isfinite().all())
     assert gradient[0, 1:].abs().sum() == gradient[2].abs().sum() == 0
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 5), (64, 784), (3, 4, 5), (1, 1)])
+@pytest.mark.parametrize("loss", NUMBERS)
+def test_a_loss_without_masks_is_the_same_where_every_target_counts(loss, shape) -> None:
+    outputs, targets = torch.randn(shape), torch.rand(shape).round()
+    results = []
+    for of_examples in (loss, loss.where_all_count):
+        leaf = outputs.clone().requires_grad_()
+        losses = of_examples(leaf, targets)
+        results.append((losses, *torch.autograd.grad(losses, leaf, torch.full(shape[:1], 0.3))))
+    (losses, gradients), (unmasked, unmasked_gradients) = results
+    assert torch.equal(losses, unmasked)
+    torch.testing.assert_close(gradients, unmasked_gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_losses_of_numbers_are_pytorchs() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fedsim.clients.base import Gradient
 from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing, channels_last
-from fedsim.tasks.losses import Loss
+from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
 from fedsim.training.side_effects import seeded
 
@@ -109,7 +109,10 @@ class PlainPath:
         ``seeds [n]`` are those of what the model draws for each client.
         """
         if self._binds(theta):
-            return self._bound_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
+            b = _real(weight[0])
+            with seeded(seeds[0] if seeds else None, theta.device):
+                parts, real = self.gradient_of_one(theta, x[0, :b], y[0, :b], weight[0, :b])
+            return parts, F.pad(real.to(weight), (0, weight.shape[1] - b)).unsqueeze(0)
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
@@ -153,27 +156,33 @@ class PlainPath:
             filters = [name for name, shape in shapes.items() if len(shape) == 4]
         return ParameterBinding(self.model, self.packing, filters)
 
-    def _bound_gradient(
-        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, seed: int | None
+    def gradient_of_one(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, loss: Loss | None = None
     ) -> tuple[Gradient, Tensor]:
-        """`gradient` of one client on a CPU, with the model's parameters in its row."""
-        parameters = self._binding.parameters
-        drawing = nullcontext() if seed is None else seeded(seed, theta.device)
-        b = _real(weight)
-        if b < len(weight):
-            x, y = x[:b], y[:b]
-        with self._binding.at(theta) as views, torch.enable_grad(), drawing:
+        """`gradient` of one client on a CPU, with the model's parameters in its row.
+
+        Of a batch ``[B, ...]`` without padding, at ``theta [1, D]``; ``loss`` is that of `loss_of`.
+        """
+        loss, parameters = self.loss if loss is None else loss, self._binding.parameters
+        with self._binding.at(theta) as views, torch.enable_grad():
             self._binding.refresh(views)
-            real = self.loss(self.model(self._placed(x)), y)
+            losses = loss(self.model(self._placed(x)), y)
             # The weights are the gradient of what is minimised with respect to the losses.
             gradients = torch.autograd.grad(
-                real, list(parameters.values()), weight[:b], allow_unused=True
+                losses, list(parameters.values()), weight, allow_unused=True
             )
-        losses = F.pad(real.detach(), (0, len(weight) - b)) if b < len(weight) else real.detach()
         pairs = zip(parameters, gradients, strict=True)
         named = {name: gradient for name, gradient in pairs if gradient is not None}
         row_views = RowViews(theta, [views[name] for name in named], list(named.values()))
-        return Parts(BlockOfOne(named), self.packing, row_views), losses.to(weight).unsqueeze(0)
+        return Parts(BlockOfOne(named), self.packing, row_views), losses.detach()
+
+    def loss_of(self, y: Tensor) -> Loss:
+        """The loss of examples with targets among ``y``, without masks where all of them count."""
+        loss = self.loss
+        # Not that of a subclass which is called in its own way.
+        if not isinstance(loss, NumberLoss) or type(loss).__call__ is not NumberLoss.__call__:
+            return loss
+        return loss if y.is_floating_point() and bool(y.isnan().any()) else loss.where_all_count
 
     def outputs(
         self,
