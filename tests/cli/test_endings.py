@@ -65,8 +65,8 @@ PLAIN = "from fedsim.cli import main; main()"
 def start(code: str, directory: Path, *redirections: str) -> subprocess.CompletedProcess[str]:
     """``fedsim run`` in a shell that redirects its output."""
     (directory / "c.toml").write_text(TOML)
-    (directory / "code.py").write_text(code)
-    line = " ".join([sys.executable, "code.py", "run", "c.toml", "--out", "run", *redirections])
+    (directory / "program.py").write_text(code)
+    line = " ".join([sys.executable, "program.py", "run", "c.toml", "--out", "run", *redirections])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "100"}
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],

@@ -593,7 +593,10 @@ GOOD = {"fc1.weight": torch.zeros(10, 64), "fc1.bias": torch.zeros(10)}
 def test_weights_that_do_not_fit(
     changes: dict[str, Tensor], tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    save_file({**GOOD, **changes}, tmp_path / "w.safetensors")
+    try:
+        save_file({**GOOD, **changes}, tmp_path / "w.safetensors")
+    except KeyError as dtype:
+        pytest.skip(f"this safetensors cannot write {dtype}")
     refused("run", "c.toml", "--set", "model.weights=w.safetensors")
 
 
