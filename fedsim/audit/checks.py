@@ -92,9 +92,9 @@ class Check:
             needed = getattr(needed, attribute, None)
         if needed is None:
             return []
-        found = self.test(*needed) if isinstance(needed, tuple) else self.test(needed)
+        finding = self.test(*needed) if isinstance(needed, tuple) else self.test(needed)
         name = self.name.format(row=getattr(evidence, "row", ""))
-        return [replace(found, part=self.part, name=name, cause=self.cause)]
+        return [replace(finding, part=self.part, name=name, cause=self.cause)]
 
 
 def invariant(looked_at: str, broken: str | None, expected: str) -> Finding:

@@ -45,7 +45,8 @@ def tabulate(
         if shown := verdict.checks if everything else verdict.failed:
             parts.append(_checks(verdict, shown))
         parts += [
-            Text(f"{found}: {_meaning(found)}") for found in (*verdict.failed, *_idle(verdict))
+            Text(f"{finding}: {_meaning(finding)}")
+            for finding in (*verdict.failed, *_idle(verdict))
         ]
     if verdict.attacks:
         parts += [_attacks(verdict), Text(power_sentence(verdict), style="dim")]
@@ -54,11 +55,15 @@ def tabulate(
 
 
 def _idle(verdict: Verdict) -> list[Finding]:
-    return [found for found in verdict.checks if not found.tested]
+    return [finding for finding in verdict.checks if not finding.tested]
 
 
-def _meaning(found: Finding) -> str:
-    return f"the likely cause: {found.cause}." if found.tested else f"not tested, {found.measured}."
+def _meaning(finding: Finding) -> str:
+    return (
+        f"the likely cause: {finding.cause}."
+        if finding.tested
+        else f"not tested, {finding.measured}."
+    )
 
 
 def _table(caption: str, *names: str) -> Table:
@@ -77,10 +82,10 @@ def _parts(verdict: Verdict) -> Table:
         f"A test detects a violation where p is at most {risk}, its share of the risk.",
         *("of", "tests", "not tested", "smallest p", ""),
     )
-    for part in dict.fromkeys(found.part for found in _by_part(verdict.checks)):
-        of_part = [found for found in verdict.checks if found.part == part]
-        idle = sum(not found.tested for found in of_part)
-        least, bad = min(found.p_value for found in of_part), {*of_part} & {*verdict.failed}
+    for part in dict.fromkeys(finding.part for finding in _by_part(verdict.checks)):
+        of_part = [finding for finding in verdict.checks if finding.part == part]
+        idle = sum(not finding.tested for finding in of_part)
+        least, bad = min(finding.p_value for finding in of_part), {*of_part} & {*verdict.failed}
         table.add_row(
             *(part, str(len(of_part) - idle), str(idle or ""), _p(least)),
             f"{len(bad)} found a violation" if bad else "ok",
@@ -111,9 +116,9 @@ def _checks(verdict: Verdict, shown: Sequence[Finding]) -> Table:
         table.add_column(heading, no_wrap=True)
     for check in _by_part(shown):
         bad, allowed = check.refutes(risk), check.limit(risk)
-        found = "as allowed" if check.measured == allowed else check.measured
+        measured = "as allowed" if check.measured == allowed else check.measured
         table.add_row(
-            *(check.part, check.name, check.looked_at, found, allowed, _p(check.p_value)),
+            *(check.part, check.name, check.looked_at, measured, allowed, _p(check.p_value)),
             "violation" if bad else "ok" if check.tested else "not tested",
             style="red" if bad else "",
         )
@@ -121,7 +126,7 @@ def _checks(verdict: Verdict, shown: Sequence[Finding]) -> Table:
 
 
 def _by_part(findings: Sequence[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda found: get_args(Part).index(found.part))
+    return sorted(findings, key=lambda finding: get_args(Part).index(finding.part))
 
 
 def _attacks(verdict: Verdict) -> Table:

@@ -176,8 +176,8 @@ def charged_rate(sampled: Sampled) -> Finding:
 
 def sizes(sampled: Sampled) -> Finding:
     """Whether samples are as large as the law says."""
-    if found := sampled.independent("ij->i", "rounds"):
-        return found
+    if finding := sampled.independent("ij->i", "rounds"):
+        return finding
     law, (rounds, n) = sampled.inclusion, sampled.asked.shape
     counts = sampled.asked.sum(1).astype(np.int64)
     if law.size is not None:
@@ -203,8 +203,8 @@ def spread(sampled: Sampled) -> Finding:
 
 def frequencies(sampled: Sampled) -> Finding:
     """Whether each is sampled as often as the law says."""
-    if found := sampled.independent("ij->j", "clients"):
-        return found
+    if finding := sampled.independent("ij->j", "clients"):
+        return finding
     rounds, n = sampled.asked.shape
     counts, q = sampled.asked.sum(0), sampled.inclusion.one
     variance = rounds * q * (1 - q)
@@ -218,8 +218,8 @@ def frequencies(sampled: Sampled) -> Finding:
 
 def together(sampled: Sampled) -> Finding:
     """Whether pairs are sampled together too often, or never."""
-    if found := sampled.independent("ij,ik->jk", "pairs"):
-        return found
+    if finding := sampled.independent("ij,ik->jk", "pairs"):
+        return finding
     rounds, n = sampled.asked.shape
     counts = (sampled.asked.T @ sampled.asked)[np.triu_indices(n, 1)]
     compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.two)
@@ -231,8 +231,8 @@ def overlaps(sampled: Sampled) -> Finding:
     rounds, n = sampled.asked.shape
     if rounds < 2:
         return untested(sampled.looked_at, "only one round")
-    if found := sampled.independent("ij,kj->ik", "pairs of rounds"):
-        return found
+    if finding := sampled.independent("ij,kj->ik", "pairs of rounds"):
+        return finding
     law = sampled.inclusion
     counts = (sampled.asked @ sampled.asked.T)[np.triu_indices(rounds, 1)]
     compared = _binomial("two rounds have {} in common", counts, n, law.one**2)

@@ -114,11 +114,12 @@ def attack(
     return replace(result, moves=shown[:, :, :d])
 
 
-def errors_allowed(found: TwoWorlds, looked_at: str) -> Finding:
+def errors_allowed(attacked: TwoWorlds, looked_at: str) -> Finding:
     """Whether an attack's error rates are allowed by the claim's trade-off curve."""
-    alarms, missed = (np.array([n]) for n in (found.box.false_positives, found.box.false_negatives))
-    trials, by = found.box.trials, f", by {found.score}"
-    return statistical(looked_at, missed_statistic(alarms, missed, trials, found.claim, by))
+    box, score = attacked.box, f", by {attacked.score}"
+    alarms, missed = (np.array([n]) for n in (box.false_positives, box.false_negatives))
+    allowed = missed_statistic(alarms, missed, box.trials, attacked.claim, score)
+    return statistical(looked_at, allowed)
 
 
 def _stacked(tables: list[Floats]) -> Floats:

@@ -304,23 +304,23 @@ def audit(
     target = StrategyTarget(strategy, rounds=rounds)
     attacks: list[TwoWorlds | OneRun] = []
     with silenced_logs():
-        found = list(extra)
+        results = list(extra)
         if checks:
             evidence = ClientEvidence(full or target, seed, deep)
             # Before any run: without a claim there is nothing to check.
             evidence.claim[0].curve(0.5)
-            found += findings(replace(evidence, target=with_whole_model(evidence.target)))
+            results += findings(replace(evidence, target=with_whole_model(evidence.target)))
         for index, world in enumerate(worlds):
             attacks.append(attack(target, world, runs, risk, seed + index, tick))
         if checks and worlds:
-            found += findings(_Attacked(target, attacks))
+            results += findings(_Attacked(target, attacks))
         if canaries:
             canaries = min(canaries, population)
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
             model = (one_run or target).with_model(_same_names(target.start, d))
             attacks.append(guess_coins(model, canaries, risk, seed))
     claim = attacks[0].claim if attacks else Claim((target.event,) * rounds)
-    return Verdict(claim, tuple(attacks), tuple(found), confidence)
+    return Verdict(claim, tuple(attacks), tuple(results), confidence)
 
 
 @dataclass(frozen=True)

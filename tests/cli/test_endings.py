@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import shutil
 import signal
@@ -128,14 +127,12 @@ def test_a_signal_in_a_round_keeps_the_model_that_was_reached(
     in_a_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     signal_in_round_2(number, monkeypatch)
-    # pytest's take what otherwise is on stderr.
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert status() == 128 + number
-    printed = capsys.readouterr()
-    assert printed.err == "ending after this round; ask again to end at once.\n"
-    assert printed.out.splitlines()[-1] == (
+    assert caplog.messages == ["ending after this round; ask again to end at once."]
+    assert capsys.readouterr().out.splitlines()[-1] == (
         "Interrupted after round 2; the model of this round is saved. "
         "`fedsim run run --resume` continues the run, and `fedsim report run` writes its page."
     )
