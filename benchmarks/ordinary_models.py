@@ -141,7 +141,7 @@ def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathNa
     clients = int(np.clip(TURN / one, 2, MOST_CLIENTS))
     seconds = np.empty((pairs, len(sides)))
     for turn in range(pairs):
-        # Whoever comes first finds another's caches.
+        # The side that runs first finds the caches as the other one left them.
         order = range(len(sides)) if turn % 2 else reversed(range(len(sides)))
         for side in order:
             seconds[turn, side] = cpu_seconds(sides[side], clients, 3 + turn) / clients

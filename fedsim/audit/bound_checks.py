@@ -1,4 +1,4 @@
-"""How far somebody moved a release, in standard deviations of its noise.
+"""How far a canary moved a release, in standard deviations of its noise.
 
 An observer knows the mechanism, its public state and the ledger. The bound says how far a row
 can reach along each coordinate; noise, in that unit, must be the same everywhere.
@@ -154,7 +154,7 @@ class MeasuredNoise:
 
 @dataclass(frozen=True)
 class Moved:
-    """How far somebody moved a release.
+    """How far a canary moved a release.
 
     Attributes
     ----------

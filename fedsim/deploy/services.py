@@ -263,7 +263,7 @@ def write_file(path: Path, party: Any, tables: str = "") -> None:
 
 
 def read_file(path: Path, party: type[Any]) -> dict[str, Any]:
-    """What `write_file` wrote, or somebody has edited: values of a party's fields.
+    """What `write_file` wrote, or its owner has edited: values of a party's fields.
 
     Raises
     ------

@@ -67,5 +67,5 @@ def torch_defaults() -> Iterator[None]:
 def _default_device() -> torch.device:
     try:
         return torch.get_default_device()
-    except AttributeError:  # of torch 2.6, where somebody has set it back to None
+    except AttributeError:  # of torch 2.6, once a user has set it back to None
         return torch.device("cpu")
