@@ -137,7 +137,10 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     question = Question(delta=delta, level=ledger.level)
     if not ledger.charged:
         return question
-    last = ledger.charged[-1].event
+    # An event of count 0 is of a round that an earlier one covers.
+    last = next((e.event for e in reversed(ledger.charged) if e.event.count), None)
+    if last is None:
+        return question
     return replace(
         question,
         law=last.law,
@@ -177,6 +180,7 @@ def _plan(config: RunConfig) -> ReleasePlan[Any]:
         sampler=cohort(config),
         bound=config.mechanism.make(),
         noise=made_noise(config.noise),
+        rounds=config.rounds,
     )
 
 

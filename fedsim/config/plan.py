@@ -33,7 +33,7 @@ _DEVICES = (
 
 def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
-    sampler: Cohort = config.cohort.make(population=config.partition.clients)
+    sampler: Cohort = config.cohort.make(population=config.partition.clients, rounds=config.rounds)
     return sampler
 
 

@@ -67,7 +67,7 @@ class NoiseSection(Choice):
 
     table: ClassVar[str] = "noise"
     kind: ClassVar[str] = "noise"
-    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened")
+    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[str, Doc("What is added to the sum.")] = "independent"
     multiplier: Annotated[
         Multiplier, Doc("Standard deviation of the noise on the sum, over C; 0.0 for no noise.")
@@ -154,7 +154,7 @@ class ClientNoiseSection(Choice):
 
     table: ClassVar[str] = "client.noise"
     kind: ClassVar[str] = "noise"
-    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened")
+    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[str, Doc("What is added to each sum: 'independent' and no other.")] = (
         "independent"
     )

@@ -284,7 +284,7 @@ class CohortSection(Choice):
 
     table: ClassVar[str] = "cohort"
     kind: ClassVar[str] = "cohort"
-    filled: ClassVar[tuple[str, ...]] = ("population", "adjacency")
+    filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
     name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
 
 

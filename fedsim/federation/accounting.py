@@ -60,6 +60,8 @@ class Accounting:
         The config's digest; without one no release is taken for one that was made before.
     placement, randomness
         What else the ledger's lines say.
+    known : int or None
+        Entries of the ledger that the state had which the strategy resumed; None where it did not.
     """
 
     plan: ReleasePlan[Bounded]
@@ -70,6 +72,7 @@ class Accounting:
     release: str | None
     placement: Placement
     randomness: Randomness
+    known: int | None = None
 
     @property
     def _budget_delta(self) -> float:
@@ -77,17 +80,28 @@ class Accounting:
 
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made, if so."""
+        if self.plan.closed and server_round > (self.plan.rounds or 0):
+            return f"round {server_round} would follow a plan of {self.plan.rounds} rounds"
         if self.max_epsilon is None or not self.ledger.would_exceed(
             self._entry(server_round), self.max_epsilon, delta=self._budget_delta
         ):
             return None
         return self._exceeds(server_round)
 
+    def attempt(self, server_round: int) -> int:
+        """How often this round was recorded since the state that was resumed, of other draws.
+
+        A round whose noise follows from the seed is made again of the same data, or refused.
+        """
+        if self.known is None or self.randomness.seed is not None:
+            return 0
+        return sum(entry.round == server_round for entry in self.ledger.entries[self.known :])
+
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without what only its releases say."""
         return Entry(
             round=server_round,
-            event=self.plan.charge(server_round),
+            event=self.plan.charge(server_round, self.attempt(server_round)),
             entropy=self.randomness.entropy,
             mechanism=str(self.plan.bound),
             release=self.release,
@@ -171,8 +185,8 @@ class Accounting:
         kept = {} if self.ledger.path is not None else self.ledger.state_dict()
         return {"head": self.ledger.head, **kept}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state` gave.
+    def restored(self, state: Mapping[str, Any]) -> Accounting:
+        """The same, resuming what `state` gave.
 
         Raises
         ------
@@ -186,6 +200,9 @@ class Accounting:
                 f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
                 "state counts; it must be the ledger of the run whose state= this is."
             )
+        # The first line is the header, which is no entry.
+        heads = self.ledger.heads
+        return replace(self, known=heads.index(state["head"]) if state["head"] in heads else 0)
 
 
 ClientBudget = Callable[[Tensor, Ids, int], str | None]

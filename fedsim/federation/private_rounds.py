@@ -35,7 +35,7 @@ from fedsim.federation.strategy_checks import (
     refuse_too_many,
 )
 from fedsim.mechanisms import Mechanism, State
-from fedsim.mechanisms.base import state_on
+from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.ledger import privacy_spent
 from fedsim.privacy.plan import Bounded, ReleasePlan
@@ -124,6 +124,8 @@ class PrivateRounds(ResumableStrategy):
             return []
         server = tensors(arrays)
         layout = self.take_layout(server)
+        attempt = self._accounting.attempt(server_round)
+        self._aggregation_settings.noise.begin(server_round, attempt)
         asked = self._participants.drawn(server_round, grid, self.replying)
         vector = self._model.flatten(server)
         if self._stops(self._budgets.exceeded(vector, asked.client_ids, server_round)):
@@ -305,7 +307,7 @@ class PrivateRounds(ResumableStrategy):
     @property
     def mechanism_state(self) -> State:
         """The mechanism's state after the round aggregated last, as public as the releases."""
-        return dict(self._mechanism_state)
+        return without_noise(self._mechanism_state)
 
     def state(self) -> Tree:
         """Everything but the parameters that outlives a round; see `restore`.
@@ -314,14 +316,19 @@ class PrivateRounds(ResumableStrategy):
         -------
         mapping of str to tensors, what JSON can say, and such mappings
             ``round``, the last one aggregated; ``parameters`` (names, shapes and dtypes),
-            ``mechanism``, ``cohort`` (what the sampler remembers), ``optimizer``, each extra's by
-            its name, ``failures``, ``stopped``, and ``ledger``: where it stands, and its lines if
-            it is in memory only.
+            ``mechanism``, ``noise`` (a secret, until the plan's last round), ``cohort`` (what the
+            sampler remembers), ``optimizer``, each extra's by its name, ``failures``, ``stopped``,
+            and ``ledger``: where it stands, and its lines if it is in memory only.
         """
+        mechanism, noise = self._mechanism_state, self._aggregation_settings.noise.state()
+        if self.plan.rounds is not None and self.rounds_done >= self.plan.rounds:
+            # Nothing is drawn any more, and who knew these could take noise away again.
+            mechanism, noise = without_noise(mechanism), None
         return {
             "round": self.rounds_done,
             "parameters": self._parameters,
-            "mechanism": {name: value.clone() for name, value in self._mechanism_state.items()},
+            "mechanism": {name: value.clone() for name, value in mechanism.items()},
+            **({} if noise is None else {"noise": noise}),
             "cohort": self._participants.state(),
             "optimizer": self.server_optimizer.state(),
             **{n: kept for n, e in self._extras.items() if (kept := e.state()) is not None},
@@ -343,7 +350,8 @@ class PrivateRounds(ResumableStrategy):
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        self._accounting.restore(state["ledger"])
+        self._accounting = self._accounting.restored(state["ledger"])
+        self._aggregation_settings.noise.restore(state.get("noise"))
         self._participants.restore(state["cohort"])
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])

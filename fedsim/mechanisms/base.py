@@ -34,6 +34,12 @@ Number: TypeAlias = "float | Tensor"
 NOISE_PREFIX = "noise."
 """Of the noise's own state, in the state that a release returns: secret, and never sent."""
 
+
+def without_noise(state: State) -> dict[str, Tensor]:
+    """What of a state is as public as the releases."""
+    return {name: value for name, value in state.items() if not name.startswith(NOISE_PREFIX)}
+
+
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
 NORM = (Gt(0), Between(*BOUND_RANGE))

@@ -36,7 +36,7 @@ from fedsim.mechanisms.base import (
     state_on,
 )
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
-from fedsim.privacy.noise import Noise, NoiseState, check_split, top_up_multiplier
+from fedsim.privacy.noise import Noise, NoiseDraws, NoiseState, check_split, top_up_multiplier
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
 
@@ -273,12 +273,16 @@ class Releaser:
         sizes = _drawn(split, grids)
         if not sizes:
             return units, kept
-        fresh = normals(sources, [*sizes.values()], self._terms.device)
-        fresh = fresh[0] if self._one else fresh
-        noise, kept = self.noise.combine(fresh, kept or self.noise.start())
+
+        def drawn(age: int, number: int) -> Tensor:
+            of_round = [source.at(age, number) for source in sources]
+            draws = normals(of_round, [*sizes.values()], self._terms.device)
+            return draws[0] if self._one else draws
+
         # Only what is released is rounded: rounding errors must not enter what the noise keeps.
-        if self.noise.correlated:
-            noise = noise.clone()
+        noise, kept = self.noise.combine(
+            NoiseDraws(sources[0].round, drawn), kept or self.noise.start()
+        )
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
             multiplier = multipliers[name][total.terms.active_owners]
             std = multiplier * grids[name].radius / grids[name].unit
@@ -312,10 +316,25 @@ class NoiseSource:
         number that only one of two candidate sums can reach reveals which it was (Mironov 2012).
         Sums of four draws lie far denser, and recovering the generator's output bits from one
         means inverting that sum.
+    round : int
+        Which the draws are of, from 1 on.
+    elsewhere : callable ``(age, number) -> generator``, optional
+        Of the round so many before this one, or of other draws of a round, where there are any.
     """
 
     generator: np.random.Generator
     hardened: bool = False
+    round: int = 1
+    elsewhere: Callable[[int, int], np.random.Generator] | None = field(default=None, repr=False)
+
+    def at(self, age: int, number: int) -> NoiseSource:
+        """The source of the round so many before, or of other draws of a round."""
+        if not (age or number):
+            return self
+        if self.elsewhere is None:
+            raise FedsimError("noise that is correlated over rounds needs the draws of others.")
+        generator = self.elsewhere(age, number)
+        return NoiseSource(generator, self.hardened, self.round - age, self.elsewhere)
 
     def normal(self, size: int) -> Array:
         """Standard normal draws, float64 ``[size]``."""
@@ -357,7 +376,7 @@ def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
     thread = ThreadPoolExecutor(1, "noise")
     drawn = deque([thread.submit(source.normal, size) for size in sizes])
     thread.shutdown(wait=False)  # it ends with the last of them
-    return _Prefetched(source.generator, source.hardened, drawn=drawn)
+    return _Prefetched(**vars(source), drawn=drawn)
 
 
 @dataclass(frozen=True)

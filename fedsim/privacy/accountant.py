@@ -122,7 +122,7 @@ class Accountant:
         self.releases += count
         self.private = self.private and event.private
         law, z = event.law, event.total_noise_multiplier
-        if not event.private or math.isinf(z):
+        if not count or not event.private or math.isinf(z):
             return
         mu = law.gaussian(z)
         if mu is not None:

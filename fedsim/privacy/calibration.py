@@ -53,7 +53,7 @@ def cost(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float)
 
 def _plan(noise_multiplier: float, cohort: Sampler, rounds: int) -> Accountant:
     _check_rounds(rounds)
-    return Accountant([Event.of(cohort, noise_multiplier).times(rounds)])
+    return Accountant([Event.of(cohort, noise_multiplier).over(rounds)])
 
 
 @check_arguments
@@ -76,7 +76,7 @@ def calibrate(*, target_epsilon: float, cohort: Sampler, rounds: int, delta: flo
     """
     _check_rounds(rounds)
     return calibrate_events(
-        lambda z: [Event.of(cohort, z).times(rounds)], target_epsilon=target_epsilon, delta=delta
+        lambda z: [Event.of(cohort, z).over(rounds)], target_epsilon=target_epsilon, delta=delta
     )
 
 
@@ -154,7 +154,7 @@ def rounds_within_events(
     before = Accountant(past)
 
     def fits(rounds: int) -> bool:
-        return not before.would_exceed(event.times(rounds), max_epsilon, delta)
+        return not before.would_exceed(event.over(rounds), max_epsilon, delta)
 
     low, high = 0, 1
     while fits(high):
@@ -256,7 +256,7 @@ class Question:
             )
         _check_rounds(rounds)
         noise = calibrate_events(
-            lambda z: [*self.past, self.event(z).times(rounds)],
+            lambda z: [*self.past, self.event(z).over(rounds)],
             target_epsilon=self._given("target epsilon", self.target_epsilon),
             delta=self._at,
             adaptive=bool(self.past),
@@ -272,7 +272,7 @@ class Question:
         accountant = Accountant(self.past)
         if rounds or self.asks == "epsilon":
             _check_rounds(rounds)
-            accountant.add(self.event(noise), rounds)
+            accountant.add(self.event(noise).over(rounds))
         cost = replace(accountant.cost(self._at), delta=self.delta)
         return Answer(self, noise, rounds, cost)
 
@@ -305,7 +305,7 @@ class Answer:
             return self.question.past
         return (
             *self.question.past,
-            self.question.event(self.noise_multiplier).times(self.rounds),
+            self.question.event(self.noise_multiplier).over(self.rounds),
         )
 
 

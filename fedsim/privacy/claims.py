@@ -57,12 +57,15 @@ class Stopping:
         ``stop.metric`` or ``stop.callbacks``. 0: it was not declared.
     left : int
         Planned rounds that have not been made; 0 where the number made was fixed in advance.
+    made : int
+        Planned rounds that have been made.
     max_epsilon : float or None
         The budget of a run all of whose rounds have one event.
     """
 
     times: int = 0
     left: int = 0
+    made: int = 0
     max_epsilon: float | None = None
 
     def planned_delta(self, delta: float) -> float:
@@ -74,13 +77,13 @@ class Stopping:
 
     def after(self, made: int) -> Stopping:
         """The same after so many of the planned rounds."""
-        return replace(self, left=max(self.left - made, 0))
+        return replace(self, left=max(self.left - made, 0), made=self.made + made)
 
     def planned(self, spent: Accountant, event: Event | None) -> Accountant:
         """The accountant of all planned rounds; parameters as for `epsilon`."""
         planned = spent.copy()
         if self.left and event is not None:
-            planned.add(event, self.left)
+            planned.add(event.further(self.left, self.made))
         return planned
 
     def epsilon(self, spent: Accountant, event: Event | None, delta: float) -> float:

@@ -33,7 +33,8 @@ class Event:
     law : Law
         How the rows of the sum were drawn, and what that costs.
     count : int
-        Invocations: 2 for an ADADP iteration, T for T equal steps of a client.
+        Invocations: 2 for an ADADP iteration, T for T equal steps of a client; 0 for a round that
+        an earlier event covers.
     sides : mapping of name to float
         Noise multipliers of the bounded scalars released from the same rows, each with
         noise of its own. Together with the main sum: ``1/z^2 = sum 1/z_j^2``.
@@ -78,8 +79,8 @@ class Event:
         for name, z in {"noise_multiplier": self.noise_multiplier, **self.sides}.items():
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
-        if self.count != int(self.count) or self.count < 1:
-            raise FedsimError(f"count is {self.count}; it must be a whole number, 1 or more.")
+        if self.count != int(self.count) or self.count < 0:
+            raise FedsimError(f"count is {self.count}; it must be a whole number, 0 or more.")
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "sides", dict(sorted(self.sides.items())))
         object.__setattr__(self, "law", as_data(self.law, self.total_noise_multiplier))
@@ -121,6 +122,17 @@ class Event:
         """This event ``count`` times over."""
         return replace(self, count=self.count * count)
 
+    def over(self, rounds: int) -> Event:
+        """What so many rounds cost: this, for each so many rounds as its law covers."""
+        return self.times(-(-rounds // self.law.rounds))
+
+    def further(self, rounds: int, made: int) -> Event:
+        """What so many rounds more cost, this being the event of the last of those made."""
+        if self.law.rounds == 1:
+            return self.times(rounds)
+        begun = -(-made // self.law.rounds)
+        return self.once.times(-(-(made + rounds) // self.law.rounds) - begun)
+
     @cached_property
     def once(self) -> Event:
         """One invocation of it."""
@@ -157,6 +169,8 @@ def law_from_dict(data: object) -> Law:
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
     name, others = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
+    if isinstance(others.get("base"), Mapping):  # of a law around another
+        others["base"] = law_from_dict(others["base"])
     kind = DeclaredLaw if name == NAME else law_named(name)
     return read_record(kind, others, f"the law '{name}'")
 

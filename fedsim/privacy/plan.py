@@ -24,6 +24,7 @@ from fedsim.privacy.laws import (
     Sampler,
     ShuffledPasses,
 )
+from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.noise import Noise
 from fedsim.settings import check_settings
 
@@ -166,6 +167,25 @@ class ReleasePlan(Generic[BoundT]):
                 "those of 'poisson', 'full' and 'shuffle' batches are."
             )
 
+        if self.noise.correlated:
+            object.__setattr__(self, "noise", self._fitted_noise())
+
+    def _fitted_noise(self) -> Noise:
+        """The noise, made for the rounds in which a row can be.
+
+        Raises
+        ------
+        FedsimError
+            If the plan has no rounds, or its rows are examples.
+        """
+        if self.level == "example" or self.rounds is None:
+            what = "no number of rounds" if self.rounds is None else "releases of examples"
+            raise FedsimError(
+                f"noise.name is '{_name_of(self.noise)}', whose rounds share draws, and the plan "
+                f"has {what}; it must be 'independent' there."
+            )
+        return self.noise.fitted(self.sampler.participation(self.rounds))
+
     @property
     def private(self) -> bool:
         """Whether any epsilon is finite."""
@@ -212,12 +232,33 @@ class ReleasePlan(Generic[BoundT]):
         """What sums are divided by: the declared expected size, never a count."""
         return float(self.sampler.expected_size)
 
-    def charge(self, round: int) -> Event:
-        """What the ledger's line of a round charges, from 1 on: here every round costs the same."""
-        return self.event()
+    @property
+    def closed(self) -> bool:
+        """Whether it is charged as a whole, or shares draws, so that no round may follow it."""
+        covered = self.event().law.rounds
+        return self.noise.correlated or 1 < covered == self.rounds
+
+    def charge(self, round: int, attempt: int = 0) -> Event:
+        """What the ledger's line of a round charges.
+
+        Parameters
+        ----------
+        round : int
+            From 1 on. Where rounds share draws, the first of them is charged for all, and the
+            others count 0.
+        attempt : int
+            How often the round was drawn before, of other data.
+        """
+        event = self.event()
+        if event.law.rounds == 1:
+            return event
+        if attempt:
+            law = event.law.redrawn or unamplified(event.law)
+            return replace(event, law=law, count=1)
+        return event if (round - 1) % event.law.rounds == 0 else event.times(0)
 
     def event(self) -> Event:
-        """What one round costs."""
+        """What one round costs, or as many as its law covers."""
         return Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
@@ -236,7 +277,7 @@ class ReleasePlan(Generic[BoundT]):
         rounds = self.rounds if after is None else after
         if rounds is None:
             raise FedsimError("the plan has no rounds; say how many, or after how many.")
-        return Accountant([self.event().times(rounds)] if rounds else []).epsilon(delta)
+        return Accountant([self.event().over(rounds)] if rounds else []).epsilon(delta)
 
     def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.
@@ -250,11 +291,15 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [replace(self, noise=self.noise.scaled(z)).event().times(rounds)],
+            lambda z: [replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )
         return replace(self, noise=self.noise.scaled(z))
+
+
+def _name_of(noise: Noise) -> str:
+    return str(getattr(noise, "name", type(noise).__name__))
 
 
 def of_user(value: object) -> bool:

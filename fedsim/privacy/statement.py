@@ -233,7 +233,10 @@ class Statement:
         ]
 
     def _guarantee(self) -> list[str]:
-        cost, many = self.cost, self.cost.releases != 1
+        # Of rounds that are charged together, each is a release.
+        events = [entry.event for entry in self.charged]
+        releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
+        cost, many = self.cost, releases != 1
         simulated = ", simulated" if self.simulated else ""
         simulated += ", as the user declares" if self.declared else ""
         dearest_client = " for the client that has spent most" if self.ledgers > 1 else ""
@@ -247,7 +250,7 @@ class Statement:
             f"The sequence of global models is ({cost.epsilon:.4g}, {cost.delta:g})-differentially "
             f"private at {self.level} level{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
-            f"{cost.releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
+            f"{releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
             f"accounted for by {_METHODS[cost.method]}; Rényi accounting gives "
             f"{cost.rdp_epsilon:.4g}.",
         ]

@@ -238,7 +238,8 @@ class _Together:
             self._spent.add(entry.event)
             self._planned.add(entry.event)
         if history.last_event is not None and left > 0:
-            self._planned.add(history.last_event, left)
+            made = history.charged[-1].round or 0
+            self._planned.add(history.last_event.further(left, made))
 
     def cost(self, delta: float, outcomes: int) -> Cost:
         """Of all of them."""

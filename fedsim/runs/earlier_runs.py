@@ -29,7 +29,7 @@ from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory, ending
-from fedsim.runs.factories import ledger_dir
+from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated
 
@@ -84,6 +84,7 @@ def resumed_config(
             "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
+    _refuse_longer(began, resumed, directory.path)
     if stopping(began, ended=ending(directory.path)[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)
     _refuse_undeclared(began, wanted, resumed)
@@ -102,6 +103,18 @@ def resumed_config(
             "is not on those nodes."
         )
     return resumed
+
+
+def _refuse_longer(began: Flat, resumed: RunConfig, path: Path) -> None:
+    """Refuse other rounds than those of a plan that is charged before its first round."""
+    if not resumed.private or resumed.rounds == began["rounds"]:
+        return
+    if release_plan(resumed).closed:
+        raise FedsimError(
+            f"rounds = {resumed.rounds}; it must be {began['rounds']} as it was when the run in "
+            f"{path} began: its rounds share draws (noise.name, cohort.name), and were planned and "
+            "charged together."
+        )
 
 
 def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:

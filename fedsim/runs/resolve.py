@@ -18,6 +18,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.digest import digest_of
+from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, device_of, resolve_data
@@ -190,6 +191,8 @@ def _multipliers(
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
     found: dict[str, str | float] = {}
+    if plan is not None and isinstance(plan.noise, Correlated):
+        found |= {"noise.coefficients": plan.noise.coefficients}
     if plan is not None and config.noise.target_epsilon is not None:
         found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
     if privacy is not None and config.client.noise.target_epsilon is not None:

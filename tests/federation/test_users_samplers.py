@@ -143,4 +143,4 @@ def test_the_tutorials_law_and_noise_can_be_accounted_for(monkeypatch) -> None:
     exact = epsilon(noise_multiplier=1.1, cohort=PoissonCohort(0.1), rounds=50, delta=1e-5)
     assert exact <= Accountant([event]).epsilon(1e-5) <= 1.005 * exact
     assert names["Twice"](1.1).law(event.law) is event.law
-    assert names["Twice"](1.1).combine(3.0, {}) == (6.0, {})
+    assert names["Twice"](1.1).combine(lambda: 3.0, {}) == (6.0, {})

@@ -30,7 +30,7 @@ def plan_of(mechanism: Mechanism, noise: Noise, denominator: float) -> ReleasePl
     sampler = (
         FullCohort(population) if whole else PoissonCohort(denominator / population, population)
     )
-    return ReleasePlan(level="client", sampler=sampler, bound=mechanism, noise=noise)
+    return ReleasePlan(level="client", sampler=sampler, bound=mechanism, noise=noise, rounds=9)
 
 
 def releaser(

@@ -95,8 +95,8 @@ class Loud(Noise):
 
     factor: float = 2.0
 
-    def combine(self, fresh, state):
-        return self.factor * fresh, state
+    def combine(self, draws, state):
+        return self.factor * draws(), state
 
     def law(self, law):
         return Louder(

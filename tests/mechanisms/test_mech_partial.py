@@ -202,9 +202,9 @@ class LambdaNoise(Independent):
     def correlated(self):
         return True
 
-    def combine(self, fresh, state):
-        last = state.get("last")
-        return fresh if last is None else fresh - self.lam * last, {"last": fresh}
+    def combine(self, draws, state):
+        last, fresh = state.get("last"), draws()
+        return fresh.clone() if last is None else fresh - self.lam * last, {"last": fresh}
 
 
 def test_noise_that_is_correlated_over_rounds_is_a_value_and_touches_nothing_else():

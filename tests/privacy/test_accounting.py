@@ -329,7 +329,7 @@ def test_would_exceed_asks_and_does_not_spend():
     [
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
-        ({"noise_multiplier": 1.0, "count": 0}, "count is 0"),
+        ({"noise_multiplier": 1.0, "count": -1}, "count is -1"),
         ({"noise_multiplier": 1.0, "sides": {"bit": -2.0}}, "bit is -2.0"),
     ],
 )

@@ -15,7 +15,7 @@ from fedsim.privacy.noise import Independent
 def test_independent_noise_is_the_fresh_draws_and_keeps_nothing() -> None:
     noise = Independent(1.1)
     fresh = object()
-    assert noise.combine(fresh, noise.start()) == (fresh, {})
+    assert noise.combine(lambda: fresh, noise.start()) == (fresh, {})
     assert not noise.correlated
 
 

@@ -28,13 +28,14 @@ from torch import Tensor
 
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import AskedClients, Instructions, Replies
+from fedsim.federation.noise_sources import NoiseSources
 from fedsim.federation.replies import ExpectedReply, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, RowSum, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
 from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import DECLARED_EXAMPLES, Block
 
@@ -74,11 +75,16 @@ class AggregationSettings:
     ----------
     plan : ReleasePlan
     randomness : Randomness
-        Where a round's noise comes from.
+        Where a run's draws come from.
     weighted_by_key, arrayrecord_key : str
         Of clients' replies.
     example_counts : float64 ``[population]``, optional
         Declared by client id; they weigh in place of what clients report.
+
+    Attributes
+    ----------
+    noise : NoiseSources
+        Where a round's noise comes from.
     """
 
     plan: ReleasePlan[Mechanism]
@@ -86,9 +92,13 @@ class AggregationSettings:
     weighted_by_key: str
     arrayrecord_key: str
     example_counts: Floats | None = None
+    noise: NoiseSources = field(init=False, repr=False, compare=False)
     _releasers: dict[tuple[Layout, str], Releaser] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise", NoiseSources(self.randomness, self.plan.noise))
 
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
         """Of a round's sum on this device; it has no state, so that one does for all rounds.
@@ -102,13 +112,6 @@ class AggregationSettings:
         if key not in self._releasers:
             self._releasers[key] = Releaser(self.plan, layout, device=device)
         return self._releasers[key]
-
-    def noise_source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
-        """The noise of a round: the server's, or one client's."""
-        generator = self.randomness.generator(
-            purpose, level="client", round=server_round, client=client
-        )
-        return NoiseSource(generator, hardened=self.plan.noise.hardened)
 
 
 class ServerSum:
@@ -184,7 +187,7 @@ class ServerSum:
                 yield replace(reply, block=block)
 
     def _noise_source(self) -> NoiseSource:
-        return self.settings.noise_source(Purpose.NOISE, self.pending.round)
+        return self.settings.noise.of_round(self.pending.round)
 
     def expected(self) -> ExpectedReply:
         """What a usable reply is like: the clients' parameters, and numbers that enter the sum."""

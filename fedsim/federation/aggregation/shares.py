@@ -296,13 +296,13 @@ class ClientShares(ServerSum):
 
     def _made(self, block: Block) -> Shares:
         assert block.rows is not None
-        noise_source, number = self.settings.noise_source, self.pending.round
+        noise, number = self.settings.noise, self.pending.round
         return share(
             self._request,
             block.rows,
             self._bounding,
             self.pending.layout,
-            sources=[noise_source(Purpose.SHARE, number, k) for k in block.client_ids.tolist()],
+            sources=[noise.share(number, k) for k in block.client_ids.tolist()],
             sides=self.summing.sides(block),
         )
 

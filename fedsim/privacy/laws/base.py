@@ -50,6 +50,46 @@ class Inclusion:
     size: int | None = None
 
 
+@dataclass(frozen=True)
+class Participation:
+    """The rounds of a plan that one row can be in.
+
+    Attributes
+    ----------
+    rounds : int
+        T, of the plan.
+    separation : int
+        A row that is in one round is in none of the next ``separation - 1``; 1 for no such rule.
+    most : int or None
+        How many rounds a row can be in, where that is fewer than the separation leaves.
+
+    Raises
+    ------
+    FedsimError
+        If one of them is below 1.
+    """
+
+    rounds: int
+    separation: int = 1
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "separation", "most"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FedsimError(f"{name} is {value}; it must be 1 or more.")
+
+    @property
+    def participations(self) -> int:
+        """How many rounds a row can be in: k."""
+        separated = -(-self.rounds // self.separation)
+        return separated if self.most is None else min(self.most, separated)
+
+    def first(self, rounds: int) -> Participation:
+        """Of the first so many rounds."""
+        return replace(self, rounds=rounds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Law(ABC):
     """What one draw costs: a Gaussian of multiplier z on a sum of rows that were so drawn.
@@ -94,6 +134,19 @@ class Law(ABC):
     def rate(self) -> float:
         """Probability of a row being in, in (0, 1]; 1 where sampling amplifies nothing."""
         return 1.0
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds one event covers: more than 1 where these are not drawn independently.
+
+        It is charged before the first of them, and the others add nothing.
+        """
+        return 1
+
+    @property
+    def redrawn(self) -> Law | None:
+        """What it costs to make one of several rounds once more; None for a plain Gaussian."""
+        return None
 
     def gaussian(self, noise_multiplier: float) -> float | None:
         """Sensitivity in standard deviations where a draw is one plain Gaussian; None elsewhere.
@@ -236,6 +289,10 @@ class Sampler(ABC):
     @abstractmethod
     def law(self) -> Law:
         """What one draw costs."""
+
+    def participation(self, rounds: int) -> Participation:
+        """In which of so many rounds a row can be; by default in any."""
+        return Participation(rounds)
 
     def gaussians(self, count: int) -> int:
         """How often the law applies to any one row in ``count`` sums, of steps 0 to count - 1."""

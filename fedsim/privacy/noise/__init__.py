@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from fedsim.privacy.noise.base import (
     Noise,
+    NoiseDraws,
     NoiseState,
     check_split,
     part_multiplier,
     share_multiplier,
     top_up_multiplier,
 )
+from fedsim.privacy.noise.correlated import Correlated, Toeplitz
 from fedsim.privacy.noise.independent import Independent
 
 __all__ = [
+    "Correlated",
     "Independent",
     "Noise",
+    "NoiseDraws",
     "NoiseState",
+    "Toeplitz",
     "check_split",
     "part_multiplier",
     "share_multiplier",

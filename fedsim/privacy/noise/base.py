@@ -12,16 +12,37 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Law
+from fedsim.privacy.laws.base import Law, Participation
 from fedsim.settings import Doc, check_settings
 
 NoiseState = Mapping[str, Any]
 """Named arrays, each shaped like the draws. Secret: who knows it can take noise away again."""
+
+
+@dataclass(frozen=True)
+class NoiseDraws:
+    """Standard normal draws of a round and of the rounds before it, ``[..., size]``.
+
+    Attributes
+    ----------
+    round : int
+        From 1 on.
+    of : callable ``(age, number) -> draws``
+        Those of the round so many before this one; several of one round are numbered. This round's
+        are drawn when they are asked for, those of earlier rounds are regenerated.
+    """
+
+    round: int
+    of: Callable[[int, int], Any]
+
+    def __call__(self, age: int = 0, number: int = 0) -> Any:
+        """The draws, which may be changed in place."""
+        return self.of(age, number)
 
 
 @dataclass(frozen=True)
@@ -76,11 +97,16 @@ class Noise(ABC):
         """What is kept before the first round."""
         return {}
 
-    @abstractmethod
-    def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's noise and what is kept, from standard normal draws ``[..., size]``.
+    def fitted(self, participation: Participation) -> Self:
+        """The same noise, made for the rounds that one row can be in."""
+        return self
 
-        Neither ``fresh`` nor what ``state`` holds may be overwritten where it is kept.
+    @abstractmethod
+    def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
+        """This round's noise ``[..., size]`` and what is kept.
+
+        The noise is changed in place afterwards: it must be no array that the state keeps. What
+        ``state`` holds may not be changed in place.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.privacy.laws.base import Law
-from fedsim.privacy.noise.base import Noise, NoiseState
+from fedsim.privacy.noise.base import Noise, NoiseDraws, NoiseState
 from fedsim.registry import register
 
 
@@ -24,9 +24,9 @@ class Independent(Noise):
         """True: sums of Gaussians are Gaussians."""
         return True
 
-    def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
+    def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """The draws, unchanged."""
-        return fresh, state
+        return draws(), state
 
     def law(self, law: Law) -> Law:
         """The same: laws are of Gaussians."""

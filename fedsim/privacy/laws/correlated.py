@@ -1,0 +1,103 @@
+"""The law of noise that is correlated over rounds: one Gaussian over several rounds at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Inclusion, Law
+from fedsim.privacy.laws.full import FullLaw
+from fedsim.privacy.losses import Array, DominatingPair
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedLaw(Law):
+    """What rounds together cost whose noise is ``C^-1 Z``, for a lower triangular matrix C.
+
+    They are one Gaussian on ``C X``, X being the rounds' sums: one draw of ``base`` of rows whose
+    norm is `sensitivity` times that of a row (Choquette-Choo et al. 2023; Li et al. 2015).
+
+    Attributes
+    ----------
+    base : Law
+        How rows are drawn in these rounds: `FullLaw` where no sampling is counted on.
+    noise : str
+        The noise, as in a config's ``noise.name``.
+    coefficients : str
+        SHA-256 of its coefficients, in hexadecimal.
+    sensitivity : float
+        The most that one row moves ``C X``, over the bound of a row in one round.
+    rounds : int
+    again : float
+        The same for one round that is made once more, of other data.
+    """
+
+    name: ClassVar[str] = "correlated"
+    neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
+
+    base: Law = field(default_factory=FullLaw)
+    noise: str = ""
+    coefficients: str = ""
+    sensitivity: float = 1.0
+    rounds: int = 1
+    again: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.sensitivity > 0 and self.again > 0) or self.rounds < 1:
+            raise FedsimError(
+                f"the sensitivities of '{self.noise}' noise are {self.sensitivity} and "
+                f"{self.again}, over {self.rounds} rounds; they must be positive."
+            )
+        if self.base.adjacency != self.adjacency or isinstance(self.base, CorrelatedLaw):
+            raise FedsimError("noise that is correlated has a base of the same neighbours.")
+
+    @property
+    def redrawn(self) -> Law:
+        """One row of C more, over which no round's sampling is counted on."""
+        base = FullLaw(adjacency=self.adjacency, population=self.population)
+        return replace(self, base=base, sensitivity=self.again, rounds=1)
+
+    @property
+    def rate(self) -> float:
+        """That of the base."""
+        return self.base.rate
+
+    def gaussian(self, noise_multiplier: float) -> float | None:
+        """Sensitivity in standard deviations, where no sampling is counted on."""
+        return self.base.gaussian(noise_multiplier / self.sensitivity)
+
+    def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
+        """Those of the base, at the multiplier over the sensitivity."""
+        return self.base.pairs(noise_multiplier / self.sensitivity)
+
+    def rdp(self, noise_multiplier: float) -> Array:
+        """That of the base, at the multiplier over the sensitivity."""
+        return self.base.rdp(noise_multiplier / self.sensitivity)
+
+    def inclusion(self, population: int) -> Inclusion | None:
+        """What an audit may test of the base's draws."""
+        return self.base.inclusion(population)
+
+    def comparable(self, other: Law) -> bool:
+        """Only if it is the same."""
+        return self == other
+
+    @property
+    def label(self) -> str:
+        """A few words for a table."""
+        base = "no amplification" if self.rate == 1 else self.base.label
+        return f"{self.noise} noise over {self.rounds:,} rounds, {base}"
+
+    def sentence(self, row: str) -> str:
+        """How a ``row`` is drawn and noised, for a statement."""
+        drawn = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
+        return (
+            f"{drawn}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
+            f"are charged together, as one Gaussian of sensitivity {self.sensitivity:.4g} C"
+        )
+
+    def round_sentence(self, population: int) -> str:
+        """Which clients take part in a round, for a report."""
+        return self.base.round_sentence(population)

@@ -1,0 +1,159 @@
+"""Groups in turn: each client belongs to one of b groups for ever, and every b-th round is its."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import (
+    Ids,
+    Inclusion,
+    Law,
+    Participation,
+    Sampler,
+    SamplerState,
+    check_population,
+    declared_population,
+)
+from fedsim.privacy.laws.poisson import poisson_rdp
+from fedsim.privacy.losses import Array, DominatingPair, SampledGaussian, gaussian_rdp
+from fedsim.randomness import Draws
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Le, check_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicLaw(Law):
+    """One round out of ``groups`` is a row's, and in that it is in with probability ``in_group``.
+
+    Adding a row moves no other: the group of each follows from a draw of its own.
+    """
+
+    name: ClassVar[str] = "cyclic"
+    flower: ClassVar[str] = "POISSON"
+    groups: int = 1
+    in_group: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.in_group <= 1 or self.groups < 1:
+            raise FedsimError(
+                f"groups is {self.groups} and the rate in a group {self.in_group}; they must be "
+                "1 or more, and in (0, 1]."
+            )
+
+    @property
+    def rounds(self) -> int:
+        """As many as there are groups: each row has one of them."""
+        return self.groups
+
+    @property
+    def rate(self) -> float:
+        """In the round of a row's group: that the group is another's is not counted on."""
+        return self.in_group
+
+    def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
+        """Those of Poisson sampling in the group."""
+        return SampledGaussian(self.in_group, noise_multiplier).both
+
+    def rdp(self, noise_multiplier: float) -> Array:
+        """That of Poisson sampling in the group."""
+        if self.in_group == 1:
+            return gaussian_rdp(1 / noise_multiplier)
+        return poisson_rdp(self.in_group, noise_multiplier)
+
+    def inclusion(self, population: int) -> Inclusion:
+        """Groups are drawn independently, and so are the members of each that are in."""
+        one = self.in_group / self.groups
+        return Inclusion(one, one**2)
+
+    @property
+    def label(self) -> str:
+        """A few words for a table."""
+        return f"{self.groups} groups in turn, rate {self.in_group:.6g}"
+
+    def sentence(self, row: str) -> str:
+        """How a ``row`` is drawn, for a statement."""
+        inside = "" if self.in_group == 1 else ", of which each is in independently (Poisson)"
+        return f"groups of {row}s in turn, every {self.groups} rounds{inside}"
+
+    def round_sentence(self, population: int) -> str:
+        """Which clients take part in a round, for a report."""
+        return (
+            f"Clients belong to {self.groups} groups, which take part in turn; of the group whose "
+            f"round it is each takes part with probability {self.in_group:g}: about "
+            f"{self.in_group * population / self.groups:,.4g} of {population:,}."
+        )
+
+
+@register("cohort", "cyclic")
+@dataclass(frozen=True)
+class Cyclic(Sampler):
+    """Clients in groups, drawn once; in round t, group t modulo their number takes part.
+
+    A client that takes part is not in the next ``groups - 1`` rounds, which noise that is
+    correlated over rounds counts on.
+
+    Guarantee: add-remove (groups are drawn for each client by itself, and their sizes are random);
+    in the round of its group a client is in with probability ``rate``, with the amplification of
+    Poisson sampling.
+
+    Parameters
+    ----------
+    groups : int
+    rate : float
+        In (0, 1].
+    population : int or None
+        Declared public number.
+    """
+
+    name: ClassVar[str] = "cyclic"
+    groups: Annotated[int, Ge(1), Doc("How many groups of clients take turns, by rounds.")] = 10
+    rate: Annotated[
+        float, Gt(0), Le(1.0), Doc("Of the group whose round it is, the share that takes part.")
+    ] = 1.0
+    population: int | None = None
+    _of_clients: dict[int, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
+        check_population(self.population)
+        if not 0 < self.rate <= 1:
+            raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
+
+    @property
+    def expected_size(self) -> float:
+        """``rate * population / groups``."""
+        return self.rate * declared_population(self) / self.groups
+
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+        """Sorted ids."""
+        if 0 not in self._of_clients:
+            # One number a client, in the order of their ids: one client more moves no other.
+            numbers = draws.generator(0, 0).random(declared_population(self))
+            self._of_clients[0] = (numbers * self.groups).astype(np.int64)
+        members = np.flatnonzero(self._of_clients[0] == (round - 1) % self.groups)
+        if self.rate == 1:
+            return members
+        return members[draws.generator(round, step).random(len(members)) < self.rate]
+
+    def law(self) -> CyclicLaw:
+        """One round in ``groups``."""
+        return CyclicLaw(groups=self.groups, in_group=self.rate, population=self.population)
+
+    def participation(self, rounds: int) -> Participation:
+        """Every so many rounds as there are groups."""
+        return Participation(rounds, self.groups)
+
+    def state(self) -> SamplerState:
+        """Which group each client is in, once that was drawn."""
+        return {"groups": self._of_clients[0]} if self._of_clients else {}
+
+    def restore(self, state: SamplerState) -> None:
+        """Continue with these groups."""
+        self._of_clients.clear()
+        if state:
+            self._of_clients[0] = np.asarray(state["groups"], dtype=np.int64)

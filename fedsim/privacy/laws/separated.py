@@ -1,0 +1,137 @@
+"""A least separation: who was in stays out for some rounds, and is then drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import (
+    Ids,
+    Law,
+    Participation,
+    Sampler,
+    SamplerState,
+    check_population,
+    declared_population,
+)
+from fedsim.randomness import Draws
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Le, check_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparatedLaw(Law):
+    """A row is in at most one of any ``separation`` rounds; no sampling is counted on."""
+
+    name: ClassVar[str] = "separated"
+    separation: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.separation < 1:
+            raise FedsimError(f"separation is {self.separation}; it must be 1 or more.")
+
+    @property
+    def rounds(self) -> int:
+        """Any so many, of which a row is in one."""
+        return self.separation
+
+    def inclusion(self, population: int) -> None:
+        """None: who is in depends on who was in before."""
+
+    @property
+    def label(self) -> str:
+        """A few words for a table."""
+        return f"{self.separation} rounds apart, no amplification"
+
+    def sentence(self, row: str) -> str:
+        """How a ``row`` is drawn, for a statement."""
+        return (
+            f"no {row} in two of any {self.separation} rounds in a row (no amplification by "
+            "sampling)"
+        )
+
+    def round_sentence(self, population: int) -> str:
+        """Which clients take part in a round, for a report."""
+        return (
+            f"A client that has taken part is not sampled in the next {self.separation - 1} rounds."
+        )
+
+
+@register("cohort", "separated")
+@dataclass(frozen=True)
+class Separated(Sampler):
+    """Of those who were in none of the last ``separation - 1`` rounds, each with probability rate.
+
+    Noise that is correlated over rounds counts on the separation. Before round 1 clients are as
+    far from their last round as in the long run, so that all rounds are equally large on average.
+
+    Guarantee: add-remove or zero-out, without amplification.
+
+    Parameters
+    ----------
+    separation : int
+    rate : float
+        In (0, 1].
+    population : int or None
+        Declared public number.
+    """
+
+    name: ClassVar[str] = "separated"
+    separation: Annotated[
+        int, Ge(1), Doc("A client that was sampled is sampled again so many rounds later at least.")
+    ] = 10
+    rate: Annotated[float, Gt(0), Le(1.0), Doc("The probability of those who may be sampled.")] = (
+        0.5
+    )
+    population: int | None = None
+    _since: dict[int, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
+        check_population(self.population)
+        if not 0 < self.rate <= 1:
+            raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
+
+    @property
+    def expected_size(self) -> float:
+        """``population / (separation - 1 + 1 / rate)``, in every round."""
+        return declared_population(self) / (self.separation - 1 + 1 / self.rate)
+
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+        """Sorted ids; rounds are drawn in turn."""
+        if 0 not in self._since:
+            self._since[0] = self._before(draws.generator(0, 0).random(declared_population(self)))
+        last = self._since[0]
+        free = np.flatnonzero(round - last >= self.separation)
+        ids: Ids = free[draws.generator(round, step).random(len(free)) < self.rate]
+        last[ids] = round
+        return ids
+
+    def _before(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
+        """The last round of each, 0 or less, by the chain's stationary law."""
+        waiting = 1 + (self.separation - 1) * self.rate
+        # 0 to 1: free; then one state for each round that is still to be waited for.
+        place = np.ceil((numbers * waiting - 1) / self.rate).clip(0, self.separation - 1)
+        return np.where(place == 0, 1 - self.separation, 1 - place).astype(np.int64)
+
+    def law(self) -> SeparatedLaw:
+        """No amplification."""
+        return SeparatedLaw(separation=self.separation, population=self.population)
+
+    def participation(self, rounds: int) -> Participation:
+        """So many rounds apart."""
+        return Participation(rounds, self.separation)
+
+    def state(self) -> SamplerState:
+        """The last round of each client, once they were drawn."""
+        return {"last": self._since[0].copy()} if self._since else {}
+
+    def restore(self, state: SamplerState) -> None:
+        """Continue from these rounds."""
+        self._since.clear()
+        if state:
+            self._since[0] = np.array(state["last"], dtype=np.int64)
