@@ -279,10 +279,12 @@ class Releaser:
             draws = normals(of_round, [*sizes.values()], self._terms.device)
             return draws[0] if self._one else draws
 
-        # Only what is released is rounded: rounding errors must not enter what the noise keeps.
         noise, kept = self.noise.combine(
             NoiseDraws(sources[0].round, drawn), kept or self.noise.start()
         )
+        # Only what is released is rounded: rounding errors must not enter what the noise keeps.
+        if self.noise.correlated:
+            noise = noise.clone()
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
             multiplier = multipliers[name][total.terms.active_owners]
             std = multiplier * grids[name].radius / grids[name].unit

@@ -105,8 +105,7 @@ class Noise(ABC):
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's noise ``[..., size]`` and what is kept.
 
-        The noise is changed in place afterwards: it must be no array that the state keeps. What
-        ``state`` holds may not be changed in place.
+        Neither is changed in place where the state keeps it. Draws are tensors.
         """
 
     @abstractmethod

@@ -10,7 +10,9 @@ al. 2023).
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Self
 
@@ -90,11 +92,33 @@ class Correlated(Noise):
     @property
     @abstractmethod
     def bands(self) -> int:
-        """Rounds of different rows of C are not coupled from so many rounds on."""
+        """Columns of C that are so many rounds apart have no row in common."""
 
     @abstractmethod
     def again(self, participation: Participation) -> float:
-        """The most that a row moves one round of ``C X`` that is made once more."""
+        """The most that a row moves what is released of one round that is made once more."""
+
+    @abstractmethod
+    def variances(self, rounds: int) -> Array:
+        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1.
+
+        Returns
+        -------
+        float64 ``[rounds]``
+        """
+
+    def error(self, noise_multiplier: float | None = None) -> float:
+        """Root mean square over the plan of the noise in sums over rounds, in units of C.
+
+        Parameters
+        ----------
+        noise_multiplier : float, optional
+            Of the plan as one Gaussian; by default that which this noise's own multiplier gives.
+        """
+        z = self.multiplier
+        if noise_multiplier is not None:
+            z = noise_multiplier * self.sensitivity(self.plan)
+        return z * float(np.sqrt(self.variances(self.plan.rounds).mean()))
 
     def law(self, law: Law) -> CorrelatedLaw:
         """Of the plan's rounds, or of a group of them that C does not couple to others."""
@@ -114,6 +138,25 @@ class Correlated(Noise):
             adjacency=law.adjacency,
         )
 
+    def _numbers(self, wanted: str) -> list[float]:
+        """The coefficients as numbers, in [0, 1] each.
+
+        Raises
+        ------
+        FedsimError
+            If they are not, saying what is ``wanted``.
+        """
+        try:
+            numbers = [float(word) for word in self.coefficients.split()]
+        except ValueError:
+            numbers = []
+        if not numbers or not all(0 <= number <= 1 for number in numbers):
+            raise FedsimError(
+                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
+                f"must be {wanted}."
+            )
+        return numbers
+
 
 @dataclass(frozen=True)
 class Toeplitz(Correlated):
@@ -121,26 +164,68 @@ class Toeplitz(Correlated):
 
     @abstractmethod
     def series(self, rounds: int) -> Array:
-        """The first column of C, ``[rounds]``: not negative, and nowhere increasing."""
+        """The first column of C, ``[rounds]``."""
 
     def sensitivity(self, participation: Participation) -> float:
-        """Exact: the worst row is in the first round, and in others as soon as it can be.
+        """Of a row in the first round, and in others as soon as it can be.
 
-        (Kalinin and Lampert 2024, Theorem 2.)
+        No other is worse, if the series is not negative and nowhere increases (Kalinin and Lampert
+        2024, Theorem 2); the least such series above it is an upper bound for any other.
         """
-        column = self.series(participation.rounds)
+        column = majorant(self.series(participation.rounds))
         moved = np.zeros_like(column)
         for j in range(participation.participations):
             start = j * participation.separation
             moved[start:] += column[: len(column) - start]
-        return float(np.linalg.norm(moved))
+        return length(moved)
 
     @property
     def column(self) -> float:
         """The norm of the first column, which no later one exceeds."""
-        return float(np.linalg.norm(self.series(self.plan.rounds)))
+        return length(majorant(self.series(self.plan.rounds)))
 
     def again(self, participation: Participation) -> float:
         """The sum of a row of C over rounds in which one row of X can be."""
-        column = self.series(participation.rounds)
-        return float(column[:: participation.separation][: participation.participations].sum())
+        column = majorant(self.series(participation.rounds))
+        return math.fsum(column[:: participation.separation][: participation.participations])
+
+    def variances(self, rounds: int) -> Array:
+        """By what is left of a draw after each round, the series ``1 / (c(x) (1 - x))``."""
+        return np.asarray(np.cumsum(np.square(remaining(self.series(rounds)))))
+
+
+def majorant(series: Array) -> Array:
+    """A series above the absolute values that nowhere increases: the least in steps of 2^-40.
+
+    A library's last bits, which vary from process to process, do not enter what a ledger says.
+    """
+    above = np.maximum.accumulate(np.abs(series)[::-1])[::-1]
+    return np.asarray(np.ceil(above * 2.0**40 - 2.0**-8) * 2.0**-40)
+
+
+def length(vector: Array) -> float:
+    """L2 norm, of exact sums."""
+    return math.sqrt(math.fsum(number * number for number in vector.tolist()))
+
+
+def remaining(series: Array) -> Array:
+    """What is left of a draw in the sum over rounds, ``[rounds]`` from its own round on.
+
+    The solution b of ``C b = 1`` for the Toeplitz matrix of a series.
+    """
+    return solved(series, np.ones(len(series)))
+
+
+def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
+    """``C^-1`` times a vector, for the Toeplitz matrix of a series; or its transpose's inverse."""
+    from scipy.linalg.blas import dtbsv
+
+    (others,) = np.nonzero(series)
+    width = int(others[-1])
+    band = np.repeat(series[: width + 1, None], len(right), axis=1)
+    return np.asarray(dtbsv(width, band, right, lower=1, trans=int(transposed)))
+
+
+def text_of(numbers: Sequence[float] | Array) -> str:
+    """Coefficients as a config has them: rounded, so that every machine finds the same ones."""
+    return " ".join(f"{number:.6g}" for number in numbers)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz
@@ -30,21 +28,23 @@ class LambdaCGD(Toeplitz):
         """The same, with the lambda of the least error of sums over rounds, to 0.001."""
         if self.coefficients:
             return replace(self, participation=participation)
-        best = min(range(1000), key=lambda n: _error(n / 1000, participation))
-        return replace(self, coefficients=f"{best / 1000:g}", participation=participation)
+
+        # The error falls and then rises.
+        low, high = 0, 999
+        while low < high:
+            middle = (low + high) // 2
+            here, beyond = (self._with(n / 1000, participation) for n in (middle, middle + 1))
+            low, high = (
+                (low, middle) if here.error(1.0) <= beyond.error(1.0) else (middle + 1, high)
+            )
+        return self._with(low / 1000, participation)
+
+    def _with(self, number: float, participation: Participation) -> Self:
+        return replace(self, coefficients=f"{number:g}", participation=participation)
 
     @property
     def _lambda(self) -> float:
-        try:
-            number = float(self.coefficients)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number < 1:
-            raise FedsimError(
-                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                "must be lambda, a number from 0 up to 1 (not included)."
-            )
-        return number
+        return self._numbers("lambda, a number from 0 to 1")[0]
 
     def series(self, rounds: int) -> Array:
         """Powers of lambda."""
@@ -59,13 +59,5 @@ class LambdaCGD(Toeplitz):
         """This round's draws less lambda of the last round's."""
         noise = draws()
         if draws.round > 1 and self._lambda:
-            noise = noise - self._lambda * draws(1)
+            noise.add_(draws(1), alpha=-self._lambda)
         return noise, state
-
-
-@lru_cache(maxsize=4096)
-def _error(number: float, participation: Participation) -> float:
-    """Mean square error of the plan's sums over rounds, at a multiplier of 1."""
-    noise = LambdaCGD(1.0, coefficients=str(number))
-    later = (participation.rounds - 1) / 2 * (1 - number) ** 2
-    return noise.sensitivity(participation) ** 2 * (1 + later)

@@ -1,0 +1,84 @@
+"""Banded inverse square root: a round's noise is made of the draws of the last few rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Participation
+from fedsim.privacy.noise.base import NoiseDraws, NoiseState
+from fedsim.privacy.noise.correlated import Array, Toeplitz, solved, text_of
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge
+
+MOST_DRAWS = 64
+WANTED = "1, and then what is taken of each earlier round's draws, from 0 to 1"
+
+
+@register("noise", "bisr")
+@dataclass(frozen=True)
+class BISR(Toeplitz):
+    """``N_t = Z_t - d_1 Z_(t-1) - d_2 Z_(t-2) - ...``: nothing is kept, draws are regenerated.
+
+    The inverse of C has the first few coefficients of ``(1 - x)^(1/2)`` (Kalinin et al. 2025),
+    which need no optimisation. Every one of them costs a draw a round.
+    """
+
+    name: ClassVar[str] = "bisr"
+
+    draws: Annotated[
+        int,
+        Ge(0),
+        Doc("Of how many rounds' draws the noise of one is made; 0 for the best power of 2."),
+    ] = 0
+
+    def fitted(self, participation: Participation) -> Self:
+        """The same, with the number of draws of the least error."""
+        if self.coefficients:
+            return replace(self, participation=participation)
+        powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
+        tried = [
+            replace(self, coefficients=text_of(root_of(draws)), participation=participation)
+            for draws in ([self.draws] if self.draws else powers)
+        ]
+        return min(tried, key=lambda noise: noise.error(1.0))
+
+    def _taken(self) -> list[float]:
+        numbers = self._numbers(WANTED)
+        if numbers[0] != 1 or sum(numbers[1:]) > 1:
+            raise FedsimError(
+                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
+                f"must be {WANTED}, and together at most 1."
+            )
+        return numbers
+
+    def series(self, rounds: int) -> Array:
+        """The inverse of the draws' coefficients."""
+        taken = np.zeros(rounds)
+        numbers = self._taken()[:rounds]
+        taken[: len(numbers)] = numbers
+        taken[1:] *= -1
+        return solved(taken, np.eye(1, rounds)[0])
+
+    @property
+    def bands(self) -> int:
+        """All rounds are coupled, but where a round's noise is its own draws."""
+        return self.plan.rounds if len(self._taken()) > 1 else 1
+
+    def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
+        """This round's draws less parts of those of the last rounds."""
+        noise = draws()
+        for age, number in enumerate(self._taken()[1 : draws.round], start=1):
+            noise.add_(draws(age), alpha=-number)
+        return noise, state
+
+
+@lru_cache(maxsize=64)
+def root_of(draws: int) -> tuple[float, ...]:
+    """Absolute values of the first coefficients of ``(1 - x)^(1/2)``."""
+    steps = np.arange(1, draws)
+    return (1.0, *np.cumprod(np.abs(2 * steps - 3) / (2 * steps)).tolist())

@@ -1,0 +1,98 @@
+"""Noise of a binary tree: sums over rounds are put together from the sums of its nodes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Participation
+from fedsim.privacy.noise.base import NoiseDraws, NoiseState
+from fedsim.privacy.noise.correlated import Array, Correlated
+from fedsim.registry import register
+
+
+@register("noise", "tree")
+@dataclass(frozen=True)
+class Tree(Correlated):
+    """A tree over as many rounds as a row is in one of, and then another (DP-FTRL).
+
+    Each node is the sum of its rounds with noise of its own, and C has a row for each. The sum of
+    the rounds so far is put together from the nodes that are complete, each estimated from its
+    own noise and its children's (Honaker 2015; Kairouz et al. 2021). The coefficient is how many
+    rounds a tree has. It keeps a vector for each level.
+    """
+
+    name: ClassVar[str] = "tree"
+
+    def fitted(self, participation: Participation) -> Self:
+        """The same, with trees over the rounds from one participation to the next."""
+        if self.coefficients:
+            return replace(self, participation=participation)
+        alone = participation.participations == 1
+        period = participation.rounds if alone else participation.separation
+        return replace(self, coefficients=str(period), participation=participation)
+
+    @property
+    def bands(self) -> int:
+        """Rounds of a tree."""
+        if not (self.coefficients.isdecimal() and 1 <= int(self.coefficients) < 2**31):
+            raise FedsimError(
+                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
+                "must be the number of rounds of a tree."
+            )
+        return int(self.coefficients)
+
+    @property
+    def column(self) -> float:
+        """A round is in one node of each level."""
+        return math.sqrt(self.bands.bit_length())
+
+    def sensitivity(self, participation: Participation) -> float:
+        """Of trees in which a row is in one round each.
+
+        Raises
+        ------
+        FedsimError
+            If a row can be in two rounds of a tree.
+        """
+        many = participation.participations
+        if many > 1 and participation.separation < self.bands:
+            raise FedsimError(
+                f"noise.coefficients is {self.coefficients}; with noise.name = 'tree' it must be "
+                f"at most {participation.separation}, the rounds from one participation of a "
+                "client to the next: it may be in one round of a tree only."
+            )
+        return self.column * math.sqrt(many)
+
+    def again(self, participation: Participation) -> float:
+        """The nodes that a round completes are drawn anew, a row being in each at most once."""
+        return self.column
+
+    def variances(self, rounds: int) -> Array:
+        """A complete node of height h has the variance ``1 / (2 - 2^-h)``."""
+        period = self.bands
+        heights = np.arange(period.bit_length())
+        of_node = 1 / (2 - 0.5**heights)
+        inside = np.arange(1, period + 1)[:, None]
+        in_tree = ((inside >> heights & 1) * of_node).sum(1)
+        trees, place = np.divmod(np.arange(1, rounds + 1), period)
+        return np.asarray(trees * in_tree[-1] + np.concatenate([[0.0], in_tree])[place])
+
+    def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
+        """By how much the estimate of the sum so far changes its noise."""
+        inside = (draws.round - 1) % self.bands + 1
+        kept = {} if inside == 1 else dict(state)
+        estimate, noise, variance, height = draws(), None, 1.0, 0
+        while not inside >> height & 1:
+            left = kept.pop(str(height))
+            noise = -left if noise is None else noise - left
+            # The node's own noise and the sum of its children's, by their precisions.
+            part = 2 * variance / (1 + 2 * variance)
+            height, variance = height + 1, part
+            estimate = part * draws(0, height) + (1 - part) * (left + estimate)
+        kept[str(height)] = estimate
+        return estimate if noise is None else estimate + noise, kept

@@ -1,0 +1,292 @@
+"""Families of correlated noise: their streams, errors and sensitivities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws import Full, Participation
+from fedsim.privacy.laws.cyclic import Cyclic
+from fedsim.privacy.laws.poisson import Poisson
+from fedsim.privacy.noise import Correlated, NoiseDraws
+from fedsim.privacy.noise.banded import Banded
+from fedsim.privacy.noise.bisr import BISR
+from fedsim.privacy.noise.blt import BLT
+from fedsim.privacy.noise.lambda_cgd import LambdaCGD
+from fedsim.privacy.noise.tree import Tree
+from fedsim.privacy.plan import ReleasePlan
+
+ONCE_100, ONCE_1000 = Participation(100, most=1), Participation(1000, most=1)
+TEN_100, TEN_1000 = Participation(100, 10), Participation(1000, 100)
+FAMILIES = [Banded, BLT, BISR, LambdaCGD, Tree]
+
+
+def errors(noise: Correlated) -> tuple[float, float]:
+    """Root mean square and largest error of a plan, in units of its noise as one Gaussian."""
+    sensitivity = noise.sensitivity(noise.plan)
+    largest = float(noise.variances(noise.plan.rounds).max())
+    return noise.error(1.0), sensitivity * math.sqrt(largest)
+
+
+@pytest.mark.parametrize(
+    ("noise", "plan", "mean", "largest"),
+    [
+        (Banded(1.0, bands=1), ONCE_100, 7.106335, 10),
+        (Banded(1.0, bands=2), ONCE_100, 5.181516, 7.215243),
+        (Banded(1.0, bands=8), ONCE_100, 3.125326, 4.119954),
+        (Banded(1.0, bands=100), ONCE_100, 2.319324, 2.612367),
+        (Banded(1.0, bands=16), ONCE_1000, 6.278162, 8.566790),
+        (Banded(1.0, bands=100), ONCE_1000, 3.659600, 4.567558),
+        (BISR(1.0, draws=100), ONCE_100, 2.370658, 2.531352),
+        (Tree(1.0), ONCE_100, 3.733668, 5.154460),
+        (Tree(1.0), ONCE_1000, 5.357328, 7.281738),
+        (Banded(1.0, bands=1), TEN_100, 22.472205, 31.622777),
+        (Banded(1.0, bands=4), TEN_100, 12.383932, None),
+        (Banded(1.0), TEN_100, 9.317657, 12.119374),
+        (Banded(1.0, bands=100), TEN_1000, 11.572671, 14.443887),
+        (Tree(1.0), TEN_100, 16.275017, 22.836896),
+        (Tree(1.0), TEN_1000, 25.261491, 35.541031),
+        (BISR(1.0, draws=2), TEN_100, 13.365892, None),
+        (BISR(1.0, draws=8), TEN_1000, 20.916707, None),
+        (BISR(1.0, draws=10), TEN_100, 10.307510, None),
+        (LambdaCGD(1.0), TEN_100, 10.014565, 12.962382),
+        (LambdaCGD(1.0), TEN_1000, 15.248623, 18.828057),
+    ],
+)
+def test_errors_are_those_of_published_factorisations(noise, plan, mean, largest) -> None:
+    found = errors(noise.fitted(plan))
+    assert found[0] == pytest.approx(mean, rel=1e-5)
+    # The optimum of the mean is flat: the largest error is less certain.
+    assert largest is None or found[1] == pytest.approx(largest, rel=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "plan", "mean"),
+    [(1, TEN_100, 9.893517), (1, TEN_1000, 12.449439), (2, TEN_1000, 12.193852)],
+)
+def test_buffers_are_as_good_as_published_ones(buffers, plan, mean) -> None:
+    assert BLT(1.0, buffers=buffers).fitted(plan).error(1.0) <= 1.002 * mean
+
+
+def test_no_more_buffers_are_kept_than_help() -> None:
+    assert len(BLT(1.0, buffers=2).fitted(TEN_100).coefficients.split()) == 2
+    assert len(BLT(1.0, buffers=2).fitted(TEN_1000).coefficients.split()) == 4
+
+
+def test_coefficients_are_those_of_published_bands() -> None:
+    for bands, first in ((2, 0.761475), (4, 0.706903), (16, 0.550913)):
+        noise = Banded(1.0, bands=bands).fitted(ONCE_100)
+        assert noise.series(2)[1] == pytest.approx(first, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("series", "plan", "exact"),
+    [("1 .6 .3", Participation(12, 3), 2.408319), ("1 .7 .5 .2", Participation(12, 3), 2.877499)],
+)
+def test_sensitivities_are_those_of_the_worst_pattern(series, plan, exact) -> None:
+    noise = Banded(1.0, coefficients=series).fitted(plan)
+    assert noise.sensitivity(plan) == pytest.approx(exact, abs=1e-6)
+    assert worst(matrix_of(noise), plan) == pytest.approx(exact, abs=1e-6)
+
+
+def test_a_series_that_increases_has_an_upper_bound() -> None:
+    plan = Participation(12, 2)
+    noise = Banded(1.0, coefficients="1 .2 .9").fitted(plan)
+    assert worst(matrix_of(noise), plan) == pytest.approx(4.392038, abs=1e-6)
+    assert noise.sensitivity(plan) == pytest.approx(4.889785, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("noise", "plan", "base", "more"),
+    [
+        (Banded(1.0, bands=3), Participation(8, 3), 1.707572, 1.909358),
+        (BISR(1.0, draws=8), Participation(8, 2), 3.571933, 4.033692),
+        (LambdaCGD(1.0, coefficients="0.8"), Participation(8, 3), 3.449250, 3.878777),
+    ],
+)
+def test_a_round_made_once_more_is_a_row_of_the_matrix_more(noise, plan, base, more) -> None:
+    noise = noise.fitted(plan)
+    scale = noise.column if isinstance(noise, Banded) else 1.0
+    sensitivity = noise.sensitivity(plan) / scale
+    assert sensitivity == pytest.approx(base, abs=1e-4)
+    assert math.hypot(sensitivity, noise.again(plan) / scale) == pytest.approx(more, abs=1e-4)
+
+
+def matrix_of(noise: Correlated) -> np.ndarray:
+    """C of a family whose C is square, ``[T, T]``."""
+    rounds = noise.plan.rounds
+    series = noise.series(rounds)  # type: ignore[attr-defined]
+    return np.array(
+        [[series[i - j] if i >= j else 0.0 for j in range(rounds)] for i in range(rounds)]
+    )
+
+
+def worst(matrix: np.ndarray, plan: Participation) -> float:
+    """By all patterns, of equal rows: no entry of the matrix is negative."""
+    return max(
+        np.linalg.norm(matrix[:, list(chosen)].sum(axis=1))
+        for size in range(1, plan.participations + 1)
+        for chosen in combinations(range(plan.rounds), size)
+        if all(b - a >= plan.separation for a, b in pairwise(chosen))
+    )
+
+
+def streamed(noise: Correlated, rounds: int, draws: dict[tuple[int, int], torch.Tensor]) -> list:
+    """The noise of each round, of these draws by round and number."""
+    state, found = noise.start(), []
+    for number in range(1, rounds + 1):
+        of_round = NoiseDraws(number, lambda age, n, t=number: draws[t - age, n].clone())
+        made, state = noise.combine(of_round, state)
+        found.append(made.clone())
+    return found
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        Banded(1.0),
+        Banded(1.0, bands=7),
+        Banded(1.0, bands=1),
+        BLT(1.0),
+        BISR(1.0),
+        BISR(1.0, draws=1),
+        LambdaCGD(1.0),
+    ],
+    ids=lambda noise: str(noise)[:30],
+)
+@pytest.mark.parametrize("plan", [Participation(14, 4), Participation(13), Participation(9, 9)])
+def test_streams_are_what_the_dense_matrix_makes(noise, plan) -> None:
+    noise, generator = noise.fitted(plan), torch.Generator().manual_seed(3)
+    draws = {
+        (t, 0): torch.randn(5, generator=generator, dtype=torch.float64)
+        for t in range(1, plan.rounds + 1)
+    }
+    expected = np.linalg.solve(matrix_of(noise), torch.stack([*draws.values()]).numpy())
+    found = torch.stack(streamed(noise, plan.rounds, draws)).numpy()
+    assert np.abs(found - expected).max() <= 1e-12
+    summed = np.tril(np.ones((plan.rounds, plan.rounds))) @ np.linalg.inv(matrix_of(noise))
+    assert noise.variances(plan.rounds) == pytest.approx(np.square(summed).sum(axis=1))
+
+
+@pytest.mark.parametrize(("rounds", "separation"), [(16, 16), (13, 13), (22, 6), (9, 1)])
+def test_a_tree_releases_its_nodes_and_nothing_else(rounds, separation) -> None:
+    noise = Tree(1.0).fitted(Participation(rounds, separation))
+    nodes = [
+        (t, height)
+        for t in range(1, rounds + 1)
+        for height in range(5)
+        if ((t - 1) % separation + 1) % (1 << height) == 0
+    ]
+    # What each node's draw adds to each round, and which rounds it is the sum of.
+    units = {node: torch.eye(len(nodes), dtype=torch.float64)[i] for i, node in enumerate(nodes)}
+    zeros = torch.zeros(len(nodes), dtype=torch.float64)
+    draws = {(t, h): units.get((t, h), zeros) for t in range(1, rounds + 1) for h in range(5)}
+    made = torch.stack(streamed(noise, rounds, draws)).numpy().cumsum(axis=0)
+    incidence = np.array(
+        [[t - (1 << height) < r <= t for r in range(1, rounds + 1)] for t, height in nodes], float
+    )
+    # Sums over rounds are functions of the noisy nodes alone ...
+    assert made @ incidence == pytest.approx(np.tril(np.ones((rounds, rounds))))
+    assert noise.variances(rounds) == pytest.approx(np.square(made).sum(axis=1))
+    # ... of which a row is in no more than is charged.
+    plan = noise.plan
+    assert worst(incidence, plan) <= noise.sensitivity(plan) * (1 + 1e-12)
+    assert np.linalg.norm(incidence, axis=0).max() <= noise.column
+
+
+@given(st.sampled_from(FAMILIES), st.integers(1, 30), st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_invariants_of_families(family, rounds, separation) -> None:
+    plan = Participation(rounds, separation)
+    noise = family(2.0).fitted(plan)
+    # What config.toml says gives the same noise.
+    assert family(2.0, coefficients=noise.coefficients).fitted(plan) == replace(
+        noise, **({} if family is not BISR else {"draws": 0})
+    )
+    prefixes = [noise.sensitivity(plan.first(t)) for t in range(1, rounds + 1)]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefixes))
+    assert noise.sensitivity(plan) >= math.sqrt(plan.participations) * (1 - 1e-12)
+    assert noise.again(plan) >= 1
+    independent = Banded(2.0, bands=1).fitted(plan)
+    if family in (Banded, LambdaCGD, BISR):
+        assert noise.error(1.0) <= independent.error(1.0) * (1 + 1e-9)
+    assert noise.error(1.0) * 2.0 / noise.sensitivity(plan) == pytest.approx(noise.error())
+
+
+def test_more_bands_are_never_worse() -> None:
+    found = [Banded(1.0, bands=n).fitted(Participation(60, 12)).error(1.0) for n in range(1, 13)]
+    assert all(b <= a * (1 + 1e-6) for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("groups", "rate", "expected"),
+    [
+        (2, 0.02, 2.7735),
+        (4, 0.04, 4.1852),
+        (10, 0.1, 7.0466),
+        (20, 0.2, 10.1280),
+        (100, 1.0, 17.8566),
+    ],
+)
+def test_bands_within_groups_are_amplified(groups, rate, expected) -> None:
+    sampler = Cyclic(groups, rate, population=1000)
+    noise = Banded(1.0, bands=min(groups, 20))
+    plan = ReleasePlan(level="client", sampler=sampler, bound=Gaussian(), noise=noise, rounds=1000)
+    # The multiplier is that of the fresh draws: in units of C's columns it is to be 1.
+    fitted = plan.noise
+    assert isinstance(fitted, Banded)
+    plan = replace(plan, noise=fitted.scaled(fitted.column))
+    assert plan.epsilon(1e-5) == pytest.approx(expected, abs=2e-3)
+    assert plan.event().law.rounds == groups if rate < 1 else 1000
+
+
+class Gaussian:
+    guarantee = "gaussian"
+
+
+def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
+    def rate(sampler, noise) -> float:
+        plan = ReleasePlan(
+            level="client", sampler=sampler, bound=Gaussian(), noise=noise, rounds=40
+        )
+        return plan.event().law.rate
+
+    groups = Cyclic(5, 0.3, population=1000)
+    assert rate(groups, Banded(1.0, bands=5)) == rate(groups, Tree(1.0)) == 0.3
+    for noise in (Banded(1.0, bands=6), BLT(1.0), BISR(1.0, draws=2), LambdaCGD(1.0)):
+        assert rate(groups, noise) == 1
+    assert rate(Poisson(0.3, 1000), Banded(1.0, bands=3)) == 1
+    assert rate(Full(1000), Banded(1.0, bands=3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        (Banded(1.0, coefficients="1 2"), "the first column of C"),
+        (Banded(1.0, coefficients=".9 .2"), "begins with 0.9"),
+        (Banded(1.0, bands=3, coefficients="1 .5"), "has 2 numbers"),
+        (BLT(1.0, coefficients=".9 .3 .2"), "pairs of a buffer's decay and weight"),
+        (BLT(1.0, coefficients=".9 .7 .5 .7"), "weights together at most 1"),
+        (BISR(1.0, coefficients="1 .7 .7"), "together at most 1"),
+        (Tree(1.0, coefficients="6"), "it must be at most 5"),
+        (Tree(1.0, coefficients="many"), "the number of rounds of a tree"),
+        (LambdaCGD(1.0, coefficients="x"), "lambda, a number from 0 to 1"),
+    ],
+)
+def test_coefficients_that_are_none_are_refused(noise, said) -> None:
+    with pytest.raises(FedsimError, match=said):
+        ReleasePlan(
+            level="client",
+            sampler=Cyclic(5, population=9),
+            bound=Gaussian(),
+            noise=noise,
+            rounds=20,
+        ).event()
