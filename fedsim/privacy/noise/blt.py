@@ -49,7 +49,7 @@ class BLT(Toeplitz):
     def _buffers(self) -> list[tuple[float, float]]:
         numbers = self._numbers(WANTED)
         decays, weights = numbers[::2], numbers[1::2]
-        if len(decays) != len(weights) or sum(weights) > 1 + 1e-9 or max(decays) == 1:
+        if len(decays) != len(weights) or sum(weights) > 1 + 1e-9:
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
                 f"must be {WANTED}."
