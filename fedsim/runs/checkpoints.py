@@ -22,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -191,6 +191,11 @@ class Checkpoints:
         for old in self.rounds(name)[: -_KEEP[name]]:
             shutil.rmtree(self.path / f"{name}-{old}")
 
+    def keep_newest(self) -> None:
+        """Remove those before the last one."""
+        for old in self.rounds()[:-1]:
+            shutil.rmtree(self.path / f"round-{old}")
+
     def newest(self) -> RunState | None:
         """The last state that is whole; None if there is no checkpoint at all.
 
@@ -246,7 +251,7 @@ class Checkpoints:
 
 def _write_synced(path: Path, content: bytes) -> None:
     try:
-        with path.open("xb") as file:
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -279,6 +284,7 @@ class Checkpointing:
     ) -> None:
         self._state = state
         self._settings = resolved.config.checkpoint
+        self._correlated, self._planned = resolved.plan.noise.correlated, resolved.config.rounds
         self._checkpoints = Checkpoints(directory.checkpoint)
         self._metrics = directory.metrics_file
         self._best: float | None = None
@@ -311,7 +317,9 @@ class Checkpointing:
         if self._settings.every and number:
             if self._judge is not None and self._judge.improves(row, self._best):
                 self._best = row[self._judge.metric]
-                tasks.append(self._checkpoints.writing(self._state(), "best"))
+                # Nothing is resumed from it, so that it need not hold what is secret.
+                best = replace(self._state(), strategy={})
+                tasks.append(self._checkpoints.writing(best, "best"))
             waited = time.monotonic() - self._since
             if number % self._settings.every == 0 or 0 < self._settings.seconds <= waited:
                 tasks.append(self._checkpoints.writing(self._state()))
@@ -333,6 +341,9 @@ class Checkpointing:
             self._metrics.sync()
             self._checkpoints.save(self._state())
             self._saved = done
+        if self._correlated and done >= self._planned:
+            # Who knew what earlier ones hold of the noise could take noise away again.
+            self._checkpoints.keep_newest()
 
     def wait(self) -> None:
         """Wait until every save is on the disk.

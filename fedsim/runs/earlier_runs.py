@@ -39,6 +39,7 @@ Flat = dict[str, Scalar]
 
 LEFT_TO_A_RULE: dict[str, Scalar] = {
     "noise.entropy": "",
+    "noise.coefficients": "",
     "client.path": "auto",
     "client.kernel": "auto",
     "client.block-size": 0,
@@ -157,7 +158,7 @@ def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None)
     """``config``, flat, with the run's own values where it leaves them to rules or calibration."""
     wanted = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
-        if wanted.get(key, unset) == unset and key in began:
+        if wanted.get(key) == unset and key in began:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return wanted

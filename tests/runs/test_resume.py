@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant, Ledger
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
@@ -32,6 +35,9 @@ PRIVATE = {
 }  # fmt: skip
 EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
 ADADP = {"client.name": "adadp-lr"}
+PLAN = {"mechanism.name": "clipping", "noise.multiplier": 2.0}
+GROUPS = {**PLAN, "cohort.name": "cyclic", "cohort.groups": 3, "cohort.rate": 0.8}
+APART = {**PLAN, "cohort.name": "separated", "cohort.separation": 2}
 CASES: dict[str, dict[str, Any]] = {
     "nothing private": {},
     "momentum": {**PRIVATE, "server.momentum": 0.9},
@@ -60,6 +66,21 @@ CASES: dict[str, dict[str, Any]] = {
     "a client's budget": {**EXAMPLES, "client.noise.max-epsilon": 30.0},
     "target epsilon": {"mechanism.name": "clipping", "noise.target-epsilon": 3.0},
     "shares": {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client"},
+    "banded noise, amplified": {**GROUPS, "noise.name": "banded"},
+    "banded noise": {**APART, "noise.name": "banded", "noise.bands": 4},
+    "buffered noise": {**GROUPS, "noise.name": "blt"},
+    "an inverse square root": {**APART, "noise.name": "bisr", "noise.draws": 3},
+    "lambda-CGD": {**GROUPS, "noise.name": "lambda-cgd", "noise.hardened": False},
+    "a tree": {**GROUPS, "noise.name": "tree"},
+    "a target for a plan": {
+        "cohort.name": "cyclic",
+        "cohort.groups": 3,
+        "mechanism.name": "clipping",
+        "noise.name": "banded",
+        "noise.target-epsilon": 3.0,
+    },
+    "a budget of a plan": {**APART, "noise.name": "tree", "noise.max-epsilon": 40.0},
+    "groups in turn": {**GROUPS, "noise.max-epsilon": 5.5},
 }
 
 
@@ -131,3 +152,32 @@ def test_a_state_of_another_format_is_refused():
     kept, text = Session(resolve(BASE)).state().parted()
     with pytest.raises(ValueError, match="has format 9, and this fedsim reads"):
         RunState.joined(kept, text.replace('"format": 2', '"format": 9'))
+
+
+@pytest.mark.parametrize("case", ["banded noise", "a tree", "lambda-CGD"])
+def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", os.urandom)
+    config = BASE.replace(**CASES[case], **{"noise.entropy": "system"})
+    with monkeypatch.context() as patch:
+        kill_at(patch, 4)
+        with pytest.raises(Killed):
+            fedsim.run(config, out=tmp_path)
+    secret = Checkpoints(RunDirectory(tmp_path).checkpoint).newest().strategy["noise"]["secret"]
+    resumed = fedsim.run(config, out=tmp_path, resume=True)
+    entries = Ledger.read(tmp_path / "ledger.jsonl").entries
+    # Rounds 3 and 4 were drawn twice: each is a row of the plan more, and nothing else.
+    assert [entry.round for entry in entries] == [1, 2, 3, 4, 3, 4, 5, 6]
+    plan = resolve(RunConfig.load(tmp_path / "config.toml")).plan
+    charged = [*(plan.charge(t) for t in range(1, 7)), plan.charge(3, 1), plan.charge(4, 1)]
+    again = Accountant(charged).epsilon(config.noise.delta)
+    assert resumed.privacy.epsilon == pytest.approx(again)
+    # Nobody needs the secret any more, and nothing else has it.
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def test_a_plan_keeps_its_rounds(tmp_path):
+    config = BASE.replace(**CASES["buffered noise"])
+    fedsim.run(config, out=tmp_path)
+    with pytest.raises(FedsimError, match="rounds = 8; it must be 6 as it was"):
+        fedsim.run(config.replace(rounds=8), out=tmp_path, resume=True)
