@@ -7,11 +7,17 @@ from fedsim.privacy.laws import Full as FullCohort
 from fedsim.privacy.laws import InclusionSampler
 from fedsim.privacy.laws import Poisson as PoissonCohort
 from fedsim.privacy.laws import Sampler as Cohort
+from fedsim.privacy.laws.allocation import Allocation as AllocationCohort
+from fedsim.privacy.laws.cyclic import Cyclic as CyclicCohort
+from fedsim.privacy.laws.separated import Separated as SeparatedCohort
 
 __all__ = [
+    "AllocationCohort",
     "Cohort",
+    "CyclicCohort",
     "FixedCohort",
     "FullCohort",
     "InclusionSampler",
     "PoissonCohort",
+    "SeparatedCohort",
 ]

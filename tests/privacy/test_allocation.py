@@ -1,0 +1,157 @@
+"""Random allocation: its law against brackets and simulations, its draws, its plans."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedsim.cohorts import AllocationCohort
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant, Event, calibrate, epsilon
+from fedsim.privacy.laws import Poisson
+from fedsim.privacy.laws.allocation import AllocationLaw
+from fedsim.privacy.losses import ORDERS, gaussian_epsilon
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.noise.banded import Banded
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.privacy.pld import composed_epsilon
+from fedsim.randomness import Draws, Randomness
+
+
+@pytest.mark.parametrize(
+    ("rounds", "z", "delta", "least", "most", "added", "poisson"),
+    [
+        (10, 1.0, 1e-5, 2.1865, 2.1912, 1.3696, 2.8545),
+        (10, 1.0, 1e-6, 2.6503, 2.6546, 1.5482, 3.4660),
+        (100, 1.0, 1e-5, 0.6135, 0.6283, 0.4308, 0.7180),
+        (100, 1.0, 1e-6, 0.8516, 0.8643, 0.4953, 0.9542),
+        (100, 0.5, 1e-5, 5.3927, 5.4003, 1.3499, 6.4762),
+        (1000, 0.7, 1e-5, 0.5333, 0.6448, 0.3041, 0.6097),
+    ],
+)
+def test_one_of_so_many_rounds_costs_what_brackets_say(
+    rounds, z, delta, least, most, added, poisson
+) -> None:
+    cohort = AllocationCohort(1, rounds)
+    found = epsilon(noise_multiplier=z, cohort=cohort, rounds=rounds, delta=delta)
+    assert least <= found <= most
+    _, pair = cohort.law().pairs(z)
+    assert composed_epsilon({(pair, pair): 1}, delta) <= added
+    sampled = epsilon(noise_multiplier=z, cohort=Poisson(1 / rounds), rounds=rounds, delta=delta)
+    assert sampled == pytest.approx(poisson, abs=2e-3)
+    assert found < sampled
+    accountant = Accountant([Event(noise_multiplier=z, law=cohort.law())])
+    assert accountant.cost(delta).rdp_epsilon >= found
+
+
+@pytest.mark.parametrize(("rounds", "z"), [(10, 1.0), (100, 0.5)])
+def test_the_profile_is_that_of_simulated_rounds(rounds, z) -> None:
+    accountant = Accountant([Event(noise_multiplier=z, law=AllocationLaw(rounds=rounds))])
+    generator = np.random.default_rng(4)
+    noise = generator.normal(size=(200_000, rounds)) * z
+    noise[:, 0] += 1
+    losses = np.log(np.exp(noise / z**2 - 1 / (2 * z**2)).mean(axis=1))
+    for at in (0.5, 1.0):
+        excess = np.maximum(0.0, -np.expm1(at - losses))
+        error = excess.std() / math.sqrt(len(excess))
+        # An upper bound that is wider than the truth by less than 1 %.
+        assert (
+            -5 * error <= accountant.delta(at) - excess.mean() <= 5 * error + 0.01 * excess.mean()
+        )
+
+
+def test_four_of_twenty_rounds_are_four_times_one_of_five() -> None:
+    law = AllocationLaw(participations=4, rounds=20)
+    found = Accountant([Event(noise_multiplier=2.0, law=law, count=4)])
+    exact = {0.5: 4.264e-2, 1.0: 4.423e-3, 1.5: 1.906e-4}
+    most = {0.5: 4.696e-2, 1.0: 5.224e-3, 1.5: 2.448e-4}
+    for at, delta in exact.items():
+        assert delta < found.delta(at) < most[at]
+
+
+@pytest.mark.parametrize("many", [1, 3, 7])
+def test_every_round_is_the_unamplified_gaussian(many) -> None:
+    cohort = AllocationCohort(many, many)
+    found = epsilon(noise_multiplier=2.0, cohort=cohort, rounds=many, delta=1e-5)
+    assert found == pytest.approx(gaussian_epsilon(math.sqrt(many) / 2, 1e-5))
+
+
+def test_renyi_divergences_are_those_of_independent_lognormal_numbers() -> None:
+    # Of order 2, E S^2 = 1 + (exp(1 / z^2) - 1) / t.
+    for among, z in ((5, 1.0), (40, 0.8), (1, 1.3)):
+        found = AllocationLaw(rounds=among).rdp(z)[list(ORDERS).index(2.0)]
+        assert found == pytest.approx(math.log1p(math.expm1(1 / z**2) / among), rel=1e-9)
+
+
+def cohorts(population: int, participations: int = 3, rounds: int = 10) -> list[np.ndarray]:
+    sampler = AllocationCohort(participations, rounds, population)
+    draws = Draws(Randomness(5), level="client", amplified=True)
+    drawn = []
+    for number in range(1, rounds + 1):
+        if number == 5:  # resumed in the middle
+            resumed = AllocationCohort(participations, rounds, population)
+            resumed.restore(sampler.state())
+            sampler = resumed
+        drawn.append(sampler.draw(number, draws))
+    return drawn
+
+
+def test_each_client_is_in_exactly_so_many_rounds_and_moves_no_other() -> None:
+    drawn = cohorts(5000)
+    counts = np.bincount(np.concatenate(drawn), minlength=5000)
+    assert (counts == 3).all()
+    sizes = np.array([len(ids) for ids in drawn])
+    # Binomial(5000, .3): a standard deviation of 32.4.
+    assert (np.abs(sizes - 1500) < 5 * 32.4).all()
+    inside = np.zeros((10, 5000))
+    for row, ids in zip(inside, drawn, strict=True):
+        row[ids] = 1
+    # Any two rounds of a client are in with k (k - 1) / (T (T - 1)).
+    together = (inside @ inside.T / 5000)[~np.eye(10, dtype=bool)]
+    assert together == pytest.approx(np.full(90, 6 / 90), abs=5 * math.sqrt(6 / 90 / 5000))
+    more = cohorts(5001)
+    assert all(np.array_equal(a, b[b < 5000]) for a, b in zip(drawn, more, strict=True))
+
+
+def test_a_plan_is_charged_with_its_first_round_and_its_rounds_are_drawn_in_turn() -> None:
+    cohort = AllocationCohort(2, 12, 100)
+    plan = ReleasePlan(
+        level="client", sampler=cohort, bound=Gaussian(), noise=Independent(1.0), rounds=12
+    )
+    assert [plan.charge(t).count for t in range(1, 13)] == [2] + 11 * [0]
+    assert plan.denominator == pytest.approx(100 / 6)
+    assert plan.closed
+    expected = epsilon(noise_multiplier=1.0, cohort=cohort, rounds=12, delta=1e-5)
+    assert plan.epsilon(1e-5) == plan.epsilon(1e-5, after=3) == expected
+    event = plan.charge(1)
+    assert Event.from_dict(event.to_dict()) == event
+    # A round that is made once more is one plain Gaussian more.
+    again = Accountant([event, plan.charge(3, 1)]).epsilon(1e-5)
+    assert expected < again < Accountant([Event(noise_multiplier=1.0, count=3)]).epsilon(1e-5)
+    z = calibrate(target_epsilon=2.0, cohort=cohort, rounds=12, delta=1e-5)
+    assert 1.99 < epsilon(noise_multiplier=z, cohort=cohort, rounds=12, delta=1e-5) <= 2.0
+    draws = Draws(Randomness(1), level="client", amplified=True)
+    cohort.draw(1, draws)
+    with pytest.raises(FedsimError, match="must be drawn once each, in turn"):
+        cohort.draw(1, draws)
+    with pytest.raises(FedsimError, match="at most the run's rounds, 4"):
+        AllocationCohort(5, 4, 100)
+
+
+def test_noise_that_is_correlated_counts_on_no_more_participations() -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=AllocationCohort(1, 30, 100),
+        bound=Gaussian(),
+        noise=Banded(1.0, bands=8),
+        rounds=30,
+    )
+    assert isinstance(plan.noise, Banded)
+    assert plan.event().law.sensitivity == pytest.approx(plan.noise.column)  # type: ignore[attr-defined]
+    assert plan.event().law.rate == 1
+
+
+class Gaussian:
+    guarantee = "gaussian"
