@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         "noise.target-epsilon": 3.0,
     },
     "a budget of a plan": {**APART, "noise.name": "tree", "noise.max-epsilon": 40.0},
+    "a random allocation": {**PLAN, "cohort.name": "allocation", "cohort.participations": 2},
     "groups in turn": {**GROUPS, "noise.max-epsilon": 5.5},
 }
 

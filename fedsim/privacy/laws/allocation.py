@@ -173,7 +173,7 @@ def _mean_of_lognormals(
     spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / among))
     step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MOST_POINTS)
     points = math.ceil((high - low) / step) + 1
-    grid = low + step * np.arange(points)
+    grid: Array = low + step * np.arange(points, dtype=np.float64)
     term = _split_lognormal(grid + math.log(among), z)
     if capped:
         term[-1] += 1 - term.sum()
