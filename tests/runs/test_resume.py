@@ -80,7 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
         "noise.target-epsilon": 3.0,
     },
     "a budget of a plan": {**APART, "noise.name": "tree", "noise.max-epsilon": 40.0},
-    "a random allocation": {**PLAN, "cohort.name": "allocation", "cohort.participations": 2},
+    "a random allocation": {
+        **PLAN,
+        "cohort.name": "allocation",
+        "cohort.participations": 2,
+        "cohort.rate": "",
+    },
     "groups in turn": {**GROUPS, "noise.max-epsilon": 5.5},
 }
 
