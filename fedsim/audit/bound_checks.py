@@ -111,7 +111,7 @@ def in_units(seen: Observation, target: Target) -> tuple[Floats, Floats]:
         steps[index] = scale.steps(move, denominator, count)
         if (reached[index] * denominator > COARSE * scale.half * scale.step).any():
             steps[index] = np.nan
-    return units, steps
+    return target.whitened(units), steps
 
 
 def _same(state: State, other: State) -> bool:

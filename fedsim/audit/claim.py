@@ -23,6 +23,7 @@ from fedsim.audit.target import Observation
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Entry, Event
 from fedsim.privacy.losses import DiscretePair
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 from fedsim.randomness import Purpose, Randomness
 
@@ -194,7 +195,7 @@ def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) 
     return int((p_values <= risk).sum())
 
 
-def line_for_every_release(runs: Sequence[Observation], planned: Event) -> Finding:
+def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether every release has its line in the ledger, written before the release is seen."""
 
     def uncharged(seen: Observation) -> str | None:
@@ -209,19 +210,20 @@ def line_for_every_release(runs: Sequence[Observation], planned: Event) -> Findi
     return _of_runs(runs, uncharged, "one, written before the release is seen")
 
 
-def event_of_every_line(runs: Sequence[Observation], planned: Event) -> Finding:
+def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether every line says what the plan does."""
 
     def other(seen: Observation) -> str | None:
         for entry in seen.entries:
-            if entry.event != planned:
-                return f"round {entry.round} says {_words(entry.event)}, not {_words(planned)}"
+            expected = planned.charge(entry.round or 0)
+            if entry.event != expected:
+                return f"round {entry.round} says {_words(entry.event)}, not {_words(expected)}"
         return None
 
     return _of_runs(runs, other, "what the sampler and the noise multiplier give")
 
 
-def one_line_each(runs: Sequence[Observation], planned: Event) -> Finding:
+def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether no round has two lines."""
 
     def twice(seen: Observation) -> str | None:
@@ -231,7 +233,7 @@ def one_line_each(runs: Sequence[Observation], planned: Event) -> Finding:
     return _of_runs(runs, twice, "no round twice")
 
 
-def rounds_as_planned(runs: Sequence[Observation], planned: Event) -> Finding:
+def rounds_as_planned(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether runs release as many rounds as were planned."""
 
     def fewer(seen: Observation) -> str | None:
@@ -273,7 +275,7 @@ def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float
     """
     accountant = Accountant(entries)
     if entries and len(entries) < rounds:
-        accountant.add(entries[-1], rounds - len(entries))
+        accountant.add(entries[-1].further(rounds - len(entries), len(entries)))
     epsilon = accountant.epsilon(delta)
     broken = None if epsilon <= promised * (1 + 1e-3) else f"the ledger's epsilon is {epsilon:.4g}"
     expected = f"epsilon {promised:.4g}, as computed before the run"

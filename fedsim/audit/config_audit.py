@@ -30,7 +30,7 @@ from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, with_added_noise
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event, calibrate, epsilon
+from fedsim.privacy import Event
 from fedsim.randomness import Address
 from fedsim.runs import factories
 from fedsim.runs.preflight import check
@@ -187,24 +187,20 @@ class ConfigEvidence:
     @cached_property
     def claimed(self) -> float:
         """Epsilon of the whole run."""
-        return epsilon(
-            noise_multiplier=self.noise,
-            cohort=cohort(with_added_noise(self.config)),
-            rounds=self.config.rounds,
-            delta=self.config.noise.delta,
-        )
+        return self.resolved.plan.epsilon(self.config.noise.delta)
 
     def at_most(self, most: int) -> StrategyTarget:
-        """So many rounds, that cost what all of the config's do."""
-        rounds, z = min(self.config.rounds, most), self.noise
+        """So many rounds, or as many as one event covers, that cost what all of the config's do."""
+        smaller, sampler = self.smaller, cohort(self.smaller)
+        grouped = sampler.law().rounds
+        # In fewer rounds than there are groups a canary may not be in any.
+        least = grouped if grouped < self.config.rounds else sampler.gaussians(1)
+        rounds, z = min(self.config.rounds, max(most, least)), self.noise
         if rounds < self.config.rounds:
-            z = calibrate(
-                target_epsilon=self.claimed,
-                cohort=cohort(self.smaller),
-                rounds=rounds,
-                delta=self.config.noise.delta,
-            )
-        return StrategyTarget(strategies(self.smaller, z), rounds=rounds)
+            smaller = smaller.replace(rounds=rounds)
+            plan = factories.release_plan(smaller)
+            z = plan.calibrated(self.claimed, self.config.noise.delta).noise.multiplier
+        return StrategyTarget(strategies(smaller, z), rounds=rounds)
 
     @cached_property
     def full(self) -> StrategyTarget:
@@ -229,7 +225,7 @@ class ConfigEvidence:
         for z in (self.noise, 1.25 * self.noise):
             few = StrategyTarget(strategies(self.smaller, z), rounds=self.full.rounds).at_most(FEW)
             few = few.with_model(parameters(SMALL))
-            moves = few.observe(few.silent_clients(), self.seed).moves
+            moves = few.whitened(few.observe(few.silent_clients(), self.seed).moves)
             rows.append(
                 moves / np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
             )
@@ -239,7 +235,8 @@ class ConfigEvidence:
     @property
     def budget(self) -> tuple[Mapping[str, int], str] | None:
         """Rounds of a run with a budget, and of one stopped after its first round and resumed."""
-        if not self.config.private:
+        # Of rounds that are charged together a budget allows all or none.
+        if not self.config.private or self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)
         target = StrategyTarget(strategies(self.smaller, self.noise, budget), rounds=AFFORDABLE + 3)

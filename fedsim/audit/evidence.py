@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
-from fedsim.privacy.plan import of_user
+from fedsim.privacy.plan import ReleasePlan, of_user
 
 MOST_ROUNDS = 1000
 RUNS = 2
@@ -258,7 +258,7 @@ class ClientEvidence(Evidence):
     @property
     def claim(self) -> tuple[Claim, int]:
         """What all rounds claim together."""
-        return Claim((self.target.event.times(self.target.rounds),), self.target.delta), self.seed
+        return Claim((self.target.event.over(self.target.rounds),), self.target.delta), self.seed
 
     @property
     def sampled(self) -> Sampled:
@@ -267,7 +267,13 @@ class ClientEvidence(Evidence):
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
         asked = [seen.asked for seen in (*self.runs, *self._small[1])]
-        return Sampled.of(asked, target.event, target.population, probabilities=chances)
+        return Sampled.of(
+            asked,
+            target.event,
+            target.population,
+            probabilities=chances,
+            participation=target.plan.sampler.participation(target.rounds),
+        )
 
     @property
     def declared_law(self) -> tuple[Cohort, Event, int, int] | None:
@@ -278,9 +284,9 @@ class ClientEvidence(Evidence):
         return cohort, self.target.event, self.target.rounds, self.seed
 
     @property
-    def charges(self) -> tuple[list[Observation], Event]:
-        """Runs of one plan, whatever their data and seed, and what a round costs."""
-        return [*self.runs, *self.moving], self.target.event
+    def charges(self) -> tuple[list[Observation], ReleasePlan[Any]]:
+        """Runs of one plan, whatever their data and seed."""
+        return [*self.runs, *self.moving], self.target.plan
 
     @property
     def same_seed(self) -> tuple[Observation, Observation]:

@@ -20,8 +20,10 @@ from fedsim.audit.bound_checks import allowed_length
 from fedsim.audit.checks import Finding, Floats, invariant, untested
 from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
 from fedsim.audit.noise_checks import repeats
+from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, StrategyTarget, parameters
 from fedsim.config import RunConfig
+from fedsim.config.plan import cohort
 from fedsim.engines import LocalGrid
 from fedsim.randomness import Address, Randomness
 from fedsim.runs.resolve import resolve
@@ -83,6 +85,24 @@ class NoiseOnly:
 
 def _residuals(design: Floats, values: Floats) -> Floats:
     return np.asarray(values - design @ np.linalg.lstsq(design, values, rcond=None)[0])
+
+
+def participations(sampled: Sampled) -> Finding:
+    """Whether rows are in no more rounds, and as far apart, as the plan's sensitivity counts on."""
+    plan, first, broken = sampled.participation, 0, None
+    assert plan is not None
+    for length in sampled.lengths:
+        asked = sampled.asked[first : first + length]
+        first += length
+        most = int(asked.sum(0).max(initial=0))
+        inside = np.cumsum(np.concatenate([np.zeros((1, asked.shape[1])), asked]), axis=0)
+        width = min(plan.separation, length)
+        if (inside[width:] - inside[: len(inside) - width]).max(initial=0) > 1:
+            broken = f"a client was sampled twice in {plan.separation} rounds"
+        elif most > plan.participations:
+            broken = f"a client was sampled in {most} rounds, of at most {plan.participations}"
+    expected = f"at most {plan.participations} rounds, {plan.separation} apart"
+    return invariant(sampled.looked_at, broken, expected)
 
 
 def what_leaves(noise_only: NoiseOnly) -> Finding:
@@ -311,7 +331,8 @@ def watched() -> Iterator[list[Address]]:
 def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
     """Addresses that a run's first rounds, made here and written nowhere, draw from."""
     changes: dict[str, str | int] = {
-        "rounds": min(OWN_ROUNDS, config.rounds),
+        # A random allocation has no fewer rounds than participations.
+        "rounds": min(max(OWN_ROUNDS, cohort(config).gaussians(1)), config.rounds),
         "client.state-dir": "",
         "client.noise.max-epsilon": "",
         "engine.name": "local",

@@ -31,7 +31,7 @@ from fedsim.audit.checks import (
 )
 from fedsim.cohorts import Cohort
 from fedsim.privacy import Event
-from fedsim.privacy.laws import Inclusion
+from fedsim.privacy.laws import Inclusion, Participation
 from fedsim.randomness import Draws, Randomness
 
 FEWEST = 25.0
@@ -63,6 +63,8 @@ class Sampled:
         What the event says of inclusion.
     probabilities : float64 ``[rounds, population]``, optional
         Of an `InclusionSampler`.
+    participation : Participation or None
+        In which of a run's rounds a row can be.
     """
 
     asked: Floats
@@ -72,6 +74,7 @@ class Sampled:
     broken: str | None
     law: Inclusion | None
     probabilities: Floats | None
+    participation: Participation | None = None
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class Sampled:
         population: int,
         rows: str = "clients",
         probabilities: Floats | None = None,
+        participation: Participation | None = None,
     ) -> Sampled:
         """From the ids of all runs' rounds, and probabilities ``[rounds, population]`` of one run.
 
@@ -103,7 +107,14 @@ class Sampled:
             probabilities = np.concatenate([probabilities[:length] for length in lengths])
         looked = f"{len(rounds):,} rounds over {population:,} {rows}"
         law = event.law.inclusion(population)
-        return cls(asked, lengths, event, looked, broken, law, probabilities)
+        return cls(asked, lengths, event, looked, broken, law, probabilities, participation)
+
+    @property
+    def planned(self) -> Sampled | None:
+        """Itself, where a row cannot be in every round."""
+        plan = self.participation
+        limited = plan is not None and plan.participations < plan.rounds
+        return self if limited and not self.broken else None
 
     @property
     def known(self) -> Sampled | None:

@@ -24,6 +24,7 @@ from fedsim.federation.exchange import Instructions
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
 from fedsim.privacy.laws import declared_population
+from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import Layout
 from fedsim.rows.block import RUN
@@ -99,6 +100,14 @@ class Target(ABC):
     def layers(self) -> dict[str, slice]:
         """Columns of each parameter in a row, by its name."""
         return {entry.name: slice(entry.start, entry.stop) for entry in self.layout.entries}
+
+    def whitened(self, rounds: Floats) -> Floats:
+        """Rounds ``[T, width]`` in units in which noise of different rounds is independent.
+
+        A row then moves its own round and, where noise is correlated, later ones.
+        """
+        noise = self.plan.noise
+        return noise.matrix(len(rounds)) @ rounds if isinstance(noise, Correlated) else rounds
 
     @property
     def columns(self) -> list[slice]:
@@ -355,16 +364,17 @@ def _leaving(
     """All numbers that an observer may see after a round, but for the parameters.
 
     Other checks look at the ledger; how many clients failed is known to the operator, as a
-    statement says.
+    statement says. What cohort and noise keep over rounds is shown to nobody.
     """
     report = strategy.report
-    others = ("ledger", "failures", "round", "stopped")
+    others = ("ledger", "failures", "round", "stopped", "cohort", "noise")
     leaving = {
         "metrics": dict(result.train_metrics_clientapp.get(server_round, {})),
         "evaluation": dict(result.evaluate_metrics_clientapp.get(server_round, {})),
         "info": {} if report is None else report.info,
         "update-norm": None if report is None else report.update_norm,
-        "state": {k: v for k, v in strategy.state().items() if k not in others},
+        "state": {k: v for k, v in strategy.state().items() if k not in others}
+        | {"mechanism": strategy.mechanism_state},
         "sent": sent,
     }
     return dict(_numbers("", leaving))

@@ -27,6 +27,7 @@ from fedsim.audit.claim import (
 from fedsim.audit.clients import World
 from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
+from fedsim.privacy import Event
 from fedsim.randomness import Purpose, Randomness
 
 Counts = npt.NDArray[np.int64]
@@ -104,7 +105,7 @@ def attack(
         clients = target.world(world, present=present)
         for number in range(runs):
             seen = target.observe(clients, int(seeds[side, number]))
-            tables.append(seen.table())
+            tables.append(target.whitened(seen.table()))
             claims.add(Claim.of(seen.entries, seen.delta))
             tick(1)
     claim = common_claim(claims)
@@ -225,12 +226,19 @@ def _caught(
 ) -> bool:
     events = [event for event in claim.events for _ in range(event.count)]
     std = np.array([event.total_noise_multiplier for event in events]) / factor
-    shift = np.array([2.0 if event.adjacency == "replace-one" else 1.0 for event in events])
+    shift = std * factor * [_sensitivity(event) for event in events]
     without = std * draws.standard_normal((runs, len(events)))
     takes_part = draws.random((runs, len(events))) < [event.law.rate for event in events]
     present = shift * takes_part + std * draws.standard_normal((runs, len(events)))
     result = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
     return result.p_value <= risk
+
+
+def _sensitivity(event: Event) -> float:
+    """In standard deviations, of a row that is in."""
+    z = event.total_noise_multiplier
+    mu: float | None = event.law.gaussian(z)
+    return (2.0 if event.adjacency == "replace-one" else 1.0) / z if mu is None else mu
 
 
 def fitted_scores(

@@ -131,6 +131,8 @@ _TABLE: dict[Part, tuple[tuple[str, str, Callable[..., Finding], str], ...]] = {
         ("what else leaves a round", "in_layers.reports",
          fault("reports", "the same whatever an example is"),
          "statistics are released without noise"),
+        ("rounds of each {row}", "present.sampled.planned", plan.participations,
+         "rows are in more rounds than the plan counts on"),
         ("rounds", "charges", ledger.rounds_as_planned, "data decide when a run ends"),
         ("two worlds", "worlds", errors_allowed, "noise is too small"),
     ),
@@ -319,7 +321,7 @@ def audit(
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
             model = (one_run or target).with_model(_same_names(target.start, d))
             attacks.append(guess_coins(model, canaries, risk, seed))
-    claim = attacks[0].claim if attacks else Claim((target.event,) * rounds)
+    claim = attacks[0].claim if attacks else Claim((target.event.over(rounds),))
     return Verdict(claim, tuple(attacks), tuple(results), confidence)
 
 

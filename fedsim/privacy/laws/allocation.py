@@ -89,6 +89,9 @@ class AllocationLaw(Law):
         """Rényi curve of one part, an upper bound on both directions."""
         return allocation_rdp(self.among, noise_multiplier)
 
+    def inclusion(self, population: int) -> None:
+        """None: rounds of one client are not drawn independently."""
+
     @property
     def label(self) -> str:
         """A few words for a table."""

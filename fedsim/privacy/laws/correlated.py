@@ -77,8 +77,8 @@ class CorrelatedLaw(Law):
         return self.base.rdp(noise_multiplier / self.sensitivity)
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of the base's draws."""
-        return self.base.inclusion(population)
+        """What an audit may test of draws, where any sampling is counted on."""
+        return None if self.rate == 1 else self.base.inclusion(population)
 
     def comparable(self, other: Law) -> bool:
         """Only if it is the same."""

@@ -10,7 +10,6 @@ import numpy as np
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import (
     Ids,
-    Inclusion,
     Law,
     Participation,
     Sampler,
@@ -65,10 +64,8 @@ class CyclicLaw(Law):
             return gaussian_rdp(1 / noise_multiplier)
         return poisson_rdp(self.in_group, noise_multiplier)
 
-    def inclusion(self, population: int) -> Inclusion:
-        """Groups are drawn independently, and so are the members of each that are in."""
-        one = self.in_group / self.groups
-        return Inclusion(one, one**2)
+    def inclusion(self, population: int) -> None:
+        """None: who is in follows from the groups, which stay."""
 
     @property
     def label(self) -> str:

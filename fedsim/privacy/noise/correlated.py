@@ -99,6 +99,15 @@ class Correlated(Noise):
         """The most that a row moves what is released of one round that is made once more."""
 
     @abstractmethod
+    def matrix(self, rounds: int) -> Array:
+        """A lower triangular C for which ``C N`` is white, of unit variance at multiplier 1.
+
+        Returns
+        -------
+        float64 ``[rounds, rounds]``
+        """
+
+    @abstractmethod
     def variances(self, rounds: int) -> Array:
         """Variance of a coordinate of the first t rounds' noise together, for multiplier 1.
 
@@ -188,6 +197,11 @@ class Toeplitz(Correlated):
         """The sum of a row of C over rounds in which one row of X can be."""
         column = majorant(self.series(participation.rounds))
         return math.fsum(column[:: participation.separation][: participation.participations])
+
+    def matrix(self, rounds: int) -> Array:
+        """C itself."""
+        ages = np.subtract.outer(np.arange(rounds), np.arange(rounds))
+        return np.where(ages >= 0, self.series(rounds)[np.abs(ages)], 0.0)
 
     def variances(self, rounds: int) -> Array:
         """By what is left of a draw after each round, the series ``1 / (c(x) (1 - x))``."""

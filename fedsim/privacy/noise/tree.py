@@ -72,6 +72,29 @@ class Tree(Correlated):
         """The nodes that a round completes are drawn anew, a row being in each at most once."""
         return self.column
 
+    def matrix(self, rounds: int) -> Array:
+        """By the covariance of rounds' noise: C has more rows than columns."""
+        period, heights = self.bands, range(self.bands.bit_length())
+        numbers = {node: index for index, node in enumerate(_nodes(rounds, period))}
+        estimates: dict[tuple[int, int], Array] = {}
+        for (end, height), index in sorted(numbers.items(), key=lambda item: item[0][1]):
+            own = np.eye(1, len(numbers), index)[0]
+            estimates[end, height] = own
+            if height:
+                part = 1 / (2 - 0.5**height)
+                left, right = ((end - h, height - 1) for h in (1 << (height - 1), 0))
+                estimates[end, height] *= part
+                estimates[end, height] += (1 - part) * (estimates[left] + estimates[right])
+        sums = np.zeros((rounds, len(numbers)))
+        for row, end in zip(sums, range(1, rounds + 1), strict=True):
+            begun = (end - 1) // period * period
+            for height in heights:
+                if end - begun >> height & 1:
+                    row += estimates[begun + (end - begun >> height << height), height]
+            row += sums[begun - 1] if begun else 0
+        noise = np.diff(sums, axis=0, prepend=0)
+        return np.asarray(np.linalg.inv(np.linalg.cholesky(noise @ noise.T)))
+
     def variances(self, rounds: int) -> Array:
         """A complete node of height h has the variance ``1 / (2 - 2^-h)``."""
         period = self.bands
@@ -96,3 +119,13 @@ class Tree(Correlated):
             estimate = part * draws(0, height) + (1 - part) * (left + estimate)
         kept[str(height)] = estimate
         return estimate if noise is None else estimate + noise, kept
+
+
+def _nodes(rounds: int, period: int) -> list[tuple[int, int]]:
+    """The complete nodes of trees over so many rounds: the last round of each, and its height."""
+    return [
+        (end, height)
+        for end in range(1, rounds + 1)
+        for height in range(period.bit_length())
+        if ((end - 1) % period + 1) % (1 << height) == 0
+    ]
