@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.cli.console import Output, Overrides
+from fedsim.cli.noises import show_noises
 from fedsim.cli.privacy_question import (
     Source,
     along,
@@ -75,6 +76,12 @@ def privacy(
             metavar="KEY=A,B,C",
         ),
     ] = None,
+    noises: Annotated[
+        bool, _plan("Compare kinds of noise at a config's epsilon.", "--noises")
+    ] = False,
+    picture: Annotated[
+        Path | None, _plan("With --noises: also draw their errors.", metavar="PNG")
+    ] = None,
     prv: Annotated[
         bool, _plan("Also ask Opacus's PRV accountant; it takes seconds to load.", "--prv")
     ] = False,
@@ -130,6 +137,8 @@ def privacy(
 
         fedsim privacy run.toml --set cohort.rate=0.1 --over target-epsilon=1,2,4,8
 
+        fedsim privacy run.toml --noises --picture noises.png
+
     For a run, its ledger says what it has spent, and what further rounds would cost:
 
         fedsim privacy runs/digits
@@ -146,13 +155,13 @@ def privacy(
         fedsim privacy --level example --rate 0.00333 --rounds 30000 -z 4
     """
     if new_key_path is not None:
-        public = new_key(new_key_path)
-        Output().print(
-            f"{new_key_path} signs runs (noise.ledger-key); give {public} to those who verify them."
-        )
+        _make_key(new_key_path)
         return
     if verify_ or public_key is not None:
         _verify(source, public_key, delta)
+        return
+    if noises:
+        show_noises(source, set_ or [], picture)
         return
     read = read_source(source, set_ or [], delta)
     question = read.question
@@ -186,9 +195,17 @@ def privacy(
         return
     answer = question.answer()
     console.print(_answer_table(answer, prv))
+    _print_beside(console, read, answer, group, extrapolated=rounds is None)
+
+
+def _print_beside(
+    console: Output, read: Source, answer: Answer, group: int | None, *, extrapolated: bool
+) -> None:
+    """What stands beside an answer: groups, figures of larger cohorts, attacks."""
+    question = answer.question
     if (owned := read.group if group is None else group) != 1:
         console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
-    figure = read.extrapolated if rounds is None else None
+    figure = read.extrapolated if extrapolated else None
     for sentence in ([] if figure is None else [figure.sentence()]) + list(read.declared):
         console.print(sentence)
     if math.isfinite(answer.cost.epsilon):
@@ -214,6 +231,11 @@ def _show_spent(
     if prv:
         opinion = _prv_epsilon([entry.event for entry in ledger.charged], delta)
         console.print(f"Opacus's PRV accountant: {opinion}.")
+
+
+def _make_key(path: Path) -> None:
+    public = new_key(path)
+    Output().print(f"{path} signs runs (noise.ledger-key); give {public} to those who verify them.")
 
 
 def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> None:

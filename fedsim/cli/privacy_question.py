@@ -95,7 +95,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 def _of_config(config: RunConfig) -> Source:
     declared = set()
     if config.private:
-        declared |= {*_plan(config).declared}
+        declared |= {*plan_of(config).declared}
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
     return Source(
@@ -168,12 +168,12 @@ def _planned(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-        law=_plan(config).law,
-        invocations=_plan(config).event().count,
+        law=plan_of(config).law,
+        invocations=plan_of(config).event().count,
     )
 
 
-def _plan(config: RunConfig) -> ReleasePlan[Any]:
+def plan_of(config: RunConfig) -> ReleasePlan[Any]:
     """The plan of a round's release on the server, which here need not be calibrated."""
     return ReleasePlan(
         level="client",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from fedsim.cli.privacy import privacy
-from fedsim.cohorts import FixedCohort, PoissonCohort
+from fedsim.cohorts import CyclicCohort, FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Event, Ledger, calibrate, epsilon, rounds_within
 
@@ -233,3 +234,28 @@ def test_the_command_loads_neither_torch_nor_flower():
         "sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_kinds_of_noise_are_compared_at_one_epsilon(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    config, picture = tmp_path / "plan.toml", tmp_path / "noises.png"
+    text = CONFIG.replace('"poisson"\nrate = 0.2', '"cyclic"\ngroups = 8\nrate = 0.5')
+    config.write_text(text + 'target-epsilon = 3.0\nname = "blt"\n')
+    shown = ask(str(config), "--noises", "--picture", str(picture))
+    rows = {line.split()[1]: line.split() for line in shown.splitlines() if line.startswith("│")}
+    assert set(rows) >= {"independent", "banded", "blt", "bisr", "lambda-cgd", "tree"}
+    # Independent noise costs one Poisson-sampled Gaussian a turn of all groups.
+    z = calibrate(
+        target_epsilon=3.0, cohort=CyclicCohort(8, 0.5, population=200), rounds=40, delta=1e-4
+    )
+    error = z * math.sqrt(41 / 2)
+    assert float(rows["independent"][3]) == pytest.approx(error, rel=1e-3)
+    assert rows["banded"][9] == rows["tree"][9] == "yes"
+    assert rows["blt"][9] == rows["bisr"][9] == "no"
+    assert float(rows["banded"][3]) < float(rows["tree"][3]) < error
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FedsimError, match="must be a .toml"):
+        ask("--noises")
+    config.write_text(text.replace('"clipping"', '"none"'))
+    with pytest.raises(FedsimError, match="must claim privacy for clients"):
+        ask(str(config), "--noises")

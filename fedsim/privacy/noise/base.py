@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation
 from fedsim.settings import Doc, check_settings
@@ -107,6 +110,15 @@ class Noise(ABC):
 
         Neither is changed in place where the state keeps it. Draws are tensors.
         """
+
+    def variances(self, rounds: int) -> npt.NDArray[np.float64]:
+        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1.
+
+        Returns
+        -------
+        float64 ``[rounds]``
+        """
+        return np.arange(1.0, rounds + 1)
 
     @abstractmethod
     def law(self, law: Law) -> Law:

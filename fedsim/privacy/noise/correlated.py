@@ -109,12 +109,7 @@ class Correlated(Noise):
 
     @abstractmethod
     def variances(self, rounds: int) -> Array:
-        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1.
-
-        Returns
-        -------
-        float64 ``[rounds]``
-        """
+        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1."""
 
     def error(self, noise_multiplier: float | None = None) -> float:
         """Root mean square over the plan of the noise in sums over rounds, in units of C.

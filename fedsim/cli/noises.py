@@ -1,0 +1,121 @@
+"""`fedsim privacy CONFIG --noises`: kinds of noise beside each other, at the same epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from fedsim import registry
+from fedsim.cli.console import Output
+from fedsim.cli.privacy_question import plan_of
+from fedsim.config import RunConfig
+from fedsim.config.plan import stopping
+from fedsim.errors import FedsimError
+from fedsim.privacy.noise import Correlated
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.reports.plots import SERIES, curve_style, grid, save
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """A config's plan with one kind of noise, at the config's epsilon."""
+
+    name: str
+    plan: ReleasePlan[Any]
+
+    @property
+    def errors(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Standard deviation of the noise in the first t rounds' sums together, in units of C."""
+        deviations = np.sqrt(self.plan.noise.variances(self.plan.rounds or 1))
+        return np.asarray(self.plan.noise.multiplier * deviations)
+
+    @property
+    def error(self) -> float:
+        """Root mean square of `errors`."""
+        return float(np.sqrt(np.square(self.errors).mean()))
+
+    @property
+    def coefficients(self) -> str:
+        """What its noise is made of, in a few characters."""
+        noise = self.plan.noise
+        if not isinstance(noise, Correlated):
+            return ""
+        numbers = noise.coefficients.split()
+        return " ".join(f"{float(n):.3g}" for n in numbers[:4]) + " ..." * (len(numbers) > 4)
+
+
+def show_noises(source: Path | None, overrides: list[str], picture: Path | None) -> None:
+    """Print the table and, if asked, draw the picture.
+
+    Raises
+    ------
+    FedsimError
+        If it is no config, or one that claims no privacy at client level.
+    """
+    if source is None or source.suffix != ".toml":
+        raise FedsimError(
+            f"--noises is of a config; {source or 'the source'} must be a .toml file."
+        )
+    config = RunConfig.load(source, overrides)
+    if not config.private:
+        raise FedsimError(
+            "--noises compares the noise of the server's releases; mechanism.name and "
+            "noise.multiplier, or noise.target-epsilon, must claim privacy for clients."
+        )
+    delta = stopping(config.to_run_config()).planned_delta(config.noise.delta)
+    epsilon = config.noise.target_epsilon or plan_of(config).epsilon(delta)
+    plans = sorted(_plans(config, epsilon, delta), key=lambda made: made.error)
+    console = Output()
+    title = f"epsilon {epsilon:.4g} at delta {delta:g}, {config.rounds:,} rounds"
+    console.print(_table(plans, title))
+    console.print(
+        "The error is the standard deviation of the noise in the sum of all releases up to a round "
+        "(root mean square over rounds), which a server that adds up updates has in its model, in "
+        "units of the clip norm. Correlated noise needs a bound that stays, such as clipping."
+    )
+    if picture is not None:
+        _draw(plans, f"Noise in the model at epsilon {epsilon:.4g}", picture)
+        console.print(f"picture: {picture}")
+
+
+def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:
+    """The config's plan with each kind of noise that fedsim ships."""
+    own = config.noise.name
+    for name in registry.names("noise"):
+        changed = config if name == own else config.replace(**{"noise.name": name})
+        if name not in registry.plugins("noise"):
+            yield NoisePlan(name, plan_of(changed).calibrated(epsilon, delta))
+
+
+def _table(plans: Sequence[NoisePlan], title: str) -> Table:
+    independent = next(made.error for made in plans if made.name == "independent")
+    table = Table(title=title)
+    for name in ("noise", "error", "of independent", "multiplier", "amplified", "coefficients"):
+        table.add_column(name, justify="left" if name in ("noise", "coefficients") else "right")
+    for made in plans:
+        table.add_row(
+            made.name,
+            f"{made.error:.4g}",
+            f"{made.error / independent:.2f}",
+            f"{made.plan.noise.multiplier:.4g}",
+            "yes" if made.plan.amplified else "no",
+            made.coefficients,
+        )
+    return table
+
+
+def _draw(plans: Sequence[NoisePlan], title: str, path: Path) -> None:
+    figure, (axes,) = grid(1, 1, title=title, width=8.0, height=4.5)
+    for made, colour in zip(plans, SERIES, strict=False):
+        rounds = np.arange(1, len(made.errors) + 1)
+        axes.plot(rounds, made.errors, label=made.name, **curve_style(colour))
+    axes.set_xlabel("round")
+    axes.set_ylabel("standard deviation of the noise, over C")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    save(figure, path)
