@@ -52,6 +52,7 @@ KINDS = {
     "adaclip-pca": "experiments.adaclip.pca:Pca",
     "xu": "experiments.xu.xu:Xu",
     "comparison": "experiments.comparisons.comparison:Comparison",
+    "plans": "experiments.plans.plans:Plans",
     "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
     "koskela-private": "experiments.koskela.private:KoskelaPrivate",
     "koskela-rate": "experiments.koskela.rate:KoskelaRate",

@@ -1,0 +1,1 @@
+"""Plans of rounds: correlated noise and random allocation, beside independent noise."""

@@ -1,0 +1,134 @@
+"""Ways to spend one epsilon over all rounds: kinds of noise and of cohorts, at fixed C and rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table, seeds_text
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score
+from experiments.framework.schema import Section
+from experiments.framework.spread import paired
+from fedsim.config import Scalar
+from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
+from fedsim.runs.metrics import Row
+
+__all__ = ["Plans", "PlansSettings"]
+
+FREE = "without noise"
+
+
+class Way(Section):
+    """One way: the run's keys that it changes."""
+
+    name: str
+    keys: dict[str, Scalar] = Field(default_factory=dict)
+
+
+class Ahead(Section):
+    """A claim: one way ends above another at these epsilons."""
+
+    name: str
+    panel: str
+    ahead: str
+    behind: str
+    epsilons: list[float] = Field(min_length=1)
+
+
+class PlansSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``."""
+
+    title: str
+    epsilons: list[float] = Field(min_length=1)
+    ways: list[Way] = Field(min_length=1)
+    claims: list[Ahead] = Field(default_factory=list)
+
+
+class Plans(ConfigRuns):
+    """Every way at every epsilon, and a run without noise; nothing is chosen by test accuracy."""
+
+    settings: PlansSettings
+    settings_type: ClassVar[type[Settings]] = PlansSettings
+    last: ClassVar[int] = 5
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """The run without noise, then every epsilon and way."""
+        plans: dict[str, dict[str, Scalar]] = {
+            FREE: {"noise.target-epsilon": "", "noise.multiplier": 0.0}
+        }
+        for epsilon in self.settings.epsilons:
+            for way in self.settings.ways:
+                keys = {**way.keys, "noise.target-epsilon": epsilon}
+                plans[_name(way.name, epsilon)] = keys
+        return plans
+
+    def summary(self, rows: Sequence[Row]) -> Result:
+        """Test accuracy by round, and the clients' epsilon where there is one."""
+        return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """Accuracies by way and epsilon, as a table and a picture, and the claims."""
+        settings, scores = self.settings, self.scores(results)
+        rows: list[list[str | float | None]] = [
+            [way.name, *(scores[_name(way.name, epsilon)].text for epsilon in settings.epsilons)]
+            for way in settings.ways
+        ]
+        rows.append([FREE, scores[FREE].text, *[None] * (len(settings.epsilons) - 1)])
+        title = (
+            f"{settings.title}\n{self.base.data.name}, test accuracy (%), mean of the last "
+            f"{self.last} of {self.base.rounds} rounds, mean ± s.d. of "
+            f"{seeds_text(settings.seeds)}"
+        )
+        columns = ["way", *(f"epsilon {epsilon:g}" for epsilon in settings.epsilons)]
+        return Report(
+            tables=[Table("accuracy", title, columns, rows)],
+            figures={name: score.mean for name, score in scores.items()},
+            claims=[
+                self._claim(claim, epsilon, scores)
+                for claim in settings.claims
+                for epsilon in claim.epsilons
+                if epsilon in settings.epsilons
+            ],
+            pictures={"accuracy": self._picture(scores, title)},
+        )
+
+    def _claim(self, claim: Ahead, epsilon: float, scores: Mapping[str, Score]) -> PaperClaim:
+        first, second = (scores[_name(way, epsilon)] for way in (claim.ahead, claim.behind))
+        gain = paired(first.finals, second.finals)
+        return PaperClaim(
+            f"{claim.name}-{epsilon:g}",
+            claim.panel,
+            f"epsilon {epsilon:g}: {claim.ahead} ends above {claim.behind}",
+            gain.positive,
+            gain.text,
+        )
+
+    def _picture(self, scores: Mapping[str, Score], title: str) -> Figure:
+        figure, (axes,) = grid(1, 1, title=title, width=9.0, height=5.0)
+        epsilons = self.settings.epsilons
+        for index, way in enumerate(self.settings.ways):
+            tried = [scores[_name(way.name, epsilon)] for epsilon in epsilons]
+            axes.errorbar(
+                epsilons,
+                [score.mean for score in tried],
+                [score.spread for score in tried],
+                **curve_style(SERIES[index % len(SERIES)]),
+                alpha=1.0 if index < len(SERIES) else 0.5,
+                capsize=3,
+                label=way.name,
+            )
+        axes.axhline(scores[FREE].mean, color=COLOURS["neutral"], linewidth=1, label=FREE)
+        axes.set_xscale("log")
+        axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+        axes.minorticks_off()
+        axes.set_xlabel("epsilon")
+        axes.set_ylabel("test accuracy (%); bars: s.d. over seeds")
+        axes.legend(frameon=False, fontsize=8)
+        return figure
+
+
+def _name(way: str, epsilon: float) -> str:
+    return f"{way} eps={epsilon:g}"
