@@ -28,7 +28,7 @@ class Way(Section):
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
 
-class Ahead(Section):
+class EpsilonsClaim(Section):
     """A claim: one way ends above another at these epsilons."""
 
     name: str
@@ -44,7 +44,7 @@ class PlansSettings(ConfigRunsSettings):
     title: str
     epsilons: list[float] = Field(min_length=1)
     ways: list[Way] = Field(min_length=1)
-    claims: list[Ahead] = Field(default_factory=list)
+    claims: list[EpsilonsClaim] = Field(default_factory=list)
 
 
 class Plans(ConfigRuns):
@@ -95,7 +95,9 @@ class Plans(ConfigRuns):
             pictures={"accuracy": self._picture(scores, title)},
         )
 
-    def _claim(self, claim: Ahead, epsilon: float, scores: Mapping[str, Score]) -> PaperClaim:
+    def _claim(
+        self, claim: EpsilonsClaim, epsilon: float, scores: Mapping[str, Score]
+    ) -> PaperClaim:
         first, second = (scores[_name(way, epsilon)] for way in (claim.ahead, claim.behind))
         gain = paired(first.finals, second.finals)
         return PaperClaim(

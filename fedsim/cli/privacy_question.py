@@ -12,6 +12,7 @@ from fedsim.config.plan import (
     entropy,
     extrapolation,
     made_noise,
+    selection,
     stopping,
     with_added_noise,
 )
@@ -161,6 +162,7 @@ def _planned(config: RunConfig) -> Question:
             f"{noise.multiplier}, and clients do not protect their examples; the run has no "
             "guarantee, and its epsilon is infinite."
         )
+    event = plan_of(config).event()
     return Question(
         noise_multiplier=noise.multiplier,
         target_epsilon=noise.target_epsilon,
@@ -168,8 +170,8 @@ def _planned(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-        law=plan_of(config).law,
-        invocations=plan_of(config).event().count,
+        law=event.law,
+        invocations=event.count,
     )
 
 
@@ -181,6 +183,7 @@ def plan_of(config: RunConfig) -> ReleasePlan[Any]:
         bound=config.mechanism.make(),
         noise=made_noise(config.noise),
         rounds=config.rounds,
+        selection=selection(config),
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedsim.runs.sweep.search import Spread
 
 
+FEW_RUNS = 5
 SOME_FAILED = 3
 """The exit status of a sweep some of whose runs failed."""
 
@@ -55,6 +56,24 @@ def sweep(
     first_rounds: Annotated[
         int, typer.Option(min=1, help="Rounds before the first rung of --halving.")
     ] = 1,
+    select: Annotated[
+        str | None,
+        typer.Option(
+            metavar="random-stopping",
+            help="Make a random number of runs, and publish only the best one, charged for that.",
+        ),
+    ] = None,
+    select_mean: Annotated[
+        float | None,
+        typer.Option(help="The mean of that number; as many as there are settings if unset."),
+    ] = None,
+    select_number: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DISTRIBUTION",
+            help="logarithmic, geometric or poisson; the cheaper of the first and last if unset.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The sweep's directory; `runs/<name>-sweep` if unset.")
     ] = None,
@@ -76,6 +95,12 @@ def sweep(
         fedsim sweep digits.toml --over "client.lr=log(0.01,1)" --random 27 --halving 3
         --first-rounds 2 --set data.validation=0.1
 
+    Honest selection makes a random number of runs on settings drawn at random, publishes the best
+    one by `data.validation` and deletes the others; the ledger has what that costs:
+
+        fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --select random-stopping
+        --set data.validation=0.1 --set noise.entropy=system
+
     Every run has a directory of its own; sweep.csv, sweep-seeds.csv (mean and standard deviation
     over seeds) and sweep.png compare them. An interrupted sweep is continued by starting it again.
     The exit status is 3 if runs failed; the others are not affected.
@@ -94,8 +119,13 @@ def sweep(
     if halving is None and first_rounds != 1:
         raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
     where = out or Path("runs") / f"{base.name}-sweep"
-    _check_directory(where, grid)
     console = Output()
+    if select is not None:
+        if select != "random-stopping" or halving is not None:
+            raise FedsimError(f"--select is {select!r}; it must be random-stopping, no --halving.")
+        _select(console, grid, where, select_mean or len(grid), select_number)
+        return
+    _check_directory(where, grid)
     done = sum(is_done(member, where) for member in grid)
     if done:
         console.print(f"{done} of {len(grid)} runs are already finished.")
@@ -125,6 +155,31 @@ def sweep(
     _print_cost(console, grid, lines, where, halved)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_if_failed(console, outcomes)
+
+
+def _select(
+    console: Console, grid: Sequence[SweepRun], where: Path, mean: float, distribution: str | None
+) -> None:
+    """Make a random number of runs, and say what the best one is and what it has cost."""
+    from fedsim.privacy.laws.selection import Selection
+    from fedsim.runs.sweep import RandomStopping
+
+    # Where few runs are expected, Poisson costs least.
+    default = "poisson" if mean <= FEW_RUNS else "logarithmic"
+    selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
+    console.print(
+        f"A {selection.distribution} number of runs, {mean:g} on average, of settings drawn at "
+        "random. How many there are is not shown."
+    )
+    selected = RandomStopping(selection).run(grid, where)
+    if selected is None:
+        console.print("Nothing is published: no run was drawn, or none ended.")
+        return
+    config = RunConfig.load(selected / "config.toml")
+    keys = {key: config.to_run_config()[key] for key in grid[0].point}
+    point = ", ".join(f"{key} = {value}" for key, value in keys.items())
+    console.print(f"Selected: {point}.\n{selected}")
+    console.print(f"fedsim privacy {selected} says what it has cost, the selection included.")
 
 
 def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:

@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.calibration import Extrapolation
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
+from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
@@ -35,6 +36,12 @@ def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
     sampler: Cohort = config.cohort.make(population=config.partition.clients, rounds=config.rounds)
     return sampler
+
+
+def selection(config: RunConfig) -> Selection | None:
+    """Of how many runs the best one is published, where a config says so."""
+    section = config.privacy
+    return Selection(section.selection, section.selection_mean) if section.selection else None
 
 
 def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:

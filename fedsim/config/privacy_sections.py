@@ -138,6 +138,17 @@ class PrivacySection(ConfigTable):
             "promised too. Budgets and targets stay those of one client."
         ),
     ] = 1
+    selection: Annotated[
+        Literal["", "logarithmic", "geometric", "poisson"],
+        OUTSIDE_RELEASE,
+        Doc(
+            "Of the best of a random number of runs, the others of which nobody sees: how that "
+            "number was drawn. `fedsim sweep --select` sets it; empty for any other run."
+        ),
+    ] = ""
+    selection_mean: Annotated[
+        float, OUTSIDE_RELEASE, Gt(1), Le(1e6), Doc("The mean of that number.")
+    ] = 2.0
 
 
 @dataclass(frozen=True, init=False)

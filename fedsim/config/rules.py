@@ -305,6 +305,12 @@ RULES: tuple[KeyRule, ...] = (
         "released without noise; set evaluate.unprotected = true to have them all the same",
     ),
     KeyRule(
+        "privacy.selection",
+        lambda c: not c.privacy.selection or (c.private and not c.client.private),
+        "empty, unless the run is private at client level and at no other: a selection is charged "
+        "to the server's ledger alone",
+    ),
+    KeyRule(
         "client.state",
         lambda c: not (c.private and c.client.state == "server"),
         "'reset' or 'client' in a run with client-level privacy: what clients report of their "

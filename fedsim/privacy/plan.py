@@ -25,6 +25,7 @@ from fedsim.privacy.laws import (
     ShuffledPasses,
 )
 from fedsim.privacy.laws.full import unamplified
+from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Noise
 from fedsim.settings import check_settings
 
@@ -138,6 +139,8 @@ class ReleasePlan(Generic[BoundT]):
         How many rounds make up the plan.
     releases : int
         Noisy sums a round, each over a sample of its own: a client's local steps.
+    selection : Selection, optional
+        Of how many runs like this the best one alone is published.
 
     Raises
     ------
@@ -151,6 +154,7 @@ class ReleasePlan(Generic[BoundT]):
     noise: Noise
     rounds: int | None = None
     releases: int = 1
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -259,12 +263,28 @@ class ReleasePlan(Generic[BoundT]):
 
     def event(self) -> Event:
         """What one round costs, or as many as its law covers."""
-        return Event(
+        event = Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
             count=self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )
+        return event if self.selection is None else self._selected(event, self.selection)
+
+    def _selected(self, event: Event, selection: Selection) -> Event:
+        """What all rounds cost, if the best of several runs is published."""
+        if self.rounds is None:
+            raise FedsimError("a selection among runs is of whole runs; the plan has no rounds.")
+        law = SelectionLaw(
+            base=event.law,
+            invocations=event.over(self.rounds).count,
+            distribution=selection.distribution,
+            mean=selection.mean,
+            rounds=self.rounds,
+            population=event.law.population,
+            adjacency=event.law.adjacency,
+        )
+        return replace(event, law=law, count=1)
 
     def epsilon(self, delta: float, *, after: int | None = None) -> float:
         """Epsilon of the whole plan, or of its first ``after`` rounds.

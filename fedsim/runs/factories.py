@@ -16,7 +16,15 @@ from fedsim import mechanisms, registry, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, entropy, local_work, made_noise, stopping, with_added_noise
+from fedsim.config.plan import (
+    cohort,
+    entropy,
+    local_work,
+    made_noise,
+    selection,
+    stopping,
+    with_added_noise,
+)
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
@@ -78,6 +86,7 @@ def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
         bound=aggregated(config.mechanism),
         noise=made_noise(noise),
         rounds=config.rounds,
+        selection=selection(config),
     )
     if noise.target_epsilon is None:
         return plan

@@ -159,7 +159,17 @@ def test_a_law_that_cannot_be_evaluated_gets_a_sentence():
 
 
 def test_every_law_of_fedsims_own_is_found_by_its_name():
-    own = {"allocation", "correlated", "cyclic", "fixed", "full", "poisson", "separated", "shuffle"}
+    own = {
+        "allocation",
+        "correlated",
+        "cyclic",
+        "fixed",
+        "full",
+        "poisson",
+        "selection",
+        "separated",
+        "shuffle",
+    }
     assert set(shipped_laws()) == own
     laws = [FixedSizeLaw(size=3, population=9), PoissonLaw(rate=0.3), FullLaw(population=4)]
     for law in laws:

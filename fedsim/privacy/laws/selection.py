@@ -1,0 +1,164 @@
+"""The best of a random number of runs: what publishing it alone costs.
+
+A number K is drawn, so many runs are made, and only the best of them is published. That costs a
+little more than one run, and far less than all of them together (Liu and Talwar 2019; Papernot
+and Steinke 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Inclusion, Law
+from fedsim.privacy.laws.full import FullLaw
+from fedsim.privacy.losses import ORDERS, Array, bisected, gaussian_rdp, rdp_delta
+
+Distribution = Literal["logarithmic", "geometric", "poisson"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many runs are made, of which the best is published.
+
+    Attributes
+    ----------
+    distribution : "logarithmic", "geometric" or "poisson"
+        Of their number. Poisson costs least for few runs, and its number may be 0.
+    mean : float
+        Of their number, above 1.
+
+    Raises
+    ------
+    FedsimError
+        If the mean is not above 1.
+    """
+
+    distribution: Distribution
+    mean: float
+
+    def __post_init__(self) -> None:
+        if self.distribution not in get_args(Distribution) or not 1 < self.mean < math.inf:
+            raise FedsimError(
+                f"the best of a {self.distribution} number of runs of mean {self.mean:g} is to be "
+                f"selected; it must be {', '.join(get_args(Distribution))}, of a mean above 1."
+            )
+
+    @property
+    def gamma(self) -> float:
+        """Parameter of the logarithmic or the geometric distribution that has the mean."""
+        if self.distribution == "geometric":
+            return 1 / self.mean
+
+        def is_small(log: float) -> bool:  # that is, whether the mean is large enough
+            return math.expm1(log) / log >= self.mean
+
+        return math.exp(-bisected(is_small, most=1e4, tolerance=1e-12)[1])
+
+    def draw(self, generator: np.random.Generator) -> int:
+        """A number of runs."""
+        if self.distribution == "poisson":
+            return int(generator.poisson(self.mean))
+        if self.distribution == "geometric":
+            return int(generator.geometric(self.gamma))
+        return int(generator.logseries(1 - self.gamma))
+
+    def renyi(self, base: Array) -> Array:
+        """Rényi curve of the published run, from that of each run, at `ORDERS`.
+
+        Theorems 2 and 6 of Papernot and Steinke (2022).
+        """
+        several = math.log(self.mean) / (ORDERS - 1)
+        if self.distribution == "poisson":
+            epsilons = np.log1p(1 / (ORDERS - 1))
+            deltas = [rdp_delta(base, float(epsilon)) for epsilon in epsilons]
+            return base + self.mean * np.array(deltas) + several
+        # eta of the truncated negative binomial distribution: 0 is logarithmic, 1 geometric.
+        eta = 1 if self.distribution == "geometric" else 0
+        apart = (1 - 1 / ORDERS) * base - math.log(self.gamma) / ORDERS
+        return np.asarray(base + (1 + eta) * apart.min() + several)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionLaw(Law):
+    """All releases of a run that is the best of a random number of runs like it.
+
+    Attributes
+    ----------
+    base : Law
+        Of a run's releases.
+    invocations : int
+        How many of them a run makes.
+    distribution, mean
+        As in `Selection`.
+    rounds : int
+        Of a run.
+    """
+
+    name: ClassVar[str] = "selection"
+    neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
+
+    base: Law = field(default_factory=FullLaw)
+    invocations: int = 1
+    distribution: Distribution = "logarithmic"
+    mean: float = 2.0
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Selection(self.distribution, self.mean)
+        if self.base.adjacency != self.adjacency or min(self.invocations, self.rounds) < 1:
+            raise FedsimError("a selection among runs has rounds, and its runs' neighbours.")
+
+    @property
+    def rate(self) -> float:
+        """That of the base."""
+        return self.base.rate
+
+    def gaussian(self, noise_multiplier: float) -> None:
+        """Never: the best of several runs is no Gaussian."""
+
+    def rdp(self, noise_multiplier: float) -> Array:
+        """Rényi curve of the published run, all its releases together."""
+        return _selected(self, noise_multiplier)
+
+    @property
+    def is_gaussian(self) -> bool:
+        """False."""
+        return False
+
+    def inclusion(self, population: int) -> Inclusion | None:
+        """What an audit may test of the base's draws."""
+        return self.base.inclusion(population) if self.base.rounds == 1 else None
+
+    def comparable(self, other: Law) -> bool:
+        """Only if it is the same."""
+        return self == other
+
+    @property
+    def label(self) -> str:
+        """A few words for a table."""
+        return f"{self.base.label}; the best of {self.mean:g} runs"
+
+    def sentence(self, row: str) -> str:
+        """How a ``row`` is drawn, and how the run was chosen, for a statement."""
+        return (
+            f"{self.base.sentence(row)}; the best of a random number of such runs was published, "
+            f"{self.mean:g} on average ({self.distribution}), and the others are seen by nobody"
+        )
+
+    def round_sentence(self, population: int) -> str:
+        """Which clients take part in a round, for a report."""
+        return self.base.round_sentence(population)
+
+
+@lru_cache(maxsize=256)
+def _selected(law: SelectionLaw, noise_multiplier: float) -> Array:
+    mu = law.base.gaussian(noise_multiplier)
+    once = law.base.rdp(noise_multiplier) if mu is None else gaussian_rdp(mu)
+    return Selection(law.distribution, law.mean).renyi(law.invocations * once)

@@ -1,0 +1,127 @@
+"""The best of a random number of runs: made where nobody looks, and only the best one kept."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.selection import Selection
+from fedsim.runs.callbacks import Judge
+from fedsim.runs.data_split import resolve_data
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.factories import release_plan
+from fedsim.runs.resolve import resolve
+from fedsim.runs.sweep.running import run_sweep
+from fedsim.runs.sweep.search import SweepRun, measure_of
+
+SELECTED = "selected"
+"""Directory of the best run, in the sweep's."""
+
+
+@dataclass(frozen=True)
+class RandomStopping:
+    """Makes a random number of runs, each of settings drawn at random, and keeps the best.
+
+    Guarantee: the published run costs what its plan says with this selection, where all runs cost
+    the same and are compared by examples that are no client's. That K runs took their time is not
+    covered: who sees how long the command ran learns something of K.
+
+    Parameters
+    ----------
+    selection : Selection
+    """
+
+    selection: Selection
+
+    def members(self, grid: Sequence[SweepRun]) -> list[SweepRun]:
+        """The runs that may be drawn, each with the selection in its config.
+
+        Raises
+        ------
+        FedsimError
+            If one is not private, would repeat its noise, or costs other than the first.
+        """
+        keys = {
+            "privacy.selection": self.selection.distribution,
+            "privacy.selection-mean": self.selection.mean,
+        }
+        for config in (run.config for run in grid):
+            if not config.private or config.client.private:
+                raise FedsimError(
+                    "--select is for runs that are private for clients and for nothing else "
+                    "(mechanism.name, noise.multiplier; client.mechanism.name = 'none')."
+                )
+            if config.noise.entropy != "system":
+                raise FedsimError(
+                    f"noise.entropy = '{config.noise.entropy}'; with --select it must be 'system': "
+                    "settings may be drawn twice, and their noise must not be the same."
+                )
+        members = [SweepRun(run.point, run.config.replace(**keys)) for run in grid]
+        events = {release_plan(run.config).event() for run in members}
+        splits = {run.config.seed for run in members}
+        if len(events) > 1 or len(splits) > 1:
+            raise FedsimError(
+                "--select draws among runs that cost the same and have the same clients; no axis "
+                "may change the seed, the rounds, the cohort or the noise."
+            )
+        return members
+
+    def run(self, grid: Sequence[SweepRun], out: Path) -> Path | None:
+        """Make the runs, and move the best one's directory to ``out / "selected"``.
+
+        Returns
+        -------
+        path or None
+            None if nothing is published: no run was drawn, or none has ended.
+
+        Raises
+        ------
+        FedsimError
+            If the runs cannot be compared, or ``out`` holds a selection.
+        """
+        members = self.members(grid)
+        hidden, selected = out / ".selection", out / SELECTED
+        for path in (hidden, selected):
+            if path.exists():
+                raise FedsimError(
+                    f"{path} is there from a selection before this one, which cannot be continued: "
+                    "choose another --out."
+                )
+        first = members[0].config
+        judge = Judge.of(
+            resolve(first, data=resolve_data(first)),
+            "--select",
+            f"validation-{measure_of(first).name}",
+        )
+        generator = np.random.default_rng(secrets.randbits(128))
+        drawn = generator.integers(len(members), size=self.selection.draw(generator))
+        hidden.mkdir(parents=True, mode=0o700)
+        try:
+            best = self._best([members[index] for index in drawn.tolist()], hidden, judge)
+            if best is not None:
+                best.rename(selected)
+        finally:
+            # How many runs there were, and what they reached, is seen by nobody.
+            shutil.rmtree(hidden)
+        return None if best is None else selected
+
+    def _best(self, drawn: Sequence[SweepRun], hidden: Path, judge: Judge) -> Path | None:
+        runs = [
+            SweepRun({**run.point, "draw": number}, run.config)
+            for number, run in enumerate(drawn, start=1)
+        ]
+        outcomes = run_sweep(runs, hidden) if runs else {}
+        best, reached = None, None
+        for run in runs:
+            rows = RunDirectory(hidden / run.label).metrics_file.rows()
+            if outcomes[run.label].ended == "failed" or not rows:
+                continue
+            if judge.improves(rows[-1], reached):
+                best, reached = hidden / run.label, rows[-1][judge.metric]
+        return best
