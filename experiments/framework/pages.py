@@ -37,6 +37,10 @@ PAPERS = {
         "Xu, Shi, Liu, Zhao and Chen, An adaptive and fast convergent approach to differentially "
         "private deep learning, arXiv 1912.09150"
     ),
+    "plans": (
+        "After the papers: correlated noise (Choquette-Choo et al. 2023) and random allocation "
+        "(Feldman and Shenfeld 2025)"
+    ),
 }
 NOT_MEASURED = "Not measured: nothing here is judged."
 EARLIER = (

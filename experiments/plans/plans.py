@@ -78,7 +78,7 @@ class Plans(ConfigRuns):
         ]
         rows.append([FREE, scores[FREE].text, *[None] * (len(settings.epsilons) - 1)])
         title = (
-            f"{settings.title}\n{self.base.data.name}, test accuracy (%), mean of the last "
+            f"{settings.title}: {self.base.data.name}, test accuracy (%), mean of the last "
             f"{self.last} of {self.base.rounds} rounds, mean ± s.d. of "
             f"{seeds_text(settings.seeds)}"
         )
