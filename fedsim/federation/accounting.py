@@ -177,8 +177,15 @@ class Accounting:
         declared = ", declared by the user" if self.plan.declared_by_user else ""
         return (
             f"{simulated}epsilon {cost.epsilon:.4g} at delta {cost.delta:g} "
-            f"(client level, {cost.adjacency}{declared})"
+            f"(client level, {cost.adjacency}{declared}){self._so_far(rounds_done, cost)}"
         )
+
+    def _so_far(self, rounds_done: int, cost: Cost) -> str:
+        """What a plan charged as a whole would have cost, had it been planned to end here."""
+        if not self.plan.closed or cost.releases != 1:
+            return ""
+        so_far = self.plan.epsilon(cost.delta, after=rounds_done)
+        return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
         """Where the ledger stands; and its lines, if it is in memory only."""

@@ -24,9 +24,10 @@ from fedsim.privacy.laws import (
     Sampler,
     ShuffledPasses,
 )
+from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
-from fedsim.privacy.noise import Noise
+from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import check_settings
 
 
@@ -289,6 +290,9 @@ class ReleasePlan(Generic[BoundT]):
     def epsilon(self, delta: float, *, after: int | None = None) -> float:
         """Epsilon of the whole plan, or of its first ``after`` rounds.
 
+        Of a plan that is charged as a whole, fewer rounds cost less only if their number was fixed
+        in advance: what a run may claim is the whole plan's.
+
         Raises
         ------
         FedsimError
@@ -297,7 +301,16 @@ class ReleasePlan(Generic[BoundT]):
         rounds = self.rounds if after is None else after
         if rounds is None:
             raise FedsimError("the plan has no rounds; say how many, or after how many.")
-        return Accountant([self.event().over(rounds)] if rounds else []).epsilon(delta)
+        return Accountant([self._first(rounds)] if rounds else []).epsilon(delta)
+
+    def _first(self, rounds: int) -> Event:
+        """What the first so many rounds cost."""
+        event, noise = self.event(), self.noise
+        law, whole = event.law, event.over(rounds)
+        if not (isinstance(noise, Correlated) and isinstance(law, CorrelatedLaw)) or law.rate < 1:
+            return whole
+        prefix = noise.plan.first(min(rounds, noise.plan.rounds))
+        return replace(whole, law=replace(law, sensitivity=noise.sensitivity(prefix)))
 
     def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.

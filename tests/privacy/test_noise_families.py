@@ -221,6 +221,33 @@ def test_invariants_of_families(family, rounds, separation) -> None:
     assert noise.error(1.0) * 2.0 / noise.sensitivity(plan) == pytest.approx(noise.error())
 
 
+@pytest.mark.parametrize(
+    ("noise", "expected"),
+    [
+        (Banded(1.0, bands=1), [1.1994, 1.1994, 1.7601, 1.7601, 2.9432, 4.3772, 4.3772]),
+        (Banded(1.0), [0.7370, 1.1994, 1.4508, 1.7601, 2.9432, 4.2263, 4.3772]),
+        (BLT(1.0, buffers=1), [0.6734, 1.0293, 1.3221, 1.6307, 2.8874, 4.2287, 4.3772]),
+        (LambdaCGD(1.0), [0.6280, 1.0797, 1.3252, 1.6739, 2.9066, 4.2124, 4.3772]),
+    ],
+)
+def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected) -> None:
+    def plan(multiplier: float) -> ReleasePlan:
+        return ReleasePlan(
+            level="client",
+            sampler=Cyclic(10, population=100),
+            bound=Gaussian(),
+            noise=noise.scaled(multiplier),
+            rounds=100,
+        )
+
+    fitted = plan(1.0).noise
+    assert isinstance(fitted, Correlated)
+    one = plan(fitted.sensitivity(TEN_100))
+    found = [one.epsilon(1e-5, after=t) for t in (1, 10, 11, 20, 50, 91, 100)]
+    assert found == pytest.approx(expected, abs=2e-3)
+    assert one.epsilon(1e-5) == found[-1]
+
+
 def test_more_bands_are_never_worse() -> None:
     found = [Banded(1.0, bands=n).fitted(Participation(60, 12)).error(1.0) for n in range(1, 13)]
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(found))
