@@ -159,9 +159,11 @@ class Accounting:
             return
         least = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
         if least > self.max_epsilon:
+            together = self.plan.event().law.rounds > 1
+            covered = "rounds that are charged together cost" if together else "one round costs"
             raise FedsimError(
                 f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
-                f"{self._budget_delta}; it must be at least {least:.4g}, what one round costs."
+                f"{self._budget_delta}; it must be at least {least:.4g}, what {covered}."
             )
 
     def cost(self, rounds_done: int) -> Cost:

@@ -196,7 +196,8 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
     if plan.bound.guarantee == "none":
         raise FedsimError(f"{must} {plan.bound}, which has no noise that clients could share.")
     if plan.noise.correlated or not plan.noise.divisible:
-        raise FedsimError(f"{must} {plan.noise} (noise.name), which cannot be added in shares.")
+        noise = type(plan.noise).__name__
+        raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
 def refuse_unplain_means(algorithm: LocalAlgorithm, mechanism: Mechanism | RobustMean) -> None:
