@@ -135,7 +135,7 @@ def test_a_users_file_comes_before_what_is_installed_and_a_bare_folder_after(
 
 @pytest.mark.parametrize("kind", sorted(registry.PACKAGES))
 def test_every_setting_of_every_thing_is_described(kind: str) -> None:
-    filled = {"clients", "seed", "population", "adjacency", "path"}
+    filled = {"clients", "seed", "population", "adjacency", "path", "rounds", "participation"}
     for name in registry.names(kind):
         for setting in settings_of(registry.find(kind, name, kind)):
             assert setting.doc.endswith(".") or setting.name in filled, (kind, name, setting.name)
