@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.clients.base import Combined, Gradient, State, Step
 from fedsim.clients.proximal import PROXIMAL
@@ -12,6 +12,7 @@ from fedsim.clients.sgd import SGD
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.layout import Width
+from fedsim.settings import Doc, Ge
 
 
 @register("client", "fednova")
@@ -23,13 +24,28 @@ class FedNova(SGD):
     rho)`` with momentum rho, ``(1 - (1 - lr mu)^E) / (lr mu)`` with ``client.proximal`` mu, and
     whatever it is with both or a schedule. The server steps along ``(sum p_i a_i) (sum p_i Dy_i /
     a_i)``, weighed as the mechanism weighs: clients with more steps pull the model no further than
-    their weights say. Where all have taken as many it is FedAvg. Source: Wang et al. 2020,
+    their weights say. Where all have taken as many it is FedAvg. In a private run the public
+    ``reach`` takes the place of ``sum p_i a_i``, and a client's row is ``reach`` times its
+    direction: how far each has gone follows from its data. Source: Wang et al. 2020,
     equations 9 to 11; weight decay counts as gradient.
     """
 
     # A momentum starts at zero in every round, as the formula for a supposes.
     carried: ClassVar[tuple[str, ...]] = ()
-    sends: ClassVar[Mapping[str, Width]] = {"reach": "number"}
+
+    reach: Annotated[
+        float,
+        Ge(0),
+        Doc(
+            "How far the model goes along the mean direction, a public number, as a private run "
+            "needs it; 0 for the mean of how far clients have gone, which they then send."
+        ),
+    ] = 0.0
+
+    @property
+    def sends(self) -> Mapping[str, Width]:
+        """How far a client has gone, unless that is declared for all: it tells of its examples."""
+        return {} if self.reach else {"reach": "number"}
 
     def init(self, theta: Tensor, numbers: State) -> State:
         """As `SGD`, at rest."""
@@ -50,12 +66,12 @@ class FedNova(SGD):
         """Where the client is after the normalised update."""
         start: Tensor = state["start"]
         moved = state["moved"].unsqueeze(1)
-        normalised: Tensor = start + (super().finish(state) - start) / moved
+        normalised: Tensor = start + (super().finish(state) - start) * ((self.reach or 1.0) / moved)
         return normalised
 
     def send(self, state: State) -> dict[str, Tensor]:
-        """How far it has moved along a gradient of 1."""
-        return {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
+        """How far it has moved along a gradient of 1, unless that is declared."""
+        return {} if self.reach else {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
 
     def combine(
         self,

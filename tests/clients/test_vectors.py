@@ -12,6 +12,7 @@ from clients_helpers import make_data, make_mlp
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
+from fedsim.clients.base import Dense, Step
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
@@ -224,6 +225,33 @@ def test_fednova_is_fedavg_where_all_take_as_many_steps() -> None:
     nova, _ = run(make_trainer(Proximal(FedNova(**settings), 0.3), sizes, state="reset"))
     plain, _ = run(make_trainer(Proximal(SGD(**settings), 0.3), sizes, state="reset"))
     torch.testing.assert_close(nova, plain, rtol=0, atol=1e-12)
+
+
+def test_fednova_with_a_declared_reach_sends_its_direction_alone() -> None:
+    algorithm = FedNova(lr=1.0, reach=2.5)
+    assert not algorithm.sends
+    theta = torch.zeros(2, 2, dtype=torch.float64)
+    state = algorithm.init(theta, {"lr": torch.ones(2, dtype=torch.float64)})
+    gradients = torch.tensor([[-1.0, 0.0], [0.0, -2.0]], dtype=torch.float64)
+    for step in range(3):
+        # The first client takes two steps, the second three.
+        kept = {name: value.clone() for name, value in state.items()}
+        algorithm.step(state, Dense(gradients.clone()), Step(1, step))
+        if step == 2:
+            state = {name: torch.cat([kept[name][:1], state[name][1:]]) for name in state}
+    updates = algorithm.finish(state)
+    assert algorithm.send(state) == {}
+    assert updates.mean(0).tolist() == [1.25, 2.5]
+
+
+def test_fednova_with_the_reach_of_its_clients_is_fednova() -> None:
+    sizes, work = [4, 7, 9], {"batch_size": 2, "steps": None, "epochs": 1}
+    known = (2 + 4 + 5) / 3
+    sent, _ = run(make_trainer(FedNova(0.1), sizes, state="reset", **work), weighting="uniform")
+    declared, _ = run(
+        make_trainer(FedNova(0.1, reach=known), sizes, state="reset", **work), weighting="uniform"
+    )
+    torch.testing.assert_close(declared, sent, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(lr=0.2), Scaffold(0.2, "gradient"), FedNova(0.1)])
