@@ -15,11 +15,7 @@ from torch import Tensor
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
-from fedsim.federation.aggregation.server_sum import (
-    AggregationSettings,
-    PendingRound,
-    ServerSum,
-)
+from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Instructions

@@ -110,10 +110,7 @@ def _refuse_longer(began: Flat, resumed: RunConfig, path: Path) -> None:
     """Refuse other rounds than those of a plan that is charged before its first round."""
     for key in ("privacy.selection", "privacy.selection-mean"):
         if began[key] != (now := resumed.to_run_config()[key]):
-            raise FedsimError(
-                f"{key} = {shown(now)}; it must be {shown(began[key])} as it was when the run in "
-                f"{path} began, which was charged for it."
-            )
+            raise FedsimError(f"{key} = {shown(now)}; it must be {shown(began[key])}, as it was.")
     if not resumed.private or resumed.rounds == began["rounds"]:
         return
     if release_plan(resumed).closed:
