@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+import fedsim
 from fedsim import RunConfig
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
@@ -126,3 +127,19 @@ def test_the_command_says_nothing_of_how_many_there_were(tmp_path) -> None:
     assert "A poisson number of runs, 3 on average" in " ".join(result.output.split())
     result = CliRunner().invoke(app, [*command, "--halving", "2", "--out", str(tmp_path / "no")])
     assert result.exit_code != 0
+
+
+def test_a_resumed_run_keeps_the_selection_that_it_was_charged_for(tmp_path) -> None:
+    config = BASE.replace(**{"privacy.selection": "geometric", "privacy.selection-mean": 3.0})
+    fedsim.run(config, out=tmp_path / "run")
+    for change in ({"privacy.selection": ""}, {"privacy.selection-mean": 2.0}):
+        with pytest.raises(FedsimError, match=f"{next(iter(change))} = "):
+            fedsim.run(config.replace(**change), out=tmp_path / "run", resume=True)
+
+
+def test_a_target_holds_for_the_run_that_is_selected() -> None:
+    target = {"noise.multiplier": "", "noise.target-epsilon": 4.0}
+    selected = {"privacy.selection": "logarithmic", "privacy.selection-mean": 10.0}
+    alone, best = (release_plan(BASE.replace(**target, **keys)) for keys in ({}, selected))
+    assert best.noise.multiplier > 1.1 * alone.noise.multiplier
+    assert 3.99 < best.epsilon(BASE.noise.delta) <= 4.0
