@@ -113,7 +113,8 @@ def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
     assert (kind, eager_kind) == (CompiledGradient, Factored)
     tolerance = 1e-5 if rest[0].dtype == torch.float32 else 1e-12
     for mine, other in zip(ours, torchs, strict=True):
-        assert float((mine - other).norm()) <= tolerance * float(other.norm()) + 1e-30
+        # Sums of standard normal numbers may cancel, and keep their terms' rounding.
+        assert float((mine - other).norm()) <= tolerance * max(float(other.norm()), 1.0)
 
 
 @compiled
