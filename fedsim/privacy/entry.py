@@ -225,8 +225,14 @@ class History:
         Raises
         ------
         FedsimError
-            If its adjacency does not compose with what is here.
+            If its adjacency does not compose with what is here, or it counts 0 and nothing here
+            covers it.
         """
+        if not entry.event.count and not self.counts[entry.event.once]:
+            raise FedsimError(
+                f"round {entry.round} counts 0, and no line before it charges the rounds that it "
+                "is one of."
+            )
         if entry.settles and self.ends_torn:
             accountant = Accountant(charged.event for charged in self.charged[:-1])
         else:

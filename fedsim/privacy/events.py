@@ -81,6 +81,8 @@ class Event:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
         if self.count != int(self.count) or self.count < 0:
             raise FedsimError(f"count is {self.count}; it must be a whole number, 0 or more.")
+        if not self.count and self.law.rounds == 1:
+            raise FedsimError("count is 0; only a law of several rounds has rounds that count 0.")
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "sides", dict(sorted(self.sides.items())))
         object.__setattr__(self, "law", as_data(self.law, self.total_noise_multiplier))

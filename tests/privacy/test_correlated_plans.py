@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsim.errors import FedsimError
-from fedsim.privacy import epsilon
+from fedsim.privacy import Entry, Ledger, epsilon
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import rounds_within
 from fedsim.privacy.claims import Stopping
@@ -142,6 +142,21 @@ def test_one_client_more_moves_no_other(cohort) -> None:
         return [[client for client in ids if client < 40] for ids in rounds]
 
     assert drawn(41) == drawn(40)
+
+
+def test_a_line_counts_nothing_only_after_one_that_covers_it(tmp_path) -> None:
+    plan = plan_of(Cyclic(5, population=100), LambdaCGD(2.0), 20)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(FedsimError, match="round 2 counts 0, and no line before it"):
+        ledger.record(Entry(round=2, event=plan.charge(2)))
+    ledger.record(Entry(round=1, event=plan.charge(1)))
+    ledger.record(Entry(round=2, event=plan.charge(2)))
+    assert len(Ledger.read(tmp_path / "ledger.jsonl").entries) == 2
+    other = plan_of(Cyclic(5, population=100), LambdaCGD(1.0), 20)
+    with pytest.raises(FedsimError, match="round 3 counts 0"):
+        ledger.record(Entry(round=3, event=other.charge(3)))
+    with pytest.raises(FedsimError, match="only a law of several rounds"):
+        Event(noise_multiplier=1.0, count=0)
 
 
 def test_what_is_no_plan_is_refused() -> None:
