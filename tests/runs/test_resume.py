@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
     monkeypatch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
 
 
+def written(directory: Path) -> Checkpoints:
+    """Its checkpoints, once they are: the thread that writes them outlives this kill."""
+    checkpoints = Checkpoints(RunDirectory(directory).checkpoint)
+    for _ in range(1000):
+        if checkpoints.rounds():
+            break
+        time.sleep(0.01)
+    return checkpoints
+
+
 def left(directory: Path) -> dict[str, object]:
     """What a run must have the same: all but times and seconds."""
     run = RunDirectory(directory)
@@ -147,7 +158,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
             kill_at(patch, 4)
             with pytest.raises(Killed):
                 fedsim.run(config, out=tmp_path / name)
-    assert Checkpoints(RunDirectory(tmp_path / "killed").checkpoint).rounds() == [2]
+    assert written(tmp_path / "killed").rounds() == [2]
     resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
     assert resumed.ended == whole.ended
     assert left(tmp_path / "killed") == left(tmp_path / "whole")
@@ -168,7 +179,7 @@ def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, m
         kill_at(patch, 4)
         with pytest.raises(Killed):
             fedsim.run(config, out=tmp_path)
-    secret = Checkpoints(RunDirectory(tmp_path).checkpoint).newest().strategy["noise"]["secret"]
+    secret = written(tmp_path).newest().strategy["noise"]["secret"]
     resumed = fedsim.run(config, out=tmp_path, resume=True)
     entries = Ledger.read(tmp_path / "ledger.jsonl").entries
     # Rounds 3 and 4 were drawn twice: each is a row of the plan more, and nothing else.
