@@ -329,7 +329,10 @@ class Checkpointing:
             # A checkpoint counts on the rows before it.
             tasks.insert(0, self._metrics.sync)
         tasks.append(partial(self._metrics.append, row))
-        if len(tasks) > 1 or self._pending:
+        if self._pending:
+            # After one that failed nothing may be written: it would count on what is not there.
+            tasks.insert(0, self._pending[-1].result)
+        if len(tasks) > 1:
             self._pending.append(self._thread.submit(_call_all, tasks))
         else:
             tasks[0]()

@@ -14,8 +14,9 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
-from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.checkpoints import Checkpointing, Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.resolve import resolve
 from fedsim.runs.session import Session
 
@@ -97,25 +98,16 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
     """Let the run end when this round is to be kept, and write nothing more."""
-    writing = Checkpoints.writing
+    on_round = Checkpointing.on_round
 
-    def killed(checkpoints: Checkpoints, state: RunState, name: str = "round") -> object:
-        if state.round == round_number:
+    def killed(checkpointing: Checkpointing, row: Row) -> None:
+        if row["round"] == round_number:
+            checkpointing.wait()  # a process that is killed leaves no thread behind that writes
             raise Killed
-        return writing(checkpoints, state, name)
+        on_round(checkpointing, row)
 
-    monkeypatch.setattr(Checkpoints, "writing", killed)
+    monkeypatch.setattr(Checkpointing, "on_round", killed)
     monkeypatch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
-
-
-def written(directory: Path) -> Checkpoints:
-    """Its checkpoints, once they are: the thread that writes them outlives this kill."""
-    checkpoints = Checkpoints(RunDirectory(directory).checkpoint)
-    for _ in range(1000):
-        if checkpoints.rounds():
-            break
-        time.sleep(0.01)
-    return checkpoints
 
 
 def left(directory: Path) -> dict[str, object]:
@@ -158,7 +150,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
             kill_at(patch, 4)
             with pytest.raises(Killed):
                 fedsim.run(config, out=tmp_path / name)
-    assert written(tmp_path / "killed").rounds() == [2]
+    assert Checkpoints(tmp_path / "killed" / "checkpoint").rounds() == [2]
     resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
     assert resumed.ended == whole.ended
     assert left(tmp_path / "killed") == left(tmp_path / "whole")
@@ -179,7 +171,7 @@ def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, m
         kill_at(patch, 4)
         with pytest.raises(Killed):
             fedsim.run(config, out=tmp_path)
-    secret = written(tmp_path).newest().strategy["noise"]["secret"]
+    secret = Checkpoints(tmp_path / "checkpoint").newest().strategy["noise"]["secret"]
     resumed = fedsim.run(config, out=tmp_path, resume=True)
     entries = Ledger.read(tmp_path / "ledger.jsonl").entries
     # Rounds 3 and 4 were drawn twice: each is a row of the plan more, and nothing else.
@@ -198,3 +190,22 @@ def test_a_plan_keeps_its_rounds(tmp_path):
     fedsim.run(config, out=tmp_path)
     with pytest.raises(FedsimError, match="rounds = 8; it must be 6 as it was"):
         fedsim.run(config.replace(rounds=8), out=tmp_path, resume=True)
+
+
+def test_after_a_row_that_could_not_be_written_no_checkpoint_counts_on_it(tmp_path, monkeypatch):
+    append = MetricsFile.append
+
+    def full_in_round_2(file: MetricsFile, row: Row) -> None:
+        if row["round"] == 2:
+            time.sleep(0.5)  # the next rounds are done meanwhile
+            raise OSError(28, "No space left on device", str(file.path))
+        append(file, row)
+
+    monkeypatch.setattr(MetricsFile, "append", full_in_round_2)
+    config = BASE.replace(**{"checkpoint.every": 1})
+    with pytest.raises((FedsimError, OSError), match="No space left"):
+        fedsim.run(config, out=tmp_path)
+    monkeypatch.setattr(MetricsFile, "append", append)
+    assert Checkpoints(tmp_path / "checkpoint").rounds() == [1, 2]
+    resumed = fedsim.run(config, out=tmp_path, resume=True)
+    assert [row["round"] for row in resumed.metrics] == list(range(7))

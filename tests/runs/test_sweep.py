@@ -15,6 +15,7 @@ from fedsim.config.plan import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
+from fedsim.runs.checkpoints import Checkpointing
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.session import Session
@@ -106,21 +107,23 @@ def test_runs_resumed_from_their_checkpoints_end_with_the_same_bytes_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = grid_runs(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
-    append, finish, made = MetricsFile.append, Session.finish, []
+    append, on_round, finish, made = MetricsFile.append, Checkpointing.on_round, Session.finish, []
 
-    def killed_in_round_2(file: MetricsFile, row: Row) -> None:
+    def killed_in_round_2(checkpointing: Checkpointing, row: Row) -> None:
         if row["round"] == 2:
+            checkpointing.wait()  # a process that is killed leaves no thread behind that writes
             raise Killed
-        append(file, row)
+        on_round(checkpointing, row)
 
     def noted(file: MetricsFile, row: Row) -> None:
         made.append(row["round"])
         append(file, row)
 
-    monkeypatch.setattr(MetricsFile, "append", killed_in_round_2)
+    monkeypatch.setattr(Checkpointing, "on_round", killed_in_round_2)
     monkeypatch.setattr(Session, "finish", lambda session, *, whole: None)
     with pytest.raises(Killed):
         run_sweep(grid, tmp_path)
+    monkeypatch.setattr(Checkpointing, "on_round", on_round)
     monkeypatch.setattr(Session, "finish", finish)
     monkeypatch.setattr(MetricsFile, "append", noted)
     run_sweep(grid, tmp_path)
