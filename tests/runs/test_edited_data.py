@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import stat
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from killed_runs import killed_in
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 
 CLIENTS = {"mechanism.name": "clipping", "noise.multiplier": 1.0}
@@ -26,10 +26,6 @@ LEVELS: dict[str, dict[str, Any]] = {
     "both": {**CLIENTS, **EXAMPLES},
     "shares": {**CLIENTS, "noise.placement": "client"},
 }
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
 
 
 @pytest.fixture
@@ -62,24 +58,10 @@ def config(data: Path, **settings: Any) -> RunConfig:
     ).replace(**settings)
 
 
-def killed(plan: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def killed(plan: RunConfig, out: Path) -> None:
     """Run until round 4 is to be kept: its lines and those of round 3 are behind a checkpoint."""
-    writing = Checkpoints.writing
-
-    def at_round_4(checkpoints: Checkpoints, state: RunState, name: str = "round") -> object:
-        if state.round == 4:
-            raise Killed
-        return writing(checkpoints, state, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "writing", at_round_4)
-        patch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
-        with pytest.raises(Killed):
-            fedsim.run(plan, out=out)
-    for _ in range(1000):  # a thread writes it
-        if Checkpoints(RunDirectory(out).checkpoint).rounds():
-            break
-        time.sleep(0.01)
+    with killed_in(4):
+        fedsim.run(plan, out=out)
     assert Checkpoints(RunDirectory(out).checkpoint).rounds() == [2]
 
 
@@ -90,12 +72,10 @@ def released(out: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
-def test_under_a_seed_other_data_are_refused_and_the_same_go_on(
-    level, workers, data, tmp_path, monkeypatch
-):
+def test_under_a_seed_other_data_are_refused_and_the_same_go_on(level, workers, data, tmp_path):
     plan = config(data, **LEVELS[level], **{"engine.workers": workers})
     out, before = tmp_path / "run", data.read_bytes()
-    killed(plan, out, monkeypatch)
+    killed(plan, out)
     edited(data)
     with pytest.raises(FedsimError, match=r"round 3 was recorded .* for another sum: data, code"):
         fedsim.run(plan, out=out, resume=True)
@@ -111,13 +91,11 @@ def test_under_a_seed_other_data_are_refused_and_the_same_go_on(
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
-def test_under_system_entropy_other_data_are_another_attempt(
-    level, workers, data, tmp_path, monkeypatch
-):
+def test_under_system_entropy_other_data_are_another_attempt(level, workers, data, tmp_path):
     settings = {"engine.workers": workers, "noise.entropy": "system"}
     plan = config(data, **LEVELS[level], **settings)
     out = tmp_path / "run"
-    killed(plan, out, monkeypatch)
+    killed(plan, out)
     edited(data)
     result = fedsim.run(plan, out=out, resume=True)
     assert result.ended == "finished"

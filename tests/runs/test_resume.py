@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_runs import killed_in
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
-from fedsim.runs.checkpoints import Checkpointing, Checkpoints, RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.resolve import resolve
@@ -92,24 +93,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of fedsim's runs after it but what the test calls."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
-    """Let the run end when this round is to be kept, and write nothing more."""
-    on_round = Checkpointing.on_round
-
-    def killed(checkpointing: Checkpointing, row: Row) -> None:
-        if row["round"] == round_number:
-            checkpointing.wait()  # a process that is killed leaves no thread behind that writes
-            raise Killed
-        on_round(checkpointing, row)
-
-    monkeypatch.setattr(Checkpointing, "on_round", killed)
-    monkeypatch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
-
-
 def left(directory: Path) -> dict[str, object]:
     """What a run must have the same: all but times and seconds."""
     run = RunDirectory(directory)
@@ -137,7 +120,7 @@ def one_key(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, monkeypatch):
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
     settings = dict(CASES[case])
     for name in ("whole", "killed"):
         if "client.state-dir" in settings:
@@ -146,10 +129,8 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
         if name == "whole":
             whole = fedsim.run(config, out=tmp_path / name)
             continue
-        with monkeypatch.context() as patch:
-            kill_at(patch, 4)
-            with pytest.raises(Killed):
-                fedsim.run(config, out=tmp_path / name)
+        with killed_in(4):
+            fedsim.run(config, out=tmp_path / name)
     assert Checkpoints(tmp_path / "killed" / "checkpoint").rounds() == [2]
     resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
     assert resumed.ended == whole.ended
@@ -167,10 +148,8 @@ def test_a_state_of_another_format_is_refused():
 def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, monkeypatch):
     monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", os.urandom)
     config = BASE.replace(**CASES[case], **{"noise.entropy": "system"})
-    with monkeypatch.context() as patch:
-        kill_at(patch, 4)
-        with pytest.raises(Killed):
-            fedsim.run(config, out=tmp_path)
+    with killed_in(4):
+        fedsim.run(config, out=tmp_path)
     secret = Checkpoints(tmp_path / "checkpoint").newest().strategy["noise"]["secret"]
     resumed = fedsim.run(config, out=tmp_path, resume=True)
     entries = Ledger.read(tmp_path / "ledger.jsonl").entries

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_runs import killed_in
 
 import fedsim
 from fedsim import RunConfig
@@ -15,10 +16,8 @@ from fedsim.config.plan import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.checkpoints import Checkpointing
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
-from fedsim.runs.session import Session
 from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes, run_sweep
 from fedsim.training import Trainer
 
@@ -99,32 +98,18 @@ def test_an_interrupted_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert all(is_done(member, tmp_path) for member in grid)
 
 
-class Killed(BaseException):
-    """Ends a sweep without a word, so that nothing is saved on the way out."""
-
-
 def test_runs_resumed_from_their_checkpoints_end_with_the_same_bytes_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = grid_runs(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
-    append, on_round, finish, made = MetricsFile.append, Checkpointing.on_round, Session.finish, []
-
-    def killed_in_round_2(checkpointing: Checkpointing, row: Row) -> None:
-        if row["round"] == 2:
-            checkpointing.wait()  # a process that is killed leaves no thread behind that writes
-            raise Killed
-        on_round(checkpointing, row)
+    append, made = MetricsFile.append, []
 
     def noted(file: MetricsFile, row: Row) -> None:
         made.append(row["round"])
         append(file, row)
 
-    monkeypatch.setattr(Checkpointing, "on_round", killed_in_round_2)
-    monkeypatch.setattr(Session, "finish", lambda session, *, whole: None)
-    with pytest.raises(Killed):
+    with killed_in(2):
         run_sweep(grid, tmp_path)
-    monkeypatch.setattr(Checkpointing, "on_round", on_round)
-    monkeypatch.setattr(Session, "finish", finish)
     monkeypatch.setattr(MetricsFile, "append", noted)
     run_sweep(grid, tmp_path)
     assert 1 not in made
