@@ -321,6 +321,10 @@ def strategies(
         "noise.entropy": "config",
         "client.state": "reset",
         "evaluate.clients-every": 0,
+        "evaluate.private": False,
+        "evaluate.multiplier": "",
+        "evaluate.ranges": "",
+        "evaluate.quantiles": False,
     }
     seeded = RunConfig.parse(tree).replace(**changes)
     unseeded = seeded.replace(**{"noise.entropy": "system"})

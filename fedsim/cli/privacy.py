@@ -277,6 +277,9 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
     table.add_row("sampling", question.law.label)
     if question.level == "example":
         table.add_row("public", "the number of each client's examples, its steps and rates")
+    if beside := question.beside(question, answer.rounds):
+        made = sum(event.count for event in beside)
+        table.add_row("private evaluations", f"{made:,}, counted")
     if question.past:
         table.add_row("releases before", f"{Accountant(question.past).releases:,}")
     table.add_row("accounted by", _METHODS[cost.method])
@@ -339,13 +342,14 @@ def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
         table.add_column(name, justify="right")
     entries = ledger.charged
     every = max(1, math.ceil(len(entries) / 10))
-    accountant = Accountant()
+    accountant, last = Accountant(), ledger.history.last_event
     for number, entry in enumerate(entries, start=1):
         accountant.add(entry.event)
+        last = entry.event if entry.of_round else last
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
             end = stopping.after(entry.round or 0)
-            epsilon = end.epsilon(accountant, entry.event, delta)
+            epsilon = end.epsilon(accountant, last, delta)
             table.add_row(f"{accountant.releases:,}", label, _number(epsilon))
     return table
 

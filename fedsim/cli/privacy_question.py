@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import (
     cohort,
     entropy,
+    evaluation_events,
     extrapolation,
     made_noise,
     selection,
@@ -18,7 +20,7 @@ from fedsim.config.plan import (
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, ClientLedgers, Law, Ledger, Question, Statement
+from fedsim.privacy import Adjacency, ClientLedgers, Event, Law, Ledger, Question, Statement
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.calibration import Extrapolation
 from fedsim.privacy.durable import archived
@@ -139,7 +141,8 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     if not ledger.charged:
         return question
     # An event of count 0 is of a round that an earlier one covers.
-    last = next((e.event for e in reversed(ledger.charged) if e.event.count), None)
+    rounds = (e.event for e in reversed(ledger.charged) if e.of_round and e.event.count)
+    last = next(rounds, None)
     if last is None:
         return question
     return replace(
@@ -172,7 +175,18 @@ def _planned(config: RunConfig) -> Question:
         stopping=stopping(config.to_run_config()),
         law=event.law,
         invocations=event.count,
+        beside=partial(_evaluations, config),
     )
+
+
+def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Event]:
+    """What a config's private evaluations cost beside so many rounds, at the question's target."""
+    if not config.evaluate.private or rounds < config.evaluate.clients_every:
+        return []
+    changes: dict[str, Scalar] = {"rounds": rounds}
+    if question.target_epsilon is not None and config.noise.target_epsilon is not None:
+        changes["noise.target-epsilon"] = question.target_epsilon
+    return evaluation_events(config.replace(**changes))
 
 
 def plan_of(config: RunConfig) -> ReleasePlan[Any]:

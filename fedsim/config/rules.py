@@ -72,6 +72,12 @@ def _default_unless(
     return lambda c: allows(c) or getattr(c.devices, field.name) == field.default
 
 
+def _unless_private_evaluation(
+    allows: Callable[[RunConfig], object],
+) -> Callable[[RunConfig], object]:
+    return lambda config: not config.evaluate.private or allows(config)
+
+
 def _bounds_examples(config: RunConfig) -> bool:
     return bool(config.client.mechanism.name != "none")
 
@@ -300,9 +306,64 @@ RULES: tuple[KeyRule, ...] = (
     ),
     KeyRule(
         "evaluate.clients-every",
-        lambda c: not (c.protects and c.evaluate.clients_every and not c.evaluate.unprotected),
+        lambda c: (
+            not (
+                c.protects
+                and c.evaluate.clients_every
+                and not (c.evaluate.unprotected or c.evaluate.private)
+            )
+        ),
         "0 in a run that is private at client or example level, since metrics of clients' data are "
-        "released without noise; set evaluate.unprotected = true to have them all the same",
+        "released without noise; at client level set evaluate.private = true to have them with "
+        "noise, or set evaluate.unprotected = true to have them all the same",
+    ),
+    *(
+        KeyRule("evaluate.private", _unless_private_evaluation(allowed), f"false {words}")
+        for allowed, words in (
+            (lambda c: c.private, "in a run without client-level privacy: it has no budget"),
+            (
+                lambda c: 0 < c.evaluate.clients_every <= c.rounds,
+                "unless evaluate.clients-every is from 1 to rounds = {rounds}",
+            ),
+            (lambda c: not c.evaluate.unprotected, "while evaluate.unprotected = true"),
+            (
+                lambda c: not c.client.private,
+                "where clients protect their examples (client.mechanism): the server would see "
+                "metrics of them without noise",
+            ),
+            (
+                lambda c: c.noise.placement == "server",
+                "while noise.placement = 'client': clients send their shares and nothing else",
+            ),
+            (
+                lambda c: not c.privacy.selection,
+                "in a run of a selection (privacy.selection), which is charged as whole runs of "
+                "rounds alone",
+            ),
+            (
+                lambda c: not c.noise.cohort_size,
+                "while noise.cohort-size simulates the noise of a larger cohort",
+            ),
+        )
+    ),
+    KeyRule(
+        "evaluate.multiplier",
+        _unless_private_evaluation(
+            lambda c: (
+                bool(c.evaluate.multiplier)
+                or (c.evaluate.multiplier is None and c.noise.target_epsilon is not None)
+            )
+        ),
+        "above 0 with evaluate.private = true, unless it follows from noise.target-epsilon and "
+        "evaluate.target-share",
+    ),
+    *(
+        KeyRule(
+            f"evaluate.{key}",
+            _unset_unless(f"evaluate.{key}", lambda c: c.evaluate.private),
+            "unset unless evaluate.private = true",
+        )
+        for key in ("multiplier", "ranges", "quantiles")
     ),
     KeyRule(
         "privacy.selection",

@@ -19,6 +19,7 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.config.evaluate_section import EvaluateSection
 from fedsim.config.privacy_sections import MechanismSection, NoiseSection, PrivacySection
 from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
@@ -35,25 +36,6 @@ from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, drop_swit
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
-
-
-@dataclass(frozen=True, init=False)
-class EvaluateSection(ConfigTable):
-    """How often the model is evaluated."""
-
-    table: ClassVar[str] = "evaluate"
-    every: Annotated[
-        int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")
-    ] = 1
-    clients_every: Annotated[
-        int,
-        Ge(0),
-        Doc("Clients test it on their own examples every so many rounds; 0 for never."),
-    ] = 0
-    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that do.")] = 1.0
-    unprotected: Annotated[
-        bool, Doc("Allow what clients report of their data in a private run: it has no noise.")
-    ] = False
 
 
 @dataclass(frozen=True, init=False)

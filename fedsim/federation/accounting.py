@@ -13,6 +13,7 @@ from fedsim.federation.round_report import RoundReport
 from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.digest import digest_of
+from fedsim.privacy.entry import Kind
 from fedsim.privacy.ledger_lines import GENESIS
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
@@ -60,6 +61,8 @@ class Accounting:
         The config's digest; without one no release is taken for one that was made before.
     placement, randomness
         What else the ledger's lines say.
+    kind : "release" or "evaluation"
+        What is released: a round, or the clients' metrics in it.
     known : int or None
         Entries of the ledger that the state had which the strategy resumed; None where it did not.
     """
@@ -72,6 +75,7 @@ class Accounting:
     release: str | None
     placement: Placement
     randomness: Randomness
+    kind: Kind = "release"
     known: int | None = None
 
     @property
@@ -95,11 +99,13 @@ class Accounting:
         """
         if self.known is None or self.randomness.seed is not None:
             return 0
-        return sum(entry.round == server_round for entry in self.ledger.entries[self.known :])
+        since = self.ledger.entries[self.known :]
+        return sum((e.kind, e.round) == (self.kind, server_round) for e in since)
 
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without what only its releases say."""
         return Entry(
+            kind=self.kind,
             round=server_round,
             event=self.plan.charge(server_round, self.attempt(server_round)),
             entropy=self.randomness.entropy,
@@ -111,8 +117,9 @@ class Accounting:
         )
 
     def _exceeds(self, server_round: int) -> str:
+        what = "round" if self.kind == "release" else "the evaluation of round"
         return (
-            f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
+            f"{what} {server_round} would exceed max-epsilon = {self.max_epsilon} "
             f"at delta = {self._budget_delta}"
         )
 

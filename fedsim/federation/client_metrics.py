@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
+from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.exchange import AskedClients, Instructions, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
@@ -182,45 +185,83 @@ class TrainMetrics(Extra):
         return replace(result, metrics=self._means.record())
 
 
-@dataclass
-class ClientEvaluation:
-    """Asks a keyed sample of the clients every so many rounds, and averages what they say.
+class MetricsSum(Protocol):
+    """What becomes of the metrics of one evaluation."""
+
+    def add(self, reply: Reply) -> None:
+        """Take in what clients report, none of whom failed."""
+
+    def record(self) -> MetricRecord | None:
+        """What is shown of them; None for nothing."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Who evaluates how often, and how messages are read.
 
     Parameters
     ----------
     participants : Participants
     fraction : float
-        Of the clients that are there; 0 for no evaluation.
+        Of the clients that evaluate; 0 for no evaluation.
     every : int
         Rounds from one evaluation to the next.
-    quantiles : bool
-        Whether quantiles over clients stand beside the means.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
         Who of those that were chosen is there to be asked.
+    weighted_by_key, arrayrecord_key, configrecord_key : str
+        As of the strategy.
     """
 
     participants: Participants
     fraction: float
     every: int
+    reachable: Replying | None
     weighted_by_key: str
     arrayrecord_key: str
     configrecord_key: str
-    aggregate_fn: MetricsAggregator | None
-    quantiles: bool = False
-    reachable: Replying | None = None
-    _asked: AskedClients | None = field(default=None, init=False)
+
+    def due(self, server_round: int) -> bool:
+        """Whether it is this round's turn."""
+        return self.fraction > 0 and server_round % self.every == 0
+
+
+class ClientEvaluation(ABC):
+    """Asks clients every so many rounds how the model does on their examples.
+
+    Subclasses say who is asked, and what takes the metrics.
+    """
+
+    def __init__(self, settings: EvaluationSettings) -> None:
+        self.settings = settings
+        self._asked: AskedClients | None = None
+
+    @abstractmethod
+    def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
+        """Who is asked in this round."""
+
+    @abstractmethod
+    def metrics_sum(self, server_round: int) -> MetricsSum:
+        """What takes their metrics."""
+
+    @property
+    def accounting(self) -> Accounting | None:
+        """Of its releases; None where nothing of it is charged."""
+        return None
+
+    def stops(self, server_round: int) -> str | None:
+        """Why this round's evaluation may not be made, if so: a budget does not allow it."""
+        if self.accounting is None or not self.settings.due(server_round):
+            return None
+        return self.accounting.stops(server_round)
 
     def configure(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages for this round's evaluators; none when it is not their turn."""
         self._asked = None
-        if self.fraction == 0 or server_round % self.every:
+        if not self.settings.due(server_round):
             return []
-        asked = self.participants.evaluators(server_round, grid, self.fraction, self.reachable)
-        if not len(asked.client_ids):
-            return []
-        self._asked = asked
+        self._asked = asked = self.evaluators(server_round, grid)
         server = tensors(arrays)
         return Instructions(
             message_type="evaluate",
@@ -230,12 +271,12 @@ class ClientEvaluation:
             client_ids=asked.client_ids,
             node_ids=asked.node_ids,
             config=ConfigRecord({**config, "server-round": server_round}),
-            arrayrecord_key=self.arrayrecord_key,
-            configrecord_key=self.configrecord_key,
+            arrayrecord_key=self.settings.arrayrecord_key,
+            configrecord_key=self.settings.configrecord_key,
         )
 
-    def aggregate(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Weighted means of the metrics; None if no client was asked or none answered."""
+    def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """What is shown of the metrics; None where it is not their turn."""
         asked, self._asked = self._asked, None
         if asked is None:
             return None
@@ -243,9 +284,38 @@ class ClientEvaluation:
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            expected = ExpectedReply(None, None, self.arrayrecord_key, self.weighted_by_key)
+            keys = self.settings.arrayrecord_key, self.settings.weighted_by_key
+            expected = ExpectedReply(None, None, *keys)
             sent = read(replies, asked.client_of, expected, tally)
-        means = MetricMeans(self.weighted_by_key, self.aggregate_fn, quantiles=self.quantiles)
+        metrics = self.metrics_sum(server_round)
         for reply in sent:
-            means.add(replace(reply, block=tally.take(reply.block)))
-        return means.record()
+            metrics.add(replace(reply, block=tally.take(reply.block)))
+        return metrics.record()
+
+
+class OpenEvaluation(ClientEvaluation):
+    """Shows means over a keyed sample of the clients, without noise.
+
+    Parameters
+    ----------
+    settings : EvaluationSettings
+    aggregate : callable, optional
+        As for `MetricMeans`.
+    quantiles : bool
+        Whether quantiles over clients stand beside the means.
+    """
+
+    def __init__(
+        self, settings: EvaluationSettings, aggregate: MetricsAggregator | None, *, quantiles: bool
+    ) -> None:
+        super().__init__(settings)
+        self._new = partial(MetricMeans, settings.weighted_by_key, aggregate, quantiles=quantiles)
+
+    def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
+        """A fixed number of those who are there."""
+        fraction, reachable = self.settings.fraction, self.settings.reachable
+        return self.settings.participants.evaluators(server_round, grid, fraction, reachable)
+
+    def metrics_sum(self, server_round: int) -> MetricMeans:
+        """Weighted means."""
+        return self._new()

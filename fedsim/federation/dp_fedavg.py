@@ -29,10 +29,15 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.shares import ClientShares
-from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
+from fedsim.federation.client_metrics import (
+    EvaluationSettings,
+    MetricsAggregator,
+    TrainMetrics,
+)
 from fedsim.federation.extras import NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.private_metrics import PrivateMetrics, evaluation_of
 from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.round_report import Failures
 from fedsim.federation.strategy_checks import (
@@ -42,6 +47,7 @@ from fedsim.federation.strategy_checks import (
     refuse_client_state,
     refuse_flowers_keywords,
     refuse_noise,
+    refuse_private_metrics,
     refuse_unplain_means,
     refuse_void_settings,
 )
@@ -127,6 +133,10 @@ class DPFedAvg(PrivateRounds):
         ended with, which they report: their ``client.state = "server"``.
     evaluate_quantiles : bool
         Whether clients' evaluations are shown as quantiles over clients too, and not as means only.
+    private_metrics : PrivateMetrics, optional
+        Release clients' evaluations with noise, each as one more release of a private run, which
+        has the same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are
+        sampled for one; everybody by default.
     unprotected_metrics : bool
         Whether clients' metrics may be aggregated, without noise, in a private run.
     private_examples : bool
@@ -183,6 +193,7 @@ evaluate_metrics_aggr_fn
         algorithm: LocalAlgorithm | None = None,
         average_client_state: bool = False,
         evaluate_quantiles: bool = False,
+        private_metrics: PrivateMetrics | None = None,
         unprotected_metrics: bool = False,
         private_examples: bool = False,
         example_counts: Sequence[int] | None = None,
@@ -205,7 +216,12 @@ evaluate_metrics_aggr_fn
         refuse_void_settings(plan.bound, max_epsilon, private_examples, example_counts)
         if average_client_state:
             refuse_client_state(plan.private, placement)
-        fraction = allowed_fraction(fraction_evaluate, self.shows_clients)
+        refuse_private_metrics(
+            private_metrics, plan, placement, private_examples, evaluate_metrics_aggr_fn
+        )
+        fraction = allowed_fraction(
+            fraction_evaluate, self.shows_clients or private_metrics is not None
+        )
         counts = declared_counts(example_counts, plan.sampler)
         summed, self._aggregation = _aggregation_of(plan, placement)
         self.mechanism = summed.bound
@@ -247,23 +263,29 @@ evaluate_metrics_aggr_fn
             private=self.protects,
             amplified=plan.amplified,
         )
-        self._evaluation = ClientEvaluation(
-            self._participants,
-            fraction,
-            evaluate_every,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
+        self._evaluation = evaluation_of(
+            EvaluationSettings(
+                self._participants,
+                fraction,
+                evaluate_every,
+                reachable,
+                weighted_by_key,
+                arrayrecord_key,
+                configrecord_key,
+            ),
+            private_metrics,
+            plan.sampler,
+            lambda: self._accounting,
             evaluate_metrics_aggr_fn,
             evaluate_quantiles,
-            reachable,
         )
-        metrics = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
         self._vectors = None
         if algorithm is not None and algorithm.sends:
             self._vectors = NamedVectors(algorithm, plan.sampler.population or 0)
         extras = {
-            "metrics": metrics if self.shows_clients else None,
+            "metrics": TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
+            if self.shows_clients
+            else None,
             # It sees the caller's config entries, the means above and the parameters alone.
             "strategy": StrategyConfig(server_optimizer)
             if isinstance(server_optimizer, FlowerOptimizer)

@@ -122,8 +122,13 @@ class Participants:
         FedsimError
             If the nodes are no clients of this population, or too few came in time.
         """
-        nodes, cohort = self.nodes(grid), self.cohort(server_round)
-        present = cohort
+        return self.present(server_round, self.cohort(server_round), grid, replying)
+
+    def present(
+        self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None = None
+    ) -> AskedClients:
+        """Those of a ``cohort`` that are there and ``replying``, to be asked."""
+        nodes, present = self.nodes(grid), cohort
         if not isinstance(nodes, ConsecutiveNodes) or len(nodes) < self.population:
             present = cohort[[client in nodes for client in cohort.tolist()]]
         if replying is not None:

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.cohorts import Cohort
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record, tensors
@@ -256,6 +256,8 @@ class PrivateRounds(ResumableStrategy):
         self.mechanism.sensitivity(self._mechanism_state, layout)
         refuse_shares(self.plan, self.placement)
         self._accounting.check()
+        if (evaluations := self._evaluation.accounting) is not None:
+            evaluations.check()
 
     def take_layout(self, server: dict[str, Tensor]) -> Layout:
         """The layout of a row, the same in all rounds; the first to be seen begins the state.
@@ -363,14 +365,23 @@ class PrivateRounds(ResumableStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask a keyed sample of the clients to evaluate the model."""
+        """Ask clients to evaluate the model, where a budget allows what comes of it."""
+        if self._stops(self._evaluation.stops(server_round)):
+            return []
         return self._evaluation.configure(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Weighted mean of the metrics; None if no client was asked or none answered."""
-        return self._evaluation.aggregate(replies)
+        """What is shown of the metrics: means of them, noisy ones of private metrics.
+
+        None if no client was asked or none answered, or nothing is left of them.
+        """
+        try:
+            return self._evaluation.aggregate(server_round, replies)
+        except BudgetSpentError as error:
+            self._stops(str(error))
+            return None
 
     # -- the run ----------------------------------------------------------------------
 

@@ -222,9 +222,10 @@ def rounds_of(
         evaluators = strategy.configure_evaluate(
             server_round, result.arrays, evaluate_config or ConfigRecord(), grid
         )
-        if evaluators:
-            metrics = strategy.aggregate_evaluate(server_round, (yield evaluators))
-            _keep(result.evaluate_metrics_clientapp, server_round, metrics)
+        # What is released with noise is released even where nobody was drawn.
+        replies = (yield evaluators) if evaluators else ()
+        metrics = strategy.aggregate_evaluate(server_round, replies)
+        _keep(result.evaluate_metrics_clientapp, server_round, metrics)
         if evaluate_fn is not None:
             central = evaluate_fn(server_round, result.arrays)
             _keep(result.evaluate_metrics_serverapp, server_round, central)

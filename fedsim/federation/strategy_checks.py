@@ -216,6 +216,41 @@ def refuse_unplain_means(algorithm: LocalAlgorithm, mechanism: Mechanism | Robus
     )
 
 
+def refuse_private_metrics(
+    metrics: object,
+    plan: ReleasePlan[Bounded],
+    placement: str,
+    private_examples: bool,
+    aggregate: object,
+) -> None:
+    """Refuse noisy metrics where they would have no budget, or be seen without noise.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if metrics is None:
+        return
+    must = "private_metrics is given (evaluate.private); it must be left out"
+    if not plan.private:
+        raise FedsimError(f"{must} in a run without client-level privacy, which has no budget.")
+    if placement == "client":
+        raise FedsimError(
+            f"{must} while placement = 'client': clients send their shares and nothing else."
+        )
+    if private_examples:
+        raise FedsimError(
+            f"{must} where clients protect their examples: the server would see metrics of them "
+            "without noise."
+        )
+    if plan.selection is not None:
+        raise FedsimError(f"{must} in a run of a selection, which is charged as whole runs alone.")
+    if aggregate is not None:
+        raise FedsimError(
+            f"{must} beside evaluate_metrics_aggr_fn, which would see metrics without noise."
+        )
+
+
 def refuse_void_settings(
     mechanism: Mechanism | RobustMean,
     max_epsilon: float | None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Self, TypeVar
 
 from fedsim.arguments import check_arguments
@@ -139,9 +140,19 @@ def rounds_within(
 
 
 def rounds_within_events(
-    past: Iterable[Event], event: Event, *, max_epsilon: float, delta: float
+    past: Iterable[Event],
+    event: Event,
+    *,
+    max_epsilon: float,
+    delta: float,
+    beside: Callable[[int], Iterable[Event]] = lambda rounds: (),
 ) -> int:
     """Most rounds of ``event`` that a budget still buys after ``past``; 0 if none.
+
+    Parameters
+    ----------
+    beside : callable
+        What is released beside so many rounds.
 
     Raises
     ------
@@ -154,7 +165,10 @@ def rounds_within_events(
     before = Accountant(past)
 
     def fits(rounds: int) -> bool:
-        return not before.would_exceed(event.over(rounds), max_epsilon, delta)
+        after = before.copy()
+        for other in beside(rounds):
+            after.add(other)
+        return not after.would_exceed(event.over(rounds), max_epsilon, delta)
 
     low, high = 0, 1
     while fits(high):
@@ -190,6 +204,8 @@ class Question:
     level : "client" or "example"
     past : tuple of Event
         What has been released already.
+    beside : callable of the question and a number of rounds
+        What is released beside so many rounds.
     simulated : bool
         Whether noise follows from a config's seed, which is no secret.
     stopping : Stopping
@@ -206,6 +222,9 @@ class Question:
     invocations: int = 1
     level: Level = "client"
     past: tuple[Event, ...] = ()
+    beside: Callable[[Question, int], Sequence[Event]] = field(
+        default=lambda question, rounds: (), compare=False, repr=False
+    )
     simulated: bool = False
     stopping: Stopping = FIXED
 
@@ -225,6 +244,11 @@ class Question:
             )
         return Event(noise_multiplier=noise_multiplier, law=self.law, count=self.invocations)
 
+    def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:
+        """All that is released with so many rounds at this noise."""
+        further = (self.event(noise_multiplier).over(rounds),) if rounds else ()
+        return (*self.past, *self.beside(self, rounds), *further)
+
     def answer(self) -> Answer:
         """Find it.
 
@@ -243,7 +267,11 @@ class Question:
         noise = self._given("noise multiplier", self.noise_multiplier)
         if self.max_epsilon is not None:
             rounds = rounds_within_events(
-                self.past, self.event(noise), max_epsilon=self.max_epsilon, delta=self._at
+                self.past,
+                self.event(noise),
+                max_epsilon=self.max_epsilon,
+                delta=self._at,
+                beside=partial(self.beside, self),
             )
             return self._answered(noise, rounds)
         return self._answered(noise, self._given("rounds", self.rounds))
@@ -256,7 +284,7 @@ class Question:
             )
         _check_rounds(rounds)
         noise = calibrate_events(
-            lambda z: [*self.past, self.event(z).over(rounds)],
+            lambda z: self.events(z, rounds),
             target_epsilon=self._given("target epsilon", self.target_epsilon),
             delta=self._at,
             adaptive=bool(self.past),
@@ -269,10 +297,9 @@ class Question:
         return replace(answer, cost=cost)
 
     def _answered(self, noise: float, rounds: int) -> Answer:
-        accountant = Accountant(self.past)
         if rounds or self.asks == "epsilon":
             _check_rounds(rounds)
-            accountant.add(self.event(noise).over(rounds))
+        accountant = Accountant(self.events(noise, rounds))
         cost = replace(accountant.cost(self._at), delta=self.delta)
         return Answer(self, noise, rounds, cost)
 
@@ -301,12 +328,7 @@ class Answer:
     @property
     def events(self) -> tuple[Event, ...]:
         """All that is released."""
-        if not self.rounds:
-            return self.question.past
-        return (
-            *self.question.past,
-            self.question.event(self.noise_multiplier).over(self.rounds),
-        )
+        return self.question.events(self.noise_multiplier, self.rounds)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,9 @@ class Stopping:
         Planned rounds that have not been made; 0 where the number made was fixed in advance.
     made : int
         Planned rounds that have been made.
+    evaluation : Event or None
+        What the clients' metrics cost that are released every ``evaluation_every`` rounds.
+    evaluation_every : int
     max_epsilon : float or None
         The budget of a run all of whose rounds have one event.
     """
@@ -66,6 +69,8 @@ class Stopping:
     times: int = 0
     left: int = 0
     made: int = 0
+    evaluation: Event | None = None
+    evaluation_every: int = 1
     max_epsilon: float | None = None
 
     def planned_delta(self, delta: float) -> float:
@@ -84,7 +89,17 @@ class Stopping:
         planned = spent.copy()
         if self.left and event is not None:
             planned.add(event.further(self.left, self.made))
+            if further := self._evaluations_left:
+                assert self.evaluation is not None
+                planned.add(self.evaluation.times(further))
         return planned
+
+    @property
+    def _evaluations_left(self) -> int:
+        if self.evaluation is None:
+            return 0
+        every = self.evaluation_every
+        return (self.made + self.left) // every - self.made // every
 
     def epsilon(self, spent: Accountant, event: Event | None, delta: float) -> float:
         """Epsilon that may be claimed after any round.

@@ -16,11 +16,11 @@ from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import Ge, check_settings
 
-Kind = Literal["release", "torn"]
+Kind = Literal["release", "evaluation", "statistics", "torn"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
-Place = tuple[str | None, str, int | None, int | None]
+Place = tuple[Kind, str | None, str, int | None, int | None]
 DECLARED = "declared"
 """Among an entry's public facts: the user answers for this part of the plan."""
 
@@ -34,8 +34,9 @@ class Entry:
 
     Attributes
     ----------
-    kind : "release" or "torn"
-        Torn: stands for an unreadable last line, counted at the cost of ``event``.
+    kind : "release", "evaluation", "statistics" or "torn"
+        A round's release; that of the clients' metrics in a round; that of statistics before any;
+        or what stands for an unreadable last line, counted at the cost of ``event``.
     round : int or None
     attempt : int
         How often the round was drawn before; each attempt is charged.
@@ -140,10 +141,15 @@ class Entry:
 
     @property
     def place(self) -> Place | None:
-        """The run, round and client of a release; None where nothing identifies it."""
-        if self.release is None or self.kind != "release":
+        """The kind, run, round and client of a release; None where nothing identifies it."""
+        if self.release is None or self.kind == "torn":
             return None
-        return (self.run, self.release, self.round, self.client)
+        return (self.kind, self.run, self.release, self.round, self.client)
+
+    @property
+    def of_round(self) -> bool:
+        """Whether it is what a round of training released, or a torn line, which may be."""
+        return self.kind in ("release", "torn")
 
     @property
     def repeatable(self) -> bool:
@@ -211,8 +217,8 @@ class History:
 
     @property
     def last_event(self) -> Event | None:
-        """What the release charged last has cost; None without any."""
-        return self.charged[-1].event if self.charged else None
+        """What the round charged last has cost; None without any."""
+        return next((e.event for e in reversed(self.charged) if e.of_round), None)
 
     @property
     def ends_torn(self) -> bool:

@@ -293,7 +293,7 @@ class LedgerFile:
         try:
             data, noted, head = opened(line, self.head)
             entry = Entry.from_dict(self._whole(data), noted)
-            if entry.level != self.level and entry.kind == "release":
+            if entry.level != self.level and entry.kind != "torn":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
             return entry, head
         except FedsimError as error:

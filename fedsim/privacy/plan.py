@@ -6,7 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.entry import DECLARED, Fact
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import (
+    FixedSize,
     Full,
     InclusionSampler,
     Law,
@@ -23,6 +24,7 @@ from fedsim.privacy.laws import (
     Poisson,
     Sampler,
     ShuffledPasses,
+    declared_population,
 )
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import unamplified
@@ -104,6 +106,19 @@ class LocalWork:
         """Sampler of the batches of shuffled passes; otherwise as `poisson`."""
         batch = self.batch_of(size)
         return Full(size) if batch == size else ShuffledPasses(batch, size)
+
+
+def sampler_beside(sampler: Sampler, rate: float) -> Sampler:
+    """Who takes part in a release beside the rounds: as many at this rate, of the same neighbours.
+
+    Everybody independently, or a fixed number where replace-one neighbours ask for that.
+    """
+    population = declared_population(sampler)
+    if sampler.adjacency != "replace-one":
+        return Poisson(rate, population, adjacency=sampler.adjacency)
+    if rate == 1:
+        return Full(population, adjacency="replace-one")
+    return FixedSize(max(1, round(rate * population)), population)
 
 
 class Bounded(Protocol):
@@ -312,8 +327,15 @@ class ReleasePlan(Generic[BoundT]):
         prefix = noise.plan.first(min(rounds, noise.plan.rounds))
         return replace(whole, law=replace(law, sensitivity=noise.sensitivity(prefix)))
 
-    def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan[BoundT]:
+    def calibrated(
+        self, target_epsilon: float, delta: float, beside: Sequence[Event] = ()
+    ) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.
+
+        Parameters
+        ----------
+        beside : sequence of Event
+            What is released beside the rounds, and planned as they are.
 
         Raises
         ------
@@ -324,7 +346,7 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
+            lambda z: [*beside, replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )

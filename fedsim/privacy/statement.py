@@ -23,6 +23,12 @@ _ADJACENCIES: dict[Adjacency, str] = {
     "replace-one": "replacing one {row} by any other",
 }
 
+_MODELS = "the sequence of global models"
+_BESIDE = {
+    "evaluation": "the noisy metrics of clients' evaluations",
+    "statistics": "the noisy statistics of clients' data",
+}
+
 _METHODS = {
     "analytic": "the exact curve of the Gaussian mechanism",
     "pld": "privacy loss distributions (PLD)",
@@ -247,8 +253,8 @@ class Statement:
         laws = sorted({entry.event.law for entry in self.charged}, key=lambda law: law.name)
         sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
-            f"The sequence of global models is ({cost.epsilon:.4g}, {cost.delta:g})-differentially "
-            f"private at {self.level} level{simulated}.",
+            f"{self.covers[:1].upper()}{self.covers[1:]} ({cost.epsilon:.4g}, {cost.delta:g})-"
+            f"differentially private at {self.level} level{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
             f"{releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
             f"accounted for by {_METHODS[cost.method]}; Rényi accounting gives "
@@ -275,6 +281,15 @@ class Statement:
                 "runs share any, and the guarantee holds against the adversary named here."
             )
         return sentences
+
+    @property
+    def covers(self) -> str:
+        """What was released, with its verb."""
+        kinds = {entry.kind for entry in self.charged}
+        beside = [words for kind, words in _BESIDE.items() if kind in kinds]
+        if not beside:
+            return f"{_MODELS} is"
+        return f"{_MODELS}, with {' and '.join(beside)}, is"
 
     def _end(self) -> list[str]:
         times, left = self.stopping.times, self.stopping.left
@@ -362,7 +377,7 @@ class Statement:
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
             "stops": self.stopping.times,
-            "covers": "the sequence of global models",
+            "covers": self.covers.removesuffix(" is"),
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),
             "not-covered": list(NOT_COVERED),

@@ -242,10 +242,12 @@ def _spent_by_round(
     computed = set(rounds[-1:])
     if not stopping.times:
         computed |= set(rounds[:: max(1, len(rounds) // _COMPUTED)])
+    made = ledger.history.last_event
     for index, entry in enumerate(entries):
         spent.add(entry.event)
+        made = entry.event if entry.of_round else made
         if entry.round in computed and last[entry.round] == index:
-            yield entry.round, stopping.after(entry.round).epsilon(spent, entry.event, delta)
+            yield entry.round, stopping.after(entry.round).epsilon(spent, made, delta)
 
 
 def _client_ledgers(

@@ -15,6 +15,7 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
 from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import OPERATORS, Row
 from fedsim.runs.resolve import Resolved
 
@@ -209,12 +210,17 @@ class Judge:
         private = config.protects
         # What may be shown all the same (evaluate.unprotected) may still decide nothing.
         prefixes = [_CENTRAL] if central and "validation" not in own else []
-        if not private:
-            prefixes += ["clients-"] if config.evaluate.clients_every else []
+        if not private and config.evaluate.clients_every:
+            prefixes.append("clients-")
         known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
+        if (released := private_metrics(config)) is not None:
+            known |= {f"clients-{one.name}": evaluated[one.name] for one in released.ranges}
         if metric not in known:
             allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
-            of_clients = private * " (of clients' data it may be none in a private run)"
+            of_clients = (
+                private
+                * " (of clients' data it must have noise, evaluate.private, in a private run)"
+            )
             test = "; nothing is chosen by test examples, data.validation holds out others"
             test *= metric.startswith("test-")
             raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{of_clients}{test}.")

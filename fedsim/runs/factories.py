@@ -19,8 +19,11 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import (
     cohort,
     entropy,
+    evaluation_events,
+    evaluation_plan,
     local_work,
     made_noise,
+    planned_delta,
     selection,
     stopping,
     with_added_noise,
@@ -29,7 +32,9 @@ from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSect
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
+from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -90,8 +95,39 @@ def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
     )
     if noise.target_epsilon is None:
         return plan
-    delta = stopping(config.to_run_config()).planned_delta(noise.delta)
-    return plan.calibrated(noise.target_epsilon, delta)
+    return plan.calibrated(noise.target_epsilon, planned_delta(config), evaluation_events(config))
+
+
+def private_metrics(config: RunConfig) -> PrivateMetrics | None:
+    """Which of clients' metrics are released with noise, as the config says; None for none.
+
+    Raises
+    ------
+    FedsimError
+        If a range is of no metric, or no metric has one.
+    """
+    plan = evaluation_plan(config)
+    if plan is None:
+        return None
+    evaluate, known = config.evaluate, {"loss": None, **metrics(config)}
+    declared = evaluate.declared_ranges()
+    for name in declared:
+        if name not in known:
+            raise FedsimError(
+                f"evaluate.ranges has '{name}'; it must be of {', '.join(known)}, the loss and "
+                "task.metrics."
+            )
+    natural = {name: made.ends for name, made in known.items() if made and made.ends}
+    ranges = [
+        ValueRange(name, *ends, quantiles=evaluate.quantiles)
+        for name, ends in sorted((natural | declared).items())
+    ]
+    if not ranges:
+        raise FedsimError(
+            f"evaluate.ranges is empty, and {', '.join(known)} have no range of their own; it must "
+            "give at least one, such as 'loss(0,5)'."
+        )
+    return PrivateMetrics(ranges, plan.noise.multiplier, config.noise.hardened)
 
 
 def loss(config: RunConfig) -> Loss:

@@ -8,8 +8,10 @@ from pathlib import Path
 from flwr.app import ConfigRecord
 
 from fedsim.clients.proximal import server_numbers
+from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
+from fedsim.mechanisms.bounded_values import joint_norm
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.durable import archived
@@ -17,12 +19,15 @@ from fedsim.privacy.manifest import private_key
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import check_state_dir
-from fedsim.runs.factories import most_expensive_client
+from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
+
+TOO_NOISY = 0.05
+"""The share of a metric's range beyond which its noise is warned of."""
 
 
 def check(resolved: Resolved) -> None:
@@ -80,10 +85,28 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         )
     if config.private:
         sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
+        sentences.append(_noisy_metrics(config))
     elif config.client.private and config.engine.name != "deployment":
         smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     return [sentence for sentence in sentences if sentence]
+
+
+def _noisy_metrics(config: RunConfig) -> str:
+    """A warning where the noise of private evaluations hides what they measure."""
+    released = private_metrics(config)
+    if released is None:
+        return ""
+    noise = released.noise_multiplier * joint_norm(released.ranges)
+    clients = config.evaluate.fraction * config.partition.clients
+    if (error := noise / clients) < TOO_NOISY:
+        return ""
+    return (
+        f"Warning: over about {clients:,.6g} clients the noise of a private evaluation moves a "
+        f"mean by up to {error:.2g} of its range (one standard deviation); a smaller "
+        "evaluate.multiplier or larger evaluate.target-share, fewer metrics, no quantiles or more "
+        "clients make that less."
+    )
 
 
 def _check_clients_budget(resolved: Resolved) -> None:

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, release_digest, stopping
+from fedsim.config.plan import entropy, evaluation_plan, release_digest, stopping
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
@@ -195,6 +195,8 @@ def _multipliers(
         found |= {"noise.coefficients": plan.noise.coefficients}
     if plan is not None and config.noise.target_epsilon is not None:
         found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
+        if (evaluation := evaluation_plan(config)) is not None:
+            found["evaluate.multiplier"] = evaluation.noise.multiplier
     if privacy is not None and config.client.noise.target_epsilon is not None:
         z = privacy.noise_multiplier
         found |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
@@ -266,6 +268,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         max_failed_rounds=config.server.max_failed_rounds,
         algorithm=factories.algorithm(config),
         average_client_state=client.state == "server",
+        private_metrics=factories.private_metrics(config),
         unprotected_metrics=evaluate.unprotected,
         client_budget=trainer.over_budget if asks else None,
         budgets_end_run=not config.engine.federation,

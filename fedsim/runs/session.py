@@ -24,6 +24,7 @@ from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Judge, Run
 from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import check_state_dir
+from fedsim.runs.factories import private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunResult, statements_of
@@ -96,6 +97,7 @@ class Session:
         check_state_dir(resolved, record=True)
         self._columns = columns_of(resolved, self.strategy)
         self._config = config.to_run_config()
+        self._stopping = stopping(self._config)
         self._checkpoints: Checkpointing | None = None
         if directory is not None:
             directory.metrics_file.start(self._columns, self._rows)
@@ -270,7 +272,7 @@ class Session:
     def _spent(self, server_round: int) -> Row:
         """The privacy spent so far: epsilon at each level, and how it must be marked."""
         row: dict[str, float | int] = {}
-        resolved, end = self.resolved, stopping(self._config, server_round)
+        resolved, end = self.resolved, self._stopping.after(server_round)
         if self.strategy.private:
             spent = self.strategy.ledger.as_of(server_round, resolved.release)
             row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
@@ -345,6 +347,8 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
                 for name in sorted(evaluated)
                 for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
             ]
+    elif (private := private_metrics(config)) is not None:
+        columns += [f"clients-{name}" for name in private.shown]
     if strategy.private:
         columns.append("epsilon")
     if resolved.client_ledgers is not None:

@@ -3,14 +3,17 @@
 from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
 from fedsim.federation.dp_fedavg import DPFedAvg
 from fedsim.federation.optimizers import adam, sgd
+from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.federation.round_report import RoundReport, RunFailedError
 from fedsim.federation.rounds import Rounds, round_timeout, rounds_of, run_to_end
+from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.server_optimizers import ServerAdam, ServerOptimizer, ServerSGD
 
 __all__ = [
     "DPFedAvg",
     "Krum",
     "Median",
+    "PrivateMetrics",
     "RobustMean",
     "RoundReport",
     "Rounds",
@@ -19,6 +22,7 @@ __all__ = [
     "ServerOptimizer",
     "ServerSGD",
     "TrimmedMean",
+    "ValueRange",
     "adam",
     "round_timeout",
     "rounds_of",

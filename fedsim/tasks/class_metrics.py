@@ -22,6 +22,8 @@ Ints = npt.NDArray[np.int64]
 class Hits(Metric):
     """Right targets of all; subclasses say by `update` which are."""
 
+    ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+
     def init(self) -> Ints:
         """Right ones, and all."""
         return np.zeros(2, dtype=np.int64)
@@ -79,6 +81,7 @@ class F1(Metric):
     where theirs is above 0. ``"micro"`` of classes is the accuracy.
     """
 
+    ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     average: Annotated[
         Literal["macro", "micro"],
         Doc("The mean over classes or labels that occur, or one F1 of all of them together."),
@@ -145,6 +148,7 @@ class CalibrationError(Metric):
     and accuracy is averaged over them (Naeini et al. 2015; Guo et al. 2017).
     """
 
+    ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     bins: Annotated[int, Ge(1), Doc("Into how many equal parts confidences are sorted.")] = 15
     higher_is_better: ClassVar[bool] = False
 

@@ -82,9 +82,12 @@ class Metric(ABC):
     ----------
     higher_is_better : bool
         What is looked for, where one of several runs is chosen.
+    ends : pair of float, or None
+        The range that it never leaves, where there is one.
     """
 
     higher_is_better: ClassVar[bool] = True
+    ends: ClassVar[tuple[float, float] | None] = None
 
     def __post_init__(self) -> None:
         check_settings(self, f"{type(self).__name__}.")

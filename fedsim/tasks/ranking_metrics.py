@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ Scores = tuple[tuple[Floats, Floats], ...]
 
 class Ranking(Metric):
     """A metric of scores and labels 0 and 1 (NaN where a label does not count)."""
+
+    ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
 
     def init(self) -> Scores:
         """No scores."""

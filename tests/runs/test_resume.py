@@ -41,6 +41,13 @@ ADADP = {"client.name": "adadp-lr"}
 PLAN = {"mechanism.name": "clipping", "noise.multiplier": 2.0}
 GROUPS = {**PLAN, "cohort.name": "cyclic", "cohort.groups": 3, "cohort.rate": 0.8}
 APART = {**PLAN, "cohort.name": "separated", "cohort.separation": 2}
+EVALUATED = {
+    "mechanism.name": "clipping",
+    "evaluate.private": True,
+    "evaluate.clients-every": 2,
+    "evaluate.quantiles": True,
+    "evaluate.ranges": "loss(0,4)",
+}
 CASES: dict[str, dict[str, Any]] = {
     "nothing private": {},
     "momentum": {**PRIVATE, "server.momentum": 0.9},
@@ -90,6 +97,22 @@ CASES: dict[str, dict[str, Any]] = {
         "cohort.rate": "",
     },
     "groups in turn": {**GROUPS, "noise.max-epsilon": 5.5},
+    "private evaluations": {**EVALUATED, "cohort.rate": 0.5, "noise.target-epsilon": 9.0},
+    "private evaluations of groups, with a budget": {
+        **GROUPS,
+        **EVALUATED,
+        "noise.name": "banded",
+        "evaluate.fraction": 0.5,
+        "evaluate.multiplier": 1.5,
+        "noise.max-epsilon": 9.0,
+    },
+    "a stop by private evaluations": {
+        **PLAN,
+        **EVALUATED,
+        "evaluate.multiplier": 3.0,
+        "stop.metric": "clients-accuracy",
+        "stop.patience": 2,
+    },
 }
 
 

@@ -235,24 +235,13 @@ class ServerSum:
     def content(self) -> Iterator[bytes]:
         """All of the round that its release follows from, but for the noise."""
         total = self.total
-        shares = () if self.shares_asked is None else (self.shares_asked, total.count)
-        yield repr((sorted(total.grids), sorted(total.before), shares)).encode()
-        for name in sorted(total.before):
-            yield _bytes(total.before[name])
-        for name in sorted(total.grids):
-            grid = total.grids[name]
-            for tensor in (grid.radius, grid.coarse, grid.fine):
-                yield b"" if tensor is None else _bytes(tensor)
+        return total.content(() if self.shares_asked is None else (self.shares_asked, total.count))
 
     def release(self) -> Release:
         """The round's one release."""
         rows = self.sum_on(self.pending.vector.device)
         source = self._drawn_ahead or self._noise_source()
         return rows.releaser.release(rows.total, source, asked=self.shares_asked)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
 class RobustAggregation(ServerSum):

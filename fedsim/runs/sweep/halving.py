@@ -72,6 +72,11 @@ class Halving:
                     "checkpoint.every = 0; with --halving it must be at least 1, since runs "
                     "resume from their checkpoints."
                 )
+            if config.evaluate.private:
+                raise FedsimError(
+                    "evaluate.private = true; with --halving it must be false, since what the "
+                    "evaluations of runs that are dropped would have cost is not planned for."
+                )
             if not 1 <= config.evaluate.every <= self.first:
                 raise FedsimError(
                     f"evaluate.every = {config.evaluate.every}; with --halving it must be from 1 "

@@ -1,0 +1,160 @@
+"""Numbers that clients have, as rows of a noisy sum: means and quantiles over clients.
+
+A number v in [0, 1] enters as the pair (v, 1 - v), whose norm is at most 1: the sum of the first
+entries over the sum of both is the mean, and a client without a number, a row of zeros, moves
+neither. For quantiles its bin enters, as the column of a matrix C with which sums over bins, of
+which quantiles are made, carry little noise: that of a cumulative count is less than half of what
+it is with plain counts (the square root of the prefix sums: Fichtenberger, Henzinger and Upadhyay
+2023; Henzinger, Upadhyay and Upadhyay 2023). Averages of such rows are no longer than they are: a
+client's many numbers enter as their mean row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+
+Floats = npt.NDArray[np.float64]
+
+BINS = 32
+"""Into which a range is cut for quantiles."""
+
+QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
+"""Those that are made of a noisy sum: extremes have no estimate that one client could not move."""
+
+
+@cache
+def _square_root() -> Floats:
+    """C ``[BINS, BINS]``, lower triangular; its longest column has norm 1."""
+    coefficients = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, BINS))])
+    matrix = np.zeros((BINS, BINS))
+    for column in range(BINS):
+        matrix[column:, column] = coefficients[: BINS - column]
+    return matrix / np.linalg.norm(coefficients)
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """A number that each client has, by the range to which it is clamped.
+
+    Parameters
+    ----------
+    name : str
+    low, high : float
+    quantiles : bool
+        Whether there are quantiles beside the mean.
+
+    Raises
+    ------
+    FedsimError
+        If the range is empty or not finite.
+    """
+
+    name: str
+    low: float
+    high: float
+    quantiles: bool = False
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.low < self.high < math.inf:
+            raise FedsimError(
+                f"the range of '{self.name}' is {self.low:g} to {self.high:g}; it must be finite, "
+                "its first number the smaller."
+            )
+
+    @property
+    def size(self) -> int:
+        """Entries of its part of a row."""
+        return 2 + BINS * self.quantiles
+
+    @property
+    def parts(self) -> int:
+        """How many vectors of norm 1 at most these are."""
+        return 1 + self.quantiles
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of what `summary` has."""
+        return (self.name, *(f"{self.name}-{q}" for q in QUANTILES if self.quantiles))
+
+    def rows(self, values: Floats) -> Floats:
+        """Rows ``[n, size]`` of numbers ``[n]``; of what is NaN, zeros."""
+        there = ~np.isnan(values)
+        scaled = (np.clip(values, self.low, self.high) - self.low) / (self.high - self.low)
+        scaled = np.where(there, scaled, 0.0)
+        rows = np.zeros((len(values), self.size))
+        rows[:, 0], rows[:, 1] = scaled, 1.0 - scaled
+        if self.quantiles:
+            bins = np.minimum((scaled * BINS).astype(np.int64), BINS - 1)
+            rows[:, 2:] = _square_root().T[bins]
+        rows[~there] = 0.0
+        return rows
+
+    def count(self, sums: Floats) -> float:
+        """How many clients there were, of sums of rows ``[size]``."""
+        return float(sums[0] + sums[1])
+
+    def mean(self, sums: Floats) -> float:
+        """The mean; NaN where fewer than one client seems to have had a number."""
+        count = self.count(sums)
+        if count < 1:
+            return math.nan
+        share = min(max(float(sums[0]) / count, 0.0), 1.0)
+        return self.low + share * (self.high - self.low)
+
+    def summary(self, sums: Floats) -> Iterator[tuple[str, float]]:
+        """Mean and quantiles by their names."""
+        yield self.name, self.mean(sums)
+        for name, share in QUANTILES.items() if self.quantiles else ():
+            yield f"{self.name}-{name}", self.quantile(sums, share)
+
+    def mean_error(self, mean: float, noise: float, count: float) -> float:
+        """Standard deviation of the mean's error, for noise of this deviation on every sum."""
+        share = (mean - self.low) / (self.high - self.low)
+        return noise * math.hypot(share, 1 - share) * (self.high - self.low) / max(count, 1.0)
+
+    def cumulative(self, sums: Floats) -> Floats:
+        """Share of the clients below each edge of a bin, ``[BINS + 1]``, from 0 to 1."""
+        below = np.cumsum(np.linalg.solve(_square_root(), sums[2:]))
+        count = max(self.count(sums), 1.0)
+        shares = np.clip(np.concatenate([[0.0], below[:-1] / count, [1.0]]), 0.0, 1.0)
+        # Midway between the least curve above that rises and the largest one below.
+        rising = np.maximum.accumulate(shares)
+        return (rising + np.minimum.accumulate(shares[::-1])[::-1]) / 2
+
+    def quantile(self, sums: Floats, share: float) -> float:
+        """What this share of the clients is below; NaN as of `mean`."""
+        if self.count(sums) < 1:
+            return math.nan
+        edges = np.linspace(self.low, self.high, BINS + 1)
+        shares = self.cumulative(sums)
+        last = int(np.searchsorted(shares, share, side="left"))
+        before, after = shares[max(last - 1, 0)], shares[last]
+        within = (share - before) / (after - before) if after > before else 0.0
+        return float(edges[max(last - 1, 0)] + within * (edges[1] - edges[0]))
+
+
+def joint_norm(ranges: Sequence[ValueRange]) -> float:
+    """The largest norm of a row of all of them."""
+    return math.sqrt(sum(one.parts for one in ranges))
+
+
+def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count: int) -> Floats:
+    """Rows ``[n, sizes together]`` of ``count`` clients' numbers; what is not given is NaN."""
+    missing = np.full(count, np.nan)
+    parts = [one.rows(np.asarray(values.get(one.name, missing))) for one in ranges]
+    return np.concatenate(parts, axis=1)
+
+
+def separate(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
+    """The sums of each one's part of the rows, by its name."""
+    ends = np.cumsum([one.size for one in ranges])
+    parts = np.split(sums, ends[:-1])
+    return {one.name: part for one, part in zip(ranges, parts, strict=True)}
