@@ -23,6 +23,7 @@ from fedsim.audit.clients import WORLDS
 from fedsim.audit.evidence import FEW, SMALL
 from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
+from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.audit.plan_checks import own_addresses
 from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
 from fedsim.audit.verdict import Verdict, audit, findings, silenced_logs
@@ -88,6 +89,9 @@ def audit_config(
                 of_examples = findings(clients)
                 found += [replace(one, name=f"{one.name}, examples") for one in of_examples]
             found += findings(evidence)
+            if config.evaluate.private:
+                metrics = MetricsEvidence(evaluating(resolved), seed)
+                found += [replace(one, name=f"{one.name}, metrics") for one in findings(metrics)]
         if config.client.private:
             assumed["examples"] = evidence.examples
     if not config.private:
@@ -335,6 +339,18 @@ def strategies(
         # resolving each again would take as long as a round.
         config = unseeded if seed is None else replace(seeded, seed=seed)
         return strategy_of(replace(resolved, config=config))
+
+    return strategy
+
+
+def evaluating(resolved: Resolved) -> StrategyFactory:
+    """Strategies of the config's own runs, with its evaluations."""
+
+    def strategy(seed: int | None) -> DPFedAvg:
+        assert seed is not None
+        changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
+        config = resolved.config.replace(**changes)
+        return strategy_of(replace(resolved, config=replace(config, seed=seed)))
 
     return strategy
 

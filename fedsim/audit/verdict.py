@@ -21,6 +21,7 @@ from fedsim.audit.claim import Claim
 from fedsim.audit.clients import WORLDS, World
 from fedsim.audit.evidence import ClientEvidence, with_whole_model
 from fedsim.audit.local_training import line_for_every_round, passes
+from fedsim.audit.metrics_release import line_for_every_evaluation, moved_metrics
 from fedsim.audit.neighbouring_runs import no_fault
 from fedsim.audit.one_run import OneRun, guess_coins
 from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget
@@ -111,6 +112,8 @@ _TABLE: dict[Part, tuple[tuple[str, str, Callable[..., Finding], str], ...]] = {
          bounded, "a released scalar has too little noise"),
         ("messages", "in_layers.canaries",
          fault("messages", "updates in messages add what blocks of rows add"), "rows count twice"),
+        ("what one client's metrics move", "evaluated", moved_metrics,
+         "numbers are not clamped to their ranges"),
         ("what one example moves in the model itself", "own_examples", bounded,
          "gradients are not per example"),
     ),
@@ -141,6 +144,8 @@ _TABLE: dict[Part, tuple[tuple[str, str, Callable[..., Finding], str], ...]] = {
          "a release is not charged"),
         ("what a line says", "charges", ledger.event_of_every_line, "another event is charged"),
         ("one line, one release", "charges", ledger.one_line_each, "a release is charged twice"),
+        ("a line for every evaluation", "evaluated", line_for_every_evaluation,
+         "an evaluation is not charged"),
         ("a line for every round", "lines", line_for_every_round,
          "a release is not charged"),
         ("charges", "in_layers.canaries", fault("charges", "the same is charged"),

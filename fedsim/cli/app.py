@@ -17,6 +17,7 @@ from fedsim.cli.privacy import privacy
 from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run
 from fedsim.cli.run_directory import compare, evaluate, export, report
+from fedsim.cli.stats import stats
 from fedsim.cli.sweep import sweep
 from fedsim.errors import FedsimError
 
@@ -66,7 +67,19 @@ def _no_experiment(context: typer.Context) -> None:
 
 
 # In the order in which `fedsim --help` lists them.
-for command in (run, report, compare, evaluate, export, sweep, privacy, partition, audit, tune):
+for command in (
+    run,
+    report,
+    compare,
+    evaluate,
+    export,
+    sweep,
+    privacy,
+    stats,
+    partition,
+    audit,
+    tune,
+):
     app.command(cls=ConfigCommand)(command)
 _function, _settings = _experiment()
 app.command("experiment", cls=Command, context_settings=_settings)(_function)

@@ -15,14 +15,13 @@ from fedsim.config.sections import DevicesSection
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.clipping import Clipping
 from fedsim.privacy import Event
-from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.calibration import Extrapolation, calibrate
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.laws.selection import Selection
-from fedsim.privacy.noise import Independent, Noise
-from fedsim.privacy.plan import LocalWork, ReleasePlan, sampler_beside
+from fedsim.privacy.noise import Noise
+from fedsim.privacy.plan import LocalWork, sampler_beside
 from fedsim.privacy.statement import Statement
 from fedsim.settings import settings_of
 
@@ -52,32 +51,30 @@ def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
     return noise
 
 
-def evaluation_plan(config: RunConfig) -> ReleasePlan[Clipping] | None:
-    """What private evaluations release, all of a run's planned together; None without them.
+def evaluation_event(config: RunConfig) -> Event | None:
+    """What one private evaluation costs; None without them.
 
     Its noise is what the config says, or what costs the share of its target.
     """
     evaluate, noise = config.evaluate, config.noise
     if not evaluate.private:
         return None
-    plan = ReleasePlan(
-        level="client",
-        sampler=sampler_beside(cohort(config), evaluate.fraction),
-        bound=Clipping(),
-        noise=Independent(evaluate.multiplier or 0.0, noise.hardened),
-        rounds=config.rounds // evaluate.clients_every,
-    )
-    if evaluate.multiplier is not None:
-        return plan
-    assert noise.target_epsilon is not None
-    target = evaluate.target_share * noise.target_epsilon
-    return plan.calibrated(target, planned_delta(config))
+    sampler, multiplier = sampler_beside(cohort(config), evaluate.fraction), evaluate.multiplier
+    if multiplier is None:
+        assert noise.target_epsilon is not None
+        multiplier = calibrate(
+            target_epsilon=evaluate.target_share * noise.target_epsilon,
+            cohort=sampler,
+            rounds=config.rounds // evaluate.clients_every,
+            delta=planned_delta(config),
+        )
+    return Event.of(sampler, multiplier)
 
 
 def evaluation_events(config: RunConfig) -> list[Event]:
     """What all of a run's private evaluations cost."""
-    plan = evaluation_plan(config)
-    return [] if plan is None else [plan.event().over(plan.rounds or 0)]
+    event = evaluation_event(config)
+    return [] if event is None else [event.times(config.rounds // config.evaluate.clients_every)]
 
 
 def planned_delta(config: RunConfig) -> float:
@@ -145,12 +142,12 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
     budget = flat.get("noise.max-epsilon")
     evaluation = None
     if flat.get("evaluate.private"):
-        evaluation = evaluation_plan(past_config(Path("config.toml"), flat))
+        evaluation = evaluation_event(past_config(Path("config.toml"), flat))
     every = flat.get("evaluate.clients-every")
     return Stopping(
         times=rounds if declared else 0,
         left=rounds,
-        evaluation=None if evaluation is None else evaluation.event(),
+        evaluation=evaluation,
         evaluation_every=every if isinstance(every, int) and every else 1,
         max_epsilon=budget if isinstance(budget, int | float) else None,
     ).after(made)

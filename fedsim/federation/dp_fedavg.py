@@ -263,7 +263,7 @@ evaluate_metrics_aggr_fn
             private=self.protects,
             amplified=plan.amplified,
         )
-        self._evaluation = evaluation_of(
+        self.evaluation = evaluation_of(
             EvaluationSettings(
                 self._participants,
                 fraction,

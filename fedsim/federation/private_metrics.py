@@ -23,7 +23,13 @@ from fedsim.federation.client_metrics import (
 from fedsim.federation.exchange import AskedClients
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoiseSource, Releaser
-from fedsim.mechanisms.bounded_values import ValueRange, joint_norm, joint_rows, separate
+from fedsim.mechanisms.bounded_values import (
+    Floats,
+    ValueRange,
+    joint_norm,
+    joint_rows,
+    separate,
+)
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan, sampler_beside
@@ -84,6 +90,11 @@ class PrivateEvaluation(ClientEvaluation):
         Of the rounds: the evaluations are of its population and neighbours.
     rounds : callable returning Accounting
         That of the rounds, as of now.
+
+    Attributes
+    ----------
+    plan : ReleasePlan
+        What one evaluation releases.
     """
 
     def __init__(
@@ -94,8 +105,8 @@ class PrivateEvaluation(ClientEvaluation):
         rounds: Callable[[], Accounting],
     ) -> None:
         super().__init__(settings)
-        self._metrics, self._rounds = metrics, rounds
-        self._plan = plan = metrics.plan(cohort, settings.fraction)
+        self.metrics, self._rounds = metrics, rounds
+        self.plan = plan = metrics.plan(cohort, settings.fraction)
         # Keyed by all that this release follows from: other metrics have other noise.
         keyed = rounds().randomness
         release = digest_of({"rounds": keyed.release, "evaluation": plan})
@@ -105,19 +116,19 @@ class PrivateEvaluation(ClientEvaluation):
     def accounting(self) -> Accounting:
         """Of evaluations, in the ledger of the rounds."""
         return replace(
-            self._rounds(), kind="evaluation", plan=self._plan, randomness=self._randomness
+            self._rounds(), kind="evaluation", plan=self.plan, randomness=self._randomness
         )
 
     def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
         """Everybody independently, at the rate that is charged."""
-        draws = Draws(self._randomness, level="client", amplified=self._plan.amplified)
-        drawn = self._plan.sampler.draw(server_round, draws)
+        draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
+        drawn = self.plan.sampler.draw(server_round, draws)
         participants, reachable = self.settings.participants, self.settings.reachable
         return participants.present(server_round, drawn, grid, reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """The noisy sum, written to the ledger before it is released."""
-        return MetricsRelease(self._metrics, self._plan, self.accounting, server_round)
+        return MetricsRelease(self.metrics, self.plan, self.accounting, server_round)
 
 
 def evaluation_of(
@@ -176,6 +187,19 @@ class MetricsRelease:
         Raises
         ------
         BudgetSpentError
+            As `release` does.
+        """
+        sums = separate(self._ranges, self.release())
+        means = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
+        names = [name for name in sorted(means) if not math.isnan(means[name])]
+        return MetricRecord({name: means[name] for name in names}) if names else None
+
+    def release(self) -> Floats:
+        """The noisy sums of all ranges, one after another.
+
+        Raises
+        ------
+        BudgetSpentError
             If another process has spent the budget meanwhile; then nothing is released.
         """
         accounting = self._accounting
@@ -187,7 +211,4 @@ class MetricsRelease:
         )
         source = NoiseSource(generator, self._plan.noise.hardened, self._round)
         released = self._releaser.release(self._total, source)
-        sums = separate(self._ranges, released.mean.numpy() * self._plan.denominator)
-        found = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
-        names = [name for name in sorted(found) if not math.isnan(found[name])]
-        return MetricRecord({name: found[name] for name in names}) if names else None
+        return np.asarray(released.mean.numpy() * self._plan.denominator)

@@ -58,6 +58,8 @@ class PrivateRounds(ResumableStrategy):
         Whether the run claims privacy at client level, and at either level.
     replying : callable, optional
         Who of those that were drawn takes part; everybody who is there by default.
+    evaluation : ClientEvaluation
+        Which clients evaluate, and what is shown of it.
     report : RoundReport or None
         What happened in the round aggregated last.
     """
@@ -75,7 +77,7 @@ class PrivateRounds(ResumableStrategy):
     _accounting: Accounting
     _budgets: ClientBudgets
     _participants: Participants
-    _evaluation: ClientEvaluation
+    evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
     # Makes a round's aggregation of the settings and what is pending.
     _aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
@@ -256,7 +258,7 @@ class PrivateRounds(ResumableStrategy):
         self.mechanism.sensitivity(self._mechanism_state, layout)
         refuse_shares(self.plan, self.placement)
         self._accounting.check()
-        if (evaluations := self._evaluation.accounting) is not None:
+        if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()
 
     def take_layout(self, server: dict[str, Tensor]) -> Layout:
@@ -366,9 +368,9 @@ class PrivateRounds(ResumableStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask clients to evaluate the model, where a budget allows what comes of it."""
-        if self._stops(self._evaluation.stops(server_round)):
+        if self._stops(self.evaluation.stops(server_round)):
             return []
-        return self._evaluation.configure(server_round, arrays, config, grid)
+        return self.evaluation.configure(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -378,7 +380,7 @@ class PrivateRounds(ResumableStrategy):
         None if no client was asked or none answered, or nothing is left of them.
         """
         try:
-            return self._evaluation.aggregate(server_round, replies)
+            return self.evaluation.aggregate(server_round, replies)
         except BudgetSpentError as error:
             self._stops(str(error))
             return None

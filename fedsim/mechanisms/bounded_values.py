@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import Tensor, torch
 
 Floats = npt.NDArray[np.float64]
 
@@ -141,6 +142,64 @@ class ValueRange:
         return float(edges[max(last - 1, 0)] + within * (edges[1] - edges[0]))
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Mean, deviation and, by quantiles, the distribution of a number that examples have.
+
+    Parameters
+    ----------
+    name : str
+    low, high : float
+        The range to which it is clamped.
+    quantiles : bool
+
+    Raises
+    ------
+    FedsimError
+        As of `ValueRange`.
+    """
+
+    name: str
+    low: float
+    high: float
+    quantiles: bool = False
+
+    @property
+    def ranges(self) -> tuple[ValueRange, ValueRange]:
+        """Of the number itself, and of its squared distance from the middle of its range."""
+        half = (self.high - self.low) / 2
+        return (
+            ValueRange(self.name, self.low, self.high, self.quantiles),
+            ValueRange(f"{self.name}, squared", 0.0, half * half),
+        )
+
+    @property
+    def size(self) -> int:
+        """Entries of a row."""
+        return sum(one.size for one in self.ranges)
+
+    def coded(self, values: Tensor) -> Tensor:
+        """Mean rows ``[..., size]`` of numbers ``[..., n]``; of what is NaN, zeros."""
+        there = ~values.isnan()
+        scaled = ((values - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        scaled = torch.where(there, scaled, 0.0)
+        square = (2 * scaled - 1).square()
+        parts = [torch.stack([scaled, 1 - scaled], -1)]
+        if self.quantiles:
+            columns = torch.from_numpy(_square_root().T.copy()).to(values)
+            parts.append(columns[(scaled * BINS).long().clamp_max(BINS - 1)])
+        parts.append(torch.stack([square, 1 - square], -1))
+        rows = torch.cat(parts, -1) * there[..., None]
+        return rows.mean(-2)
+
+    def deviation(self, sums: Floats) -> float:
+        """Standard deviation over examples, clients counting the same; NaN as of a mean."""
+        value, square = self.ranges
+        mean = value.mean(sums[: value.size]) - (self.low + self.high) / 2
+        variance = square.mean(sums[value.size :]) - mean**2
+        return math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0))
+
+
 def joint_norm(ranges: Sequence[ValueRange]) -> float:
     """The largest norm of a row of all of them."""
     return math.sqrt(sum(one.parts for one in ranges))
@@ -157,4 +216,4 @@ def separate(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
     """The sums of each one's part of the rows, by its name."""
     ends = np.cumsum([one.size for one in ranges])
     parts = np.split(sums, ends[:-1])
-    return {one.name: part for one, part in zip(ranges, parts, strict=True)}
+    return {one.name: sums for one, sums in zip(ranges, parts, strict=True)}

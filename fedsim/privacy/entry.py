@@ -16,7 +16,7 @@ from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import Ge, check_settings
 
-Kind = Literal["release", "evaluation", "statistics", "torn"]
+Kind = Literal["release", "evaluation", "torn"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
@@ -34,9 +34,9 @@ class Entry:
 
     Attributes
     ----------
-    kind : "release", "evaluation", "statistics" or "torn"
-        A round's release; that of the clients' metrics in a round; that of statistics before any;
-        or what stands for an unreadable last line, counted at the cost of ``event``.
+    kind : "release", "evaluation" or "torn"
+        A round's release; that of the clients' metrics in a round; or what stands for an
+        unreadable last line, counted at the cost of ``event``.
     round : int or None
     attempt : int
         How often the round was drawn before; each attempt is charged.

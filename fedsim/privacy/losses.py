@@ -82,6 +82,8 @@ def bisected(
             return low, math.inf
     while high - low > tolerance * high:
         middle = (low + high) / 2
+        if not low < middle < high:  # no number is between them
+            break
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return low, high
 

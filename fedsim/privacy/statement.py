@@ -26,7 +26,6 @@ _ADJACENCIES: dict[Adjacency, str] = {
 _MODELS = "the sequence of global models"
 _BESIDE = {
     "evaluation": "the noisy metrics of clients' evaluations",
-    "statistics": "the noisy statistics of clients' data",
 }
 
 _METHODS = {

@@ -19,8 +19,8 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import (
     cohort,
     entropy,
+    evaluation_event,
     evaluation_events,
-    evaluation_plan,
     local_work,
     made_noise,
     planned_delta,
@@ -106,8 +106,8 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
     FedsimError
         If a range is of no metric, or no metric has one.
     """
-    plan = evaluation_plan(config)
-    if plan is None:
+    event = evaluation_event(config)
+    if event is None:
         return None
     evaluate, known = config.evaluate, {"loss": None, **metrics(config)}
     declared = evaluate.declared_ranges()
@@ -127,7 +127,7 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
             f"evaluate.ranges is empty, and {', '.join(known)} have no range of their own; it must "
             "give at least one, such as 'loss(0,5)'."
         )
-    return PrivateMetrics(ranges, plan.noise.multiplier, config.noise.hardened)
+    return PrivateMetrics(ranges, event.noise_multiplier, config.noise.hardened)
 
 
 def loss(config: RunConfig) -> Loss:

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, evaluation_plan, release_digest, stopping
+from fedsim.config.plan import entropy, evaluation_event, release_digest, stopping
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
@@ -195,8 +195,8 @@ def _multipliers(
         found |= {"noise.coefficients": plan.noise.coefficients}
     if plan is not None and config.noise.target_epsilon is not None:
         found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
-        if (evaluation := evaluation_plan(config)) is not None:
-            found["evaluate.multiplier"] = evaluation.noise.multiplier
+        if (evaluation := evaluation_event(config)) is not None:
+            found["evaluate.multiplier"] = evaluation.noise_multiplier
     if privacy is not None and config.client.noise.target_epsilon is not None:
         z = privacy.noise_multiplier
         found |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}

@@ -15,7 +15,7 @@ from flwr.app import MetricRecord
 import fedsim
 from fedsim import RunConfig
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
-from fedsim.config.plan import evaluation_plan, stopping
+from fedsim.config.plan import evaluation_event, stopping
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
@@ -193,11 +193,10 @@ CONFIG = RunConfig.parse(
 
 
 def test_a_target_is_of_rounds_and_evaluations_together() -> None:
-    plan = evaluation_plan(CONFIG)
-    assert plan is not None
+    event = evaluation_event(CONFIG)
+    assert event is not None
     # Two of 12 rounds have one; they alone cost their share.
-    assert plan.rounds == 2
-    assert Accountant([plan.event().times(2)]).epsilon(1e-5) == pytest.approx(1.2, rel=1e-3)
+    assert Accountant([event.times(2)]).epsilon(1e-5) == pytest.approx(1.2, rel=1e-3)
     result = fedsim.run(CONFIG)
     (statement,) = result.statements
     assert 6.0 * (1 - 1e-3) <= statement.epsilon <= 6.0

@@ -1,0 +1,96 @@
+"""What an audit looks at of private evaluations: their noise, what a client moves, their lines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from fedsim.audit.checks import Finding, Floats, invariant
+from fedsim.audit.noise_checks import NoiseSample
+from fedsim.audit.target import StrategyFactory
+from fedsim.federation.private_metrics import PrivateEvaluation
+from fedsim.federation.replies import Reply
+from fedsim.mechanisms.bounded_values import joint_norm
+from fedsim.rows.block import Block
+from fedsim.strategies import DPFedAvg
+
+RUNS, ROUNDS = 4, 100
+EXTREMES = (math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0, 0.5)
+"""What a client may report."""
+ROUNDING = 1e-6
+"""Of a row on the sum's grid, and of sums beside noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class MetricsEvidence:
+    """Releases of metrics, of no client or of a single one.
+
+    Parameters
+    ----------
+    strategies : callable
+        From a seed to a strategy with private metrics.
+    seed : int
+    """
+
+    strategies: StrategyFactory
+    seed: int
+    row: ClassVar[str] = "client"
+
+    @property
+    def alone(self) -> MetricsEvidence:
+        """Itself: of no client there is noise alone."""
+        return self
+
+    @cached_property
+    def noise(self) -> NoiseSample:
+        """Evaluations to which nobody replied, as standard normals."""
+        evaluations = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
+        noise = [[e.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for e in evaluations]
+        plan = evaluations[0].plan
+        units = np.array(noise) / (
+            plan.noise.multiplier * joint_norm(evaluations[0].metrics.ranges)
+        )
+        columns = [slice(0, units.shape[-1])]
+        return NoiseSample.of(units, columns)
+
+    @property
+    def evaluated(self) -> tuple[DPFedAvg, list[Floats]]:
+        """A strategy, and how far one client moves its evaluations, by what it reports."""
+        quiet, loud = _evaluation(self.strategies(self.seed)), self.strategies(self.seed)
+        evaluation = _evaluation(loud)
+        names = [one.name for one in evaluation.metrics.ranges]
+        moves = []
+        for number, extreme in enumerate(EXTREMES, start=1):
+            metrics = {"num-examples": np.ones(1), **{n: np.array([extreme]) for n in names}}
+            release = evaluation.metrics_sum(number)
+            release.add(Reply(Block.sent(np.zeros(1, dtype=np.int64), None, metrics)))
+            moves.append(release.release() - quiet.metrics_sum(number).release())
+        return loud, moves
+
+
+def _evaluation(strategy: DPFedAvg) -> PrivateEvaluation:
+    assert isinstance(strategy.evaluation, PrivateEvaluation)
+    return strategy.evaluation
+
+
+def moved_metrics(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
+    """Whether no client moves an evaluation by more than its noise is for."""
+    norm = joint_norm(_evaluation(strategy).metrics.ranges)
+    lengths = [float(np.linalg.norm(move)) for move in moves]
+    most = max(lengths)
+    # Not a number is longer than anything.
+    broken = None if most <= norm * (1 + ROUNDING) else f"{most:.6g}"
+    return invariant(f"{len(moves)} reports of one client", broken, f"at most {norm:.6g}")
+
+
+def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
+    """Whether each evaluation has one line, which says what it cost."""
+    event = _evaluation(strategy).plan.event()
+    lines = [(entry.kind, entry.round, entry.event) for entry in strategy.ledger.entries]
+    expected = [("evaluation", number, event) for number in range(1, len(moves) + 1)]
+    broken = None if lines == expected else f"{len(lines)} lines, or of other events"
+    return invariant(f"{len(moves)} evaluations", broken, "one line each, of its own event")

@@ -1,0 +1,58 @@
+"""A model whose one gradient step is a client's statistics, for `fedsim stats`.
+
+Its parameter has an entry for each sum. With the loss of the same name, its gradient for an example
+is minus the row with which the example enters the sums. So one step at rate 1 on all of a client's
+examples is the client's mean row, and one round, on any engine, is a noisy sum of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fedsim.mechanisms.bounded_values import Moments
+from fedsim.models.networks import Network
+from fedsim.registry import register
+from fedsim.settings import Doc
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@register("model", "statistics")
+@dataclass(frozen=True)
+class Statistics(Network):
+    """No predictor: sums from which means, deviations, quantiles and shares of classes follow."""
+
+    inputs: Annotated[
+        Literal["none", "each", "together"],
+        Doc("Of which inputs: each feature or channel by itself, all as one, or none."),
+    ] = "each"
+    low: Annotated[float, Doc("Inputs below it count as it.")] = 0.0
+    high: Annotated[float, Doc("Inputs above it count as it.")] = 1.0
+    quantiles: Annotated[bool, Doc("Whether there are histograms, and quantiles by them.")] = False
+    targets: Annotated[
+        Literal["none", "classes", "numbers"], Doc("What targets are; none for nothing of them.")
+    ] = "none"
+
+    @property
+    def moments(self) -> Moments:
+        """How an input enters the sums."""
+        return Moments("inputs", self.low, self.high, self.quantiles)
+
+    def columns(self, input_shape: Sequence[int]) -> int:
+        """How many inputs have sums of their own."""
+        return {"none": 0, "each": input_shape[0], "together": 1}[self.inputs]
+
+    def target_sums(self, outputs: int) -> int:
+        """Sums of targets, of so many classes or numbers."""
+        return {"none": 0, "classes": outputs, "numbers": self.moments.size * outputs}[self.targets]
+
+    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Build it for examples of this shape, and so many classes or numbers in a target."""
+        # Only now: what is read of a config waits for no torch.
+        from fedsim.models.sums import Sums
+
+        columns = self.columns(input_shape)
+        return Sums(self.moments, columns, self.target_sums(num_classes))

@@ -1,0 +1,307 @@
+"""Private statistics of clients' data, before any training: one noisy sum and what follows.
+
+They are a run of one round, on whichever engine a config names: its model is the sums
+(`fedsim.models.statistics`), so that bounds, noise, ledger and budget are those of any other run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from fedsim.config import RunConfig
+from fedsim.config.plan import cohort
+from fedsim.datasets import Dataset
+from fedsim.errors import FedsimError
+from fedsim.federation.arrays import tensors
+from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
+from fedsim.models.statistics import Statistics
+from fedsim.rows import Layout
+from fedsim.runs.factories import release_plan
+from fedsim.runs.record import RunResult
+
+KEPT = ("name", "seed", "data", "partition", "engine")
+"""Tables and keys of a config that say whose examples there are, and where they are."""
+EXAMPLES = "num-examples"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which statistics, and for how much privacy.
+
+    Parameters
+    ----------
+    target_epsilon, multiplier : float or None
+        One of them: of the one release that all of them are.
+    inputs, targets : pair of float, or None
+        The ranges to which these are clamped; None for nothing of inputs, and of targets that are
+        numbers. Shares of classes need none.
+    together : bool
+        Whether all inputs are one number of many examples, and not each feature or channel one.
+    quantiles : bool
+    examples : int
+        The most examples that a client counts with; 0 for no number of examples.
+    """
+
+    target_epsilon: float | None = None
+    multiplier: float | None = None
+    inputs: tuple[float, float] | None = None
+    targets: tuple[float, float] | None = None
+    together: bool = False
+    quantiles: bool = False
+    examples: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One statistic.
+
+    Attributes
+    ----------
+    name : str
+    value : float
+        NaN where the noise leaves none.
+    error : float
+        Standard deviation of what the noise moves it by; NaN where no formula says it.
+    """
+
+    name: str
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class StatisticsPlan:
+    """A run of one round whose model is the statistics of a config's clients.
+
+    Attributes
+    ----------
+    config : RunConfig
+        Of that run.
+    model : Statistics
+    targets : Moments or None
+        How targets that are numbers enter the sums.
+    columns, outputs : int
+        Inputs with sums of their own; classes, or numbers in a target.
+    """
+
+    config: RunConfig
+    model: Statistics
+    targets: Moments | None
+    columns: int
+    outputs: int
+
+    @classmethod
+    def of(cls, config: RunConfig, asked: Asked, dataset: Dataset) -> Self:
+        """Of a config's clients.
+
+        Raises
+        ------
+        FedsimError
+            If nothing is asked for, or something that these data have not.
+        """
+        classes = _asks_classes(asked, dataset)
+        model = Statistics(
+            "none" if asked.inputs is None else "together" if asked.together else "each",
+            *(asked.inputs or (0.0, 1.0)),
+            asked.quantiles,
+            "classes" if classes else "none" if asked.targets is None else "numbers",
+        )
+        targets = asked.targets and Moments("targets", *asked.targets, asked.quantiles)
+        columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
+        moments = columns + outputs * (targets is not None)
+        parts = classes + moments * sum(one.parts for one in model.moments.ranges)
+        run = _config(config, asked, model, targets, math.sqrt(max(parts, 1)))
+        return cls(run, model, targets, columns, outputs)
+
+    def found(self, result: RunResult) -> StatisticsFound:
+        """What follows from the release of that run."""
+        arrays, plan = tensors(result.arrays), release_plan(self.config)
+        layout, bound = Layout.of(arrays), plan.bound
+        assert isinstance(bound, Mechanism)
+        split = bound.noise_multipliers(plan.noise.multiplier, plan.denominator, layout)
+        norm = bound.cover(layout)[0].bound.radius({}, layout.d)
+        sums = layout.flatten(arrays).numpy() * plan.denominator
+        reader = _Reader(sums, split["sum"] * float(norm))
+        for name in _numbered("input", self.columns, self.model.inputs == "together"):
+            reader.take_moments(replace(self.model.moments, name=name))
+        for name in _numbered("target", self.outputs, self.outputs == 1) if self.targets else ():
+            assert self.targets is not None
+            reader.take_moments(replace(self.targets, name=name))
+        if self.model.targets == "classes":
+            reader.take_classes(self.outputs)
+        if bound.sides:
+            (side,) = bound.sides
+            error = split[side.name] * side.scalar.half / plan.denominator
+            mean = float(result.metrics[-1][side.name])
+            reader.estimates.append(Estimate("examples of a client", mean, error))
+        clients = self.config.partition.clients
+        return StatisticsFound(reader.estimates, reader.histograms, clients)
+
+
+def _asks_classes(asked: Asked, dataset: Dataset) -> bool:
+    """Whether shares of classes are released.
+
+    Raises
+    ------
+    FedsimError
+        If something is asked for that these data have not, or nothing.
+    """
+    y = dataset.train.y
+    classes = bool(dataset.num_classes) and y.dim() == 1
+    if classes and asked.targets is not None:
+        raise FedsimError("--targets is a range, and these targets are classes; leave it out.")
+    if asked.targets is not None and not y.is_floating_point():
+        raise FedsimError("--targets is a range, and these targets are no numbers; leave it out.")
+    if dataset.vocabulary and asked.inputs is not None:
+        raise FedsimError("--inputs is a range, and these inputs are tokens; leave it out.")
+    if not classes and (asked.inputs, asked.targets) == (None, None):
+        raise FedsimError("nothing is asked for; give --inputs LOW,HIGH or --targets LOW,HIGH.")
+    return classes
+
+
+def _config(
+    config: RunConfig, asked: Asked, model: Statistics, targets: Moments | None, norm: float
+) -> RunConfig:
+    """The run: whose examples, where and how noisy as the config says; all else for statistics."""
+    tree = config.to_tree()
+    whose: dict[str, Any] = {key: tree[key] for key in KEPT}
+    whose["data"] |= {"normalize": False, "validation": 0.0}
+    noise = {key: tree["noise"][key] for key in ("delta", "entropy", "hardened", "max-epsilon")}
+    price = {"multiplier": asked.multiplier, "target-epsilon": asked.target_epsilon}
+    if len([given for given in price.values() if given is not None]) != 1:
+        raise FedsimError("give --epsilon or --multiplier, one of them: what it may cost.")
+    mechanism: dict[str, Any] = {"name": "clipping", "clip-norm": norm}
+    if asked.examples:
+        mechanism |= {"private-scalar": EXAMPLES, "private-scalar-high": float(asked.examples)}
+    loss: dict[str, Any] = {"loss": "statistics", "metrics": "", "quantiles": asked.quantiles}
+    if targets is not None:
+        loss |= {"low": targets.low, "high": targets.high}
+    # Everybody, and of the neighbours that later rounds have, so that the two add up.
+    everybody: dict[str, Any] = {"name": "full"}
+    if cohort(config).adjacency == "replace-one":
+        everybody = {"name": "fixed", "size": config.partition.clients}
+    return RunConfig.parse(
+        {
+            **whose,
+            "rounds": 1,
+            "model": {"name": "statistics", "dtype": "float64", **asdict(model)},
+            "task": loss,
+            "client": {"name": "sgd", "lr": 1.0, "batch-size": 0, "epochs": 1},
+            "cohort": everybody,
+            "mechanism": mechanism,
+            "noise": noise | {k: "" if value is None else value for k, value in price.items()},
+            "evaluate": {"every": 0},
+        }
+    )
+
+
+def _numbered(name: str, count: int, alone: bool) -> list[str]:
+    if alone:
+        return [f"{name}s"] if name == "input" else [name]
+    return [f"{name} {k}" for k in range(count)]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Shares of clients' examples below the edges of equal bins, ``[BINS + 1]``."""
+
+    name: str
+    low: float
+    high: float
+    below: Floats
+
+    @property
+    def shares(self) -> Floats:
+        """Of each bin."""
+        return np.diff(self.below)
+
+    @property
+    def edges(self) -> Floats:
+        """Ends of the bins."""
+        return np.linspace(self.low, self.high, BINS + 1)
+
+
+@dataclass(frozen=True)
+class StatisticsFound:
+    """What a run of statistics has found.
+
+    Attributes
+    ----------
+    estimates : list of Estimate
+    histograms : list of Histogram
+    clients : int
+        Among whom it was asked.
+    """
+
+    estimates: list[Estimate]
+    histograms: list[Histogram]
+    clients: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; what is not known is None."""
+        return {
+            "clients": self.clients,
+            "statistics": {
+                one.name: {"value": _known(one.value), "error": _known(one.error)}
+                for one in self.estimates
+            },
+            "histograms": {
+                one.name: {"edges": one.edges.tolist(), "shares": one.shares.tolist()}
+                for one in self.histograms
+            },
+        }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+class _Reader:
+    """Reads estimates from noisy sums ``[d]``, each with noise of this standard deviation."""
+
+    def __init__(self, sums: Floats, noise: float) -> None:
+        self._left, self._noise = sums, noise
+        self.estimates: list[Estimate] = []
+        self.histograms: list[Histogram] = []
+
+    def _next(self, size: int) -> Floats:
+        sums, self._left = self._left[:size], self._left[size:]
+        return sums
+
+    def take_moments(self, moments: Moments) -> None:
+        """Mean, deviation and quantiles of one number."""
+        sums, noise = self._next(moments.size), self._noise
+        value, square = moments.ranges
+        first, second = sums[: value.size], sums[value.size :]
+        count, mean = value.count(first), value.mean(first)
+        mean_error = value.mean_error(mean, noise, count)
+        deviation = moments.deviation(sums)
+        square_error = square.mean_error(square.mean(second), noise, square.count(second))
+        # Of the variance, to first order; a root moves by no more than the root of that.
+        off_centre = mean - (moments.low + moments.high) / 2
+        spread = math.hypot(square_error, 2 * off_centre * mean_error)
+        error = min(spread / (2 * max(deviation, 1e-300)), math.sqrt(spread))
+        self.estimates += [
+            Estimate(f"{moments.name}: mean", mean, mean_error),
+            Estimate(f"{moments.name}: standard deviation", deviation, error),
+        ]
+        if moments.quantiles:
+            below = value.cumulative(first)
+            self.histograms.append(Histogram(moments.name, moments.low, moments.high, below))
+            for name, share in QUANTILES.items():
+                estimate = value.quantile(first, share)
+                self.estimates.append(Estimate(f"{moments.name}: {name}", estimate, math.nan))
+
+    def take_classes(self, classes: int) -> None:
+        """The share of each class."""
+        sums = self._next(classes)
+        count = max(float(sums.sum()), 1.0)
+        for k, number in enumerate(sums.tolist()):
+            share = min(max(number / count, 0.0), 1.0)
+            error = self._noise * math.hypot(1 - share, share * math.sqrt(classes - 1)) / count
+            self.estimates.append(Estimate(f"class {k}: share", share, error))

@@ -1,0 +1,35 @@
+"""The loss with which a gradient is a row of statistics; see `fedsim.models.statistics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fedsim.lazy import Tensor, torch
+from fedsim.mechanisms.bounded_values import Moments
+from fedsim.registry import register
+from fedsim.settings import Doc
+from fedsim.tasks.losses import ExampleLoss
+
+
+@register("loss", "statistics")
+@dataclass(frozen=True)
+class StatisticsLoss(ExampleLoss):
+    """Minus the inner product of the model's sums with an example's row; of that model alone."""
+
+    low: Annotated[float, Doc("Targets below it count as it, where they are numbers.")] = 0.0
+    high: Annotated[float, Doc("Targets above it count as it.")] = 1.0
+    quantiles: Annotated[bool, Doc("Whether there are histograms, and quantiles by them.")] = False
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        inputs, sums = outputs[:, 0], outputs[:, 1:]
+        if not sums.shape[1]:
+            return -inputs
+        if targets.is_floating_point():
+            moments = Moments("targets", self.low, self.high, self.quantiles)
+            rows = moments.coded(targets.to(sums).reshape(len(targets), -1, 1)).flatten(1)
+        else:
+            classes = torch.arange(sums.shape[1], device=sums.device)
+            rows = (targets[:, None] == classes).to(sums)
+        return -(inputs + (sums * rows).sum(1))

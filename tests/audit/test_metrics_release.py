@@ -1,0 +1,98 @@
+"""The audit of private evaluations: an honest one passes, and what is planted is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fedsim import RunConfig
+from fedsim.audit.config_audit import evaluating
+from fedsim.audit.metrics_release import MetricsEvidence
+from fedsim.audit.verdict import findings
+from fedsim.federation.accounting import Accounting
+from fedsim.federation.private_metrics import MetricsRelease, PrivateEvaluation
+from fedsim.mechanisms import Clipping
+from fedsim.runs.resolve import resolve
+
+CONFIG = RunConfig.parse(
+    {
+        "rounds": 4,
+        "partition": {"clients": 30},
+        "cohort": {"name": "poisson", "rate": 0.5},
+        "mechanism": {"name": "clipping"},
+        "noise": {"multiplier": 1.0},
+        "evaluate": {
+            "clients-every": 1, "private": True, "multiplier": 2.0, "ranges": "loss(0,5)",
+            "quantiles": True,
+        },
+    }
+)  # fmt: skip
+RISK = 1e-4  # of each of some sixteen checks
+
+
+def violated(seed: int) -> set[str]:
+    evidence = MetricsEvidence(evaluating(resolve(CONFIG)), seed)
+    return {str(one) for one in findings(evidence) if one.refutes(RISK)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_honest_evaluation_passes(seed: int) -> None:
+    assert violated(seed) == set()
+
+
+def _less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = MetricsRelease.release
+    monkeypatch.setattr(MetricsRelease, "release", lambda self: 0.9 * exact(self))
+
+
+def _same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = PrivateEvaluation.metrics_sum
+    monkeypatch.setattr(
+        PrivateEvaluation, "metrics_sum", lambda self, number: exact(self, 1 + number % 50)
+    )
+    monkeypatch.setattr(Accounting, "record", lambda *_: None)
+
+
+def _wider_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedsim.federation import private_metrics
+
+    rows = private_metrics.joint_rows
+    monkeypatch.setattr(private_metrics, "joint_rows", lambda *given: 3 * rows(*given))
+    monkeypatch.setattr(
+        private_metrics.PrivateMetrics,
+        "plan",
+        _planned_with(private_metrics.PrivateMetrics.plan),
+    )
+
+
+def _planned_with(plan: Callable[..., Any]) -> Callable[..., Any]:
+    from dataclasses import replace
+
+    def planned(self: object, *given: Any) -> Any:
+        made = plan(self, *given)
+        noise = made.noise.scaled(made.noise.multiplier / 3)
+        return replace(made, bound=Clipping(3 * made.bound.clip_norm), noise=noise)
+
+    return planned
+
+
+def _not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accounting, "record", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (_less_noise, "noise: size in each layer"),
+        (_same_noise, "noise: exact repeats"),
+        (_wider_bound, "bound: what one client's metrics move"),
+        (_not_charged, "ledger: a line for every evaluation"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert found in violated(1)
