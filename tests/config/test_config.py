@@ -55,7 +55,7 @@ BAD = {
     "'separated' or 'module:name'.",
     (
         "model.name=resnet",
-    ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp', 'softmax', 'statistics' or",
+    ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp', 'softmax', 'stat",
     ("cohort.name=poisson", "cohort.rate=1.5"): "cohort.rate = 1.5; it must be at most 1.0.",
     ("partition.alpha=2.0",): "partition.alpha = 2.0 has no effect with partition.name = 'iid'",
     ("cohort.name=fixed", "cohort.size=101"): "at most partition.clients = 100, the population",
