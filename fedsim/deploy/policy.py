@@ -318,11 +318,19 @@ class Policy:
 
     def check_evaluation(self, config: RunConfig) -> None:
         """Refuse to evaluate where that is not allowed, or the run does not declare it."""
-        if not self.answers_evaluation:
+        if not self.answers_evaluation and not self._has_noise(config):
             raise _refusal("evaluation is asked for; here it is off")
         # So a run that is private says that it shows metrics without noise, or gets none.
         if not config.evaluate.clients_every:
             raise _refusal("evaluation is asked for, and evaluate.clients-every is 0")
+
+    def _has_noise(self, config: RunConfig) -> bool:
+        """Whether the server says that metrics get the noise that updates must have here."""
+        floors = self.least_share_noise_multiplier, self.least_example_noise_multiplier
+        if self.evaluation is not None or any(floors) or self.largest_epsilon < math.inf:
+            return False
+        noise = config.evaluate.multiplier or 0.0
+        return config.evaluate.private and noise >= self.least_noise_multiplier
 
     def join(self, client: int) -> None:
         """Count a round that the client joins, on disk and before it does; refuse one too many.

@@ -361,6 +361,21 @@ def test_where_a_floor_is_set_metrics_stay_at_home_unless_their_owner_says_other
     Policy.load(node(tmp_path, "")).check_evaluation(asks)
 
 
+def test_metrics_with_the_noise_that_updates_must_have_may_leave(tmp_path):
+    def asks(multiplier):
+        evaluate = {"clients-every": 1, "private": True, "multiplier": multiplier}
+        return config(**PRIVATE, evaluate=evaluate)
+
+    policy = Policy.load(node(tmp_path, "least-noise-multiplier = 1.5"))
+    policy.check_evaluation(asks(1.5))
+    with pytest.raises(FedsimError, match="evaluation is asked for; here it is off"):
+        policy.check_evaluation(asks(1.4))
+    for line in ("evaluation = false", "least-share-noise-multiplier = 0.1"):
+        stricter = Policy.load(node(tmp_path, f"least-noise-multiplier = 1.5\n{line}"))
+        with pytest.raises(FedsimError, match="evaluation is asked for; here it is off"):
+            stricter.check_evaluation(asks(2.0))
+
+
 def test_a_loss_that_enters_the_sum_without_the_nodes_noise_is_a_metric(tmp_path):
     policy = Policy.load(node(tmp_path, "evaluation = false"))
     scalar = {**PRIVATE["mechanism"], "private-scalar": "loss"}
