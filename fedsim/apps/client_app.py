@@ -43,11 +43,16 @@ def train(message: Message, context: Context) -> Message:
     with _admitted(context) as policy:
         if policy is not None:
             from fedsim.config import RunConfig
+            from fedsim.federation.aggregation.secagg.transcript import stage_of
             from fedsim.federation.aggregation.shares import asks_for_share
 
             config = RunConfig.from_run_config(context.run_config)
-            policy.check_share(asks_for_share(message), config)
-            policy.join(client_id(context.node_config))
+            stage = stage_of(message)
+            # Only one stage of secure aggregation has anything of the client's data.
+            if stage in (None, "masked"):
+                policy.check_masked(masked=stage is not None, config=config)
+                policy.check_share(asks_for_share(message), config)
+                policy.join(client_id(context.node_config))
         reply = _client()(message, context)
         if policy is not None and not policy.answers_evaluation:
             _leave_metrics_out(reply)
@@ -98,4 +103,7 @@ def _client() -> ClientApp:
     def seconds_for(context: Context) -> float:
         return RunConfig.from_run_config(context.run_config).engine.timeout
 
-    return client_app(trainer_for, mechanism_for, seconds_for)
+    def threshold_for(context: Context) -> int:
+        return RunConfig.from_run_config(context.run_config).secagg.threshold
+
+    return client_app(trainer_for, mechanism_for, seconds_for, threshold_for)

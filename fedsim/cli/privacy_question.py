@@ -10,6 +10,7 @@ from typing import Any, get_args
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import (
     cohort,
+    cohort_known,
     entropy,
     evaluation_events,
     extrapolation,
@@ -198,6 +199,7 @@ def plan_of(config: RunConfig) -> ReleasePlan[Any]:
         noise=made_noise(config.noise),
         rounds=config.rounds,
         selection=selection(config),
+        cohort_known=cohort_known(config),
     )
 
 

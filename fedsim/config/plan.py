@@ -39,6 +39,11 @@ def cohort(config: RunConfig) -> Cohort:
     return sampler
 
 
+def cohort_known(config: RunConfig) -> bool:
+    """Whether the guarantee is against a server, who knows which clients it has sampled."""
+    return config.secagg.threshold > 0 and config.secagg.observer == "server"
+
+
 def selection(config: RunConfig) -> Selection | None:
     """Of how many runs the best one is published, where a config says so."""
     section = config.privacy

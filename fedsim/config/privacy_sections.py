@@ -124,6 +124,41 @@ class NoiseSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
+class SecAggSection(ConfigTable):
+    """Secure aggregation: the server learns the sum of clients' noisy shares, and no share."""
+
+    table: ClassVar[str] = "secagg"
+    threshold: Annotated[
+        int,
+        Ge(0),
+        Doc(
+            "The fewest clients that a sum is of; with fewer a round is lost, and charged. 0 for "
+            "no secure aggregation."
+        ),
+    ] = 0
+    colluders: Annotated[
+        int,
+        Ge(0),
+        Doc(
+            "The most clients that tell the server what they know: the noise of threshold less "
+            "colluders is all that is counted on."
+        ),
+    ] = 0
+    observer: Annotated[
+        Literal["server", "outsider"],
+        Doc(
+            "Whom the guarantee is against: the server, who knows which clients were sampled, so "
+            "that sampling amplifies nothing, or those who see the models alone."
+        ),
+    ] = "server"
+    simulate: Annotated[
+        bool,
+        OUTSIDE_RELEASE,
+        Doc("Whether engine 'local' sends masked messages too, in place of the same sum in clear."),
+    ] = False
+
+
+@dataclass(frozen=True, init=False)
 class PrivacySection(ConfigTable):
     """What the privacy statement reports beside the guarantee of one client."""
 

@@ -254,6 +254,39 @@ RULES: tuple[KeyRule, ...] = (
         "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise gives "
         "a finite epsilon",
     ),
+    # Secure aggregation.
+    KeyRule(
+        "secagg.threshold",
+        lambda c: not c.secagg.threshold or 2 <= c.secagg.threshold <= c.partition.clients,
+        "0, or from 2 to partition.clients = {partition.clients}",
+    ),
+    KeyRule(
+        "secagg.colluders",
+        lambda c: c.secagg.colluders < max(c.secagg.threshold, 1),
+        "below secagg.threshold = {secagg.threshold}: of a sum's clients one must be honest",
+    ),
+    KeyRule(
+        "secagg.threshold",
+        lambda c: not c.secagg.threshold or (c.private and c.noise.placement == "client"),
+        "0, or noise.placement = 'client' with a mechanism and noise: the server sees the sum, "
+        "which only clients' own noise protects from it",
+    ),
+    KeyRule(
+        "secagg.threshold",
+        lambda c: not (c.secagg.threshold and c.evaluate.unprotected),
+        "0 while evaluate.unprotected = true, which shows what single clients report",
+    ),
+    KeyRule(
+        "secagg.threshold",
+        lambda c: c.cohort.name != "fixed" or c.secagg.threshold <= c.cohort.size,
+        "at most cohort.size = {cohort.size}",
+    ),
+    KeyRule(
+        "secagg.simulate",
+        lambda c: not c.secagg.simulate or (c.secagg.threshold and c.engine.name == "local"),
+        "false without secagg.threshold or on other engines: 'simulation' and 'deployment' mask "
+        "always, and 'ray' never does",
+    ),
     # What a guarantee does not go with.
     KeyRule(
         "privacy.group",

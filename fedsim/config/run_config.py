@@ -20,7 +20,12 @@ from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
 from fedsim.config.evaluate_section import EvaluateSection
-from fedsim.config.privacy_sections import MechanismSection, NoiseSection, PrivacySection
+from fedsim.config.privacy_sections import (
+    MechanismSection,
+    NoiseSection,
+    PrivacySection,
+    SecAggSection,
+)
 from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
     ClientSection,
@@ -172,6 +177,7 @@ class RunConfig(ConfigTable):
     cohort: CohortSection = field(default_factory=CohortSection)
     mechanism: MechanismSection = field(default_factory=MechanismSection)
     noise: NoiseSection = field(default_factory=NoiseSection)
+    secagg: SecAggSection = field(default_factory=SecAggSection)
     privacy: Annotated[PrivacySection, OUTSIDE_RELEASE] = field(default_factory=PrivacySection)
     server: ServerSection = field(default_factory=ServerSection)
     devices: DevicesSection = field(default_factory=DevicesSection)

@@ -87,6 +87,8 @@ class Policy:
     evaluation : bool or None
         Whether metrics of its data are answered, which no noise protects, and training losses
         go with its updates. None: unless one of the floors on noise or ``largest_epsilon`` is set.
+    secure_aggregation : bool
+        Whether its shares leave under masks alone, so that the server sees sums and no share.
     clients : int
         How many clients there are, by ``node.toml``: who adds noise to its share for
         more is refused. 0 where that is not known.
@@ -107,6 +109,7 @@ class Policy:
     least_population: Annotated[int, Ge(0)] = 1
     most_rounds: Annotated[int, Ge(0)] = 0
     evaluation: bool | None = None
+    secure_aggregation: bool = False
     clients: int = 0
     directory: Path = Path()
 
@@ -251,6 +254,20 @@ class Policy:
             raise _refusal(
                 "noise.entropy is 'config', and noise that this node adds would follow from the "
                 "run's seed; here it must be 'system'"
+            )
+
+    def check_masked(self, *, masked: bool, config: RunConfig) -> None:
+        """Refuse to send what the server sees where only sums may leave, or the run says so."""
+        if masked:
+            return
+        if self.secure_aggregation:
+            raise _refusal(
+                "the server asks for this node's share without a mask; here secagg.threshold must "
+                "be set"
+            )
+        if config.secagg.threshold:
+            raise _refusal(
+                "secagg.threshold is set, and the server asks for this node's share without a mask"
             )
 
     def check_share(self, request: ConfigRecord | None, config: RunConfig) -> None:

@@ -50,6 +50,7 @@ _POLICY = """
 # least-population = 1                  # clients that the run declares
 # most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
 # evaluation = true                     # whether metrics leave the node; false where a floor is set
+# secure-aggregation = false            # whether shares leave under masks alone, in sums
 """
 """The table `policy` of a new ``node.toml``, in comments, every key at its default."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from fedsim.federation.round_report import RoundReport
 from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.entry import Kind
+from fedsim.privacy.entry import Fact, Kind
 from fedsim.privacy.ledger_lines import GENESIS
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
@@ -61,6 +61,8 @@ class Accounting:
         The config's digest; without one no release is taken for one that was made before.
     placement, randomness
         What else the ledger's lines say.
+    public : mapping of str to str, number or bool
+        What else is public of every release, beside what the plan says.
     kind : "release" or "evaluation"
         What is released: a round, or the clients' metrics in it.
     known : int or None
@@ -75,6 +77,7 @@ class Accounting:
     release: str | None
     placement: Placement
     randomness: Randomness
+    public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
     known: int | None = None
 
@@ -113,7 +116,7 @@ class Accounting:
             release=self.release,
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
-            public=self.plan.public,
+            public={**self.plan.public, **self.public},
         )
 
     def _exceeds(self, server_round: int) -> str:

@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.arguments import check_arguments
 from fedsim.clients import LocalAlgorithm
-from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.federation.accounting import (
     Accounting,
@@ -22,6 +21,7 @@ from fedsim.federation.accounting import (
     keyed,
 )
 from fedsim.federation.aggregation.robust import RobustMean
+from fedsim.federation.aggregation.secagg.server import SecureAggregation, SecureSum
 from fedsim.federation.aggregation.server_sum import (
     AggregationSettings,
     PendingRound,
@@ -47,8 +47,9 @@ from fedsim.federation.strategy_checks import (
     refuse_client_state,
     refuse_flowers_keywords,
     refuse_noise,
+    refuse_open_shares,
     refuse_private_metrics,
-    refuse_unplain_means,
+    refuse_vectors_of,
     refuse_void_settings,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
@@ -107,6 +108,10 @@ class DPFedAvg(PrivateRounds):
         Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
         variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
         the server adds what missing clients would have. The total is the same.
+    secure : SecureAggregation, optional
+        Sum shares under masks, of which the server sees none; with ``placement="client"``. The
+        noise of each share is then such that the fewest honest survivors that a sum may have bring
+        all of it. Clients that train in this process add the same shares in the clear.
     hardened_noise : bool
         Whether noise is drawn so that floating-point artefacts do not show the sum
         (`NoiseSource`).
@@ -182,6 +187,7 @@ evaluate_metrics_aggr_fn
         release: str | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
         placement: Placement = "server",
+        secure: SecureAggregation | None = None,
         hardened_noise: bool | None = None,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
@@ -210,7 +216,7 @@ evaluate_metrics_aggr_fn
         refuse_flowers_keywords(flowers)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
         self.plan, self.private, self.cohort = plan, plan.private, plan.sampler
-        self.delta, self.placement = delta, placement
+        self.delta, self.placement, self.secure = delta, placement, secure
         self.protects = plan.private or private_examples
         self.shows_clients = not self.protects or unprotected_metrics
         refuse_void_settings(plan.bound, max_epsilon, private_examples, example_counts)
@@ -223,16 +229,15 @@ evaluate_metrics_aggr_fn
             fraction_evaluate, self.shows_clients or private_metrics is not None
         )
         counts = declared_counts(example_counts, plan.sampler)
-        summed, self._aggregation = _aggregation_of(plan, placement)
+        refuse_open_shares(secure, placement, unprotected_metrics)
+        summed, self._aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
-        if algorithm is not None:
-            if self.protects:
-                refuse_vectors(algorithm)
-            refuse_unplain_means(algorithm, plan.bound)
+        refuse_vectors_of(algorithm, plan.bound, self.protects)
 
         server_optimizer = server_optimizer or ServerSGD()
         others = {
             "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
+            "secure": secure,
         }  # fmt: skip
         self.randomness = keyed(seed, release, plan, placement, others)
         if isinstance(server_optimizer, Strategy):
@@ -242,7 +247,15 @@ evaluate_metrics_aggr_fn
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
         self.ledger = ledger
         self._accounting = Accounting(
-            plan, delta, max_epsilon, stopping, ledger, release, placement, self.randomness
+            plan,
+            delta,
+            max_epsilon,
+            stopping,
+            ledger,
+            release,
+            placement,
+            self.randomness,
+            {} if secure is None else secure.public,
         )
         # Which clients' budgets are spent shows who was drawn, so not where the cohort is secret.
         self._budgets = ClientBudgets(
@@ -298,7 +311,9 @@ evaluate_metrics_aggr_fn
 
 
 def _aggregation_of(
-    plan: ReleasePlan[Mechanism | RobustMean], placement: Placement
+    plan: ReleasePlan[Mechanism | RobustMean],
+    placement: Placement,
+    secure: SecureAggregation | None,
 ) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
     """The plan of a round's sum, and what makes the round's aggregation."""
     bound = plan.bound
@@ -307,4 +322,6 @@ def _aggregation_of(
         bound.check(plan.sampler.expected_size)
         aggregation = partial(RobustAggregation, bound)
         return cast(Any, replace(plan, bound=NoPrivacy("uniform"))), aggregation
+    if secure is not None:
+        return cast(Any, plan), partial(SecureSum, secure)
     return cast(Any, plan), ClientShares if placement == "client" else ServerSum

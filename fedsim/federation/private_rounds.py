@@ -150,6 +150,7 @@ class PrivateRounds(ResumableStrategy):
             vector=instructions.vector,
             layout=layout,
             state=self._mechanism_state,
+            in_blocks=getattr(grid, "trains_blocks", False),
         )
         aggregation = self._aggregation(self._aggregation_settings, pending)
         if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
@@ -207,6 +208,9 @@ class PrivateRounds(ResumableStrategy):
             self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, content)
         ):
             self.rounds_done = server_round - 1  # this round is not made
+            return None, None
+        if aggregation.lost is not None:
+            self.log.warning("round %s is lost, and charged: %s.", server_round, aggregation.lost)
             return None, None
         lost = summed == 0 and len(pending.asked.client_ids) > 0
         self._failures.note(self.report, lost)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm
+from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
@@ -200,13 +201,40 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
-def refuse_unplain_means(algorithm: LocalAlgorithm, mechanism: Mechanism | RobustMean) -> None:
-    """Refuse weights and bounds where the server's vectors are plain means of the clients'.
+def refuse_open_shares(secure: object, placement: str, unprotected_metrics: bool) -> None:
+    """Refuse secure aggregation of what would leave clients without noise, or beside masks.
 
     Raises
     ------
     FedsimError
     """
+    if secure is None:
+        return
+    if placement != "client":
+        raise FedsimError(
+            f"placement = '{placement}' (noise.placement); it must be 'client' with secure "
+            "aggregation (secagg.threshold), whose sum the server sees."
+        )
+    if unprotected_metrics:
+        raise FedsimError(
+            "unprotected_metrics = True (evaluate.unprotected); it must be false with secure "
+            "aggregation (secagg.threshold), which hides what single clients report."
+        )
+
+
+def refuse_vectors_of(
+    algorithm: LocalAlgorithm | None, mechanism: Mechanism | RobustMean, protects: bool
+) -> None:
+    """Refuse vectors in a private run, and weights and bounds where they must be plain means.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if algorithm is None:
+        return
+    if protects:
+        refuse_vectors(algorithm)
     if not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
         return
     raise FedsimError(

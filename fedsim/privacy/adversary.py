@@ -80,6 +80,9 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
             "included. Noise is added before anything leaves a client, which trusts only itself."
         ]
     shared = [entry for entry in entries if entry.placement == "client"]
+    masked = [entry for entry in shared if "secagg-threshold" in entry.public]
+    if masked and len(masked) == len(shared):
+        return _of_masked_sums(masked)
     if not shared:
         return [
             "Adversary: anyone who sees the models. The server sees the clients' updates before "
@@ -89,6 +92,28 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
         "Adversary: anyone who sees the models and nothing else. Clients add noise to their own "
         "shares, and are trusted to bound them.",
         *_against_server(shared, delta),
+    ]
+
+
+def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
+    """Who sees what where shares leave clients under masks."""
+    threshold = min(int(entry.public["secagg-threshold"] or 0) for entry in masked)
+    colluders = max(int(entry.public["secagg-colluders"] or 0) for entry in masked)
+    known = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
+    sees = (
+        f"sees sums of at least {threshold} masked shares (secure aggregation), and up to "
+        f"{colluders} clients that tell it what they know"
+    )
+    return [
+        f"Adversary: the server, which follows the protocol and {sees}; and anyone who sees the "
+        "models. Sampling, which the server knows, amplifies nothing."
+        if known
+        else "Adversary: anyone who sees the models and nothing else. The server "
+        f"{sees}; it also knows who was sampled, so that less is promised against it "
+        "(secagg.observer).",
+        "Clients bound their own rows and add noise to their shares, so that the fewest honest "
+        f"clients of a sum, {threshold - colluders}, bring all of the noise that is counted. That "
+        "clients drop out is assumed not to depend on their data.",
     ]
 
 

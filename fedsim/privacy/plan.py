@@ -157,6 +157,9 @@ class ReleasePlan(Generic[BoundT]):
         Noisy sums a round, each over a sample of its own: a client's local steps.
     selection : Selection, optional
         Of how many runs like this the best one alone is published.
+    cohort_known : bool
+        Whether the guarantee is against one who knows who was sampled, as a server does:
+        sampling then amplifies nothing.
 
     Raises
     ------
@@ -171,6 +174,7 @@ class ReleasePlan(Generic[BoundT]):
     rounds: int | None = None
     releases: int = 1
     selection: Selection | None = None
+    cohort_known: bool = False
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -225,7 +229,10 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def law(self) -> Law:
         """What a sum over one sample costs, with this noise."""
-        return self.noise.law(self.sampler.law())
+        law = self.noise.law(self.sampler.law())
+        if not self.cohort_known:
+            return law
+        return replace(unamplified(law), population=law.population)
 
     @property
     def public(self) -> dict[str, Fact]:

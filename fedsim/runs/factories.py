@@ -18,6 +18,7 @@ from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig
 from fedsim.config.plan import (
     cohort,
+    cohort_known,
     entropy,
     evaluation_event,
     evaluation_events,
@@ -31,6 +32,7 @@ from fedsim.config.plan import (
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.secagg.server import SecureAggregation
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.mechanisms import Mechanism
@@ -92,10 +94,17 @@ def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
         noise=made_noise(noise),
         rounds=config.rounds,
         selection=selection(config),
+        cohort_known=cohort_known(config),
     )
     if noise.target_epsilon is None:
         return plan
     return plan.calibrated(noise.target_epsilon, planned_delta(config), evaluation_events(config))
+
+
+def secure_aggregation(config: RunConfig) -> SecureAggregation | None:
+    """How many clients a masked sum must be of; None where nothing is masked."""
+    section = config.secagg
+    return SecureAggregation(section.threshold, section.colluders) if section.threshold else None
 
 
 def private_metrics(config: RunConfig) -> PrivateMetrics | None:

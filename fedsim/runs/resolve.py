@@ -259,6 +259,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         release=resolved.release,
         server_optimizer=server_optimizer or factories.server_optimizer(config),
         placement=config.noise.placement,
+        secure=factories.secure_aggregation(config),
         fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
         evaluate_every=max(evaluate.clients_every, 1),
         evaluate_quantiles=True,

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
@@ -17,9 +18,11 @@ from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, users_traceback_alone
+from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.forked import helpful_workers
 from fedsim.federation.engines.process import torch_defaults
 from fedsim.lazy import function
+from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
 from fedsim.process import end_on_signal
@@ -284,4 +287,14 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
         resolved.plan.sampler.expected_size,
         trainer.device,
     )
+    if resolved.config.secagg.simulate:
+        return LocalGrid(masking_app(resolved), num_nodes=trainer.population)
     return LocalGrid(trainer, workers=workers)
+
+
+def masking_app(resolved: Resolved) -> ClientApp:
+    """The clients as a Flower app, which answers the messages of secure aggregation."""
+    bound = resolved.plan.bound
+    assert isinstance(bound, Mechanism)
+    least = resolved.config.secagg.threshold
+    return client_app(lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: least)

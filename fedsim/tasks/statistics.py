@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.bounded_values import Moments
 from fedsim.registry import register
@@ -32,4 +33,9 @@ class StatisticsLoss(ExampleLoss):
         else:
             classes = torch.arange(sums.shape[1], device=sums.device)
             rows = (targets[:, None] == classes).to(sums)
+        if rows.shape != sums.shape:
+            raise FedsimError(
+                f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)}; "
+                "task.loss = 'statistics' goes with model.name = 'statistics' alone."
+            )
         return -(inputs + (sums * rows).sum(1))

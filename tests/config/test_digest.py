@@ -28,6 +28,7 @@ OUTSIDE = {
     "noise.max-epsilon",
     "noise.ledger-key",
     "client.noise.max-epsilon",
+    "secagg.simulate",
     "server.max-failed-rounds",
 }
 RESOLVED = RunConfig().replace(**{"noise.entropy": "config"})

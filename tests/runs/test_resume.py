@@ -76,6 +76,13 @@ CASES: dict[str, dict[str, Any]] = {
     "a client's budget": {**EXAMPLES, "client.noise.max-epsilon": 30.0},
     "target epsilon": {"mechanism.name": "clipping", "noise.target-epsilon": 3.0},
     "shares": {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client"},
+    "masked shares": {
+        **PLAN,
+        "noise.placement": "client",
+        "cohort.rate": 0.9,
+        "secagg.threshold": 3,
+        "secagg.simulate": True,
+    },
     "banded noise, amplified": {**GROUPS, "noise.name": "banded"},
     "banded noise": {**APART, "noise.name": "banded", "noise.bands": 4},
     "buffered noise": {**GROUPS, "noise.name": "blt"},

@@ -21,6 +21,7 @@ from fedsim.tasks import (
     QuantileError,
     SquaredError,
 )
+from fedsim.tasks.statistics import StatisticsLoss
 
 
 def loss_of(**task):
@@ -92,6 +93,7 @@ def test_losses_of_numbers_are_pytorchs() -> None:
         (CrossEntropy(), torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)),
         (SquaredError(), torch.zeros(2, 3), torch.zeros(2)),
         (BinaryCrossEntropy(), torch.zeros(2, 3), torch.zeros(2, 4)),
+        (StatisticsLoss(), torch.zeros(2, 3), torch.zeros(2, 4)),
     ],
 )
 def test_outputs_that_do_not_fit_end_with_a_sentence(loss, outputs, targets) -> None:
@@ -101,7 +103,8 @@ def test_outputs_that_do_not_fit_end_with_a_sentence(loss, outputs, targets) -> 
 
 @pytest.mark.parametrize("name", registry.names("loss"))
 def test_every_loss_gives_one_number_for_each_example_under_vmap(name: str) -> None:
-    outputs = torch.randn(4, 3, 5)
+    # Of statistics a target has four sums, after the inputs' own term.
+    outputs = torch.randn(4, 3, 1 + 4 * 5 if name == "statistics" else 5)
     classes = name == "cross-entropy"
     targets = torch.randint(5, (4, 3)) if classes else (torch.rand(4, 3, 5) < 0.5).float()
     loss = loss_of(loss=name)

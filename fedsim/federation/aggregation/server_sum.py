@@ -57,6 +57,8 @@ class PendingRound:
         Of a row.
     state : State
         The mechanism's, as of this round.
+    in_blocks : bool
+        Whether the grid trains clients in this process, in blocks, and not message by message.
     """
 
     round: int
@@ -65,6 +67,7 @@ class PendingRound:
     vector: Tensor
     layout: Layout
     state: State
+    in_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,12 @@ class ServerSum:
         self._sum: RowSum | None = None
         self._drawn_ahead: NoiseSource | None = None
 
-    def request(self, instructions: Instructions) -> Instructions:
+    @property
+    def lost(self) -> str | None:
+        """Why the round has no sum, where that is so; it is charged, and nothing is released."""
+        return None
+
+    def request(self, instructions: Instructions) -> Iterable[Message]:
         """The first stage: the round's instructions, and what this aggregation adds to them."""
         if self.summing.declared is None:
             return instructions

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
@@ -33,7 +34,7 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.block import Block
 from fedsim.rows.dense import Weights
-from fedsim.rows.exact import RowMasks
+from fedsim.rows.exact import GridSum, RowMasks
 
 STATE_RECORD = "mechanism-state"
 USABLE = "share-usable"
@@ -149,6 +150,37 @@ def share(
     Raises
     ------
     FedsimError
+        As `shares_in_units` does.
+    """
+    total, units, usable = shares_in_units(
+        request, block, bounding, layout, sources=sources, sides=sides
+    )
+    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
+    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
+    scalars = {name: column[:, 0] for name, column in values.items()}
+    return Shares(rows, scalars, usable)
+
+
+def shares_in_units(
+    request: ShareRequest,
+    block: Tensor,
+    bounding: State,
+    layout: Layout,
+    *,
+    sources: Sequence[NoiseSource],
+    sides: Mapping[str, Weights] | None = None,
+) -> tuple[PartialSum, dict[str, Tensor], Tensor]:
+    """The same by what is summed, as whole numbers ``[n, ...]`` in units of its grid.
+
+    Returns
+    -------
+    tuple
+        The sums with their grids, these numbers by name, and whose rows were finite, bool ``[n]``:
+        of the others there is noise alone.
+
+    Raises
+    ------
+    FedsimError
         If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
         and shapes that the mechanism has, or if the state that a client receives
         makes its row longer than the bound that its noise is for.
@@ -174,10 +206,7 @@ def share(
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.asked))
-    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
-    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
-    scalars = {name: column[:, 0] for name, column in values.items()}
-    return Shares(rows, scalars, masks.usable[:, 0])
+    return total, units, masks.usable[:, 0]
 
 
 def _require_state(bounding: State, own: State) -> None:
@@ -269,6 +298,7 @@ class ClientShares(ServerSum):
     def request(self, instructions: Instructions) -> Instructions:
         """The round's instructions, the noise of a share, and the state that bounds a row."""
         asked = super().request(instructions)
+        assert isinstance(asked, Instructions)
         return replace(
             asked,
             config=ConfigRecord({**asked.config, **self._request.entries()}),
@@ -347,20 +377,10 @@ def share_reply(
     randomness : Randomness
         Where the client's noise comes from.
     """
-    bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
-    asked = ShareRequest.read(request, mechanism)
-    # Of the strategy's release: an engine in its process would have made the same share.
-    generator = Randomness(randomness.seed, asked.release or None).generator(
-        Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
+    asked, block, bounding, sources, sides = _asked(
+        mechanism, row, reported, message, request, randomness, client
     )
-    shares = share(
-        asked,
-        row.unsqueeze(0),
-        bounding,
-        layout,
-        sources=[NoiseSource(generator, hardened=asked.noise.hardened)],
-        sides={name: np.array([reported[name]]) for name in mechanism.side_names},
-    )
+    shares = share(asked, block, bounding, layout, sources=sources, sides=sides)
     metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
     return RecordDict(
         {
@@ -368,3 +388,49 @@ def share_reply(
             "metrics": MetricRecord({USABLE: int(shares.usable[0]), **metrics}),
         }
     )
+
+
+def share_words(
+    mechanism: Mechanism,
+    row: Tensor,
+    layout: Layout,
+    reported: dict[str, float],
+    message: Message,
+    request: ConfigRecord,
+    randomness: Randomness,
+    client: int,
+) -> npt.NDArray[np.uint64]:
+    """The same share as whole numbers modulo 2^64, one sum after another, to be masked."""
+    asked, block, bounding, sources, sides = _asked(
+        mechanism, row, reported, message, request, randomness, client
+    )
+    total, units, _ = shares_in_units(asked, block, bounding, layout, sources=sources, sides=sides)
+    vectors = [units[name][0].cpu().numpy() for name in summed_grids(total)]
+    return np.concatenate(vectors).astype(np.int64).view(np.uint64)
+
+
+def summed_grids(total: PartialSum) -> dict[str, GridSum]:
+    """What shares are summed in, in a fixed order; what has infinite noise is never sent."""
+    split = total.terms.split
+    return {name: total.grids[name] for name in sorted(total.grids) if split[name] < math.inf}
+
+
+def _asked(
+    mechanism: Mechanism,
+    row: Tensor,
+    reported: Mapping[str, float],
+    message: Message,
+    request: ConfigRecord,
+    randomness: Randomness,
+    client: int,
+) -> tuple[ShareRequest, Tensor, State, list[NoiseSource], dict[str, Weights]]:
+    """What a message asks of one client: the request, its row, and what bounds and noises it."""
+    bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
+    asked = ShareRequest.read(request, mechanism)
+    # Of the strategy's release: an engine in its process would have made the same share.
+    generator = Randomness(randomness.seed, asked.release or None).generator(
+        Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
+    )
+    sources = [NoiseSource(generator, hardened=asked.noise.hardened)]
+    sides: dict[str, Weights] = {n: np.array([reported[n]]) for n in mechanism.side_names}
+    return asked, row.unsqueeze(0), bounding, sources, sides

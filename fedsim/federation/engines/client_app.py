@@ -12,28 +12,44 @@ import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.aggregation.secagg.client import answer
+from fedsim.federation.aggregation.secagg.primitives import Words
+from fedsim.federation.aggregation.secagg.transcript import stage_of
 from fedsim.federation.aggregation.shares import (
     SIDE_PREFIX,
     STATE_RECORD,
     USABLE,
     asks_for_share,
     share_reply,
+    share_words,
 )
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
+from fedsim.randomness import Randomness
+from fedsim.rows import Layout
 from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
 from fedsim.training import Trainer
+from fedsim.training.local_rounds import LocalResult
 
 NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
 """How the metrics begin that a server needs to take part of an update; the others are shown."""
 
 
+TrainerFor = Callable[[Context], Trainer]
+MechanismFor = Callable[[Context], Mechanism]
+ShareParts = tuple[
+    Mechanism, Tensor, Layout, dict[str, float], Message, ConfigRecord, Randomness, int
+]
+
+
 def client_app(
-    trainer_for: Callable[[Context], Trainer],
-    mechanism_for: Callable[[Context], Mechanism] | None = None,
+    trainer_for: TrainerFor,
+    mechanism_for: MechanismFor | None = None,
     seconds_for: Callable[[Context], float] | None = None,
+    threshold_for: Callable[[Context], int] | None = None,
 ) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
 
@@ -48,6 +64,9 @@ def client_app(
     seconds_for : callable, optional
         Gives the seconds that a message may take this client, from its own start (`time_limit`).
         One that takes longer replies an error with the code `TIMED_OUT`.
+    threshold_for : callable, optional
+        Gives the fewest survivors of secure aggregation; without it, or where it gives 0, the
+        client takes no part in one.
 
     Returns
     -------
@@ -61,37 +80,13 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        trainer, ids = trainer_for(context), _client_ids(context)
-        key, arrays = _arrays(message)
-        vector = trainer.row_layout.flatten(arrays.to_torch_state_dict())
-        trainer.receive(_config(message))
-        _require_declared(trainer.examples(int(ids[0])), _config(message))
         try:
-            local = trainer.fit(vector, ids, _round(message))
+            if stage_of(message) is None:
+                return _trained(message, context, trainer_for, mechanism_for)
+            threshold = 0 if threshold_for is None else threshold_for(context)
+            return _masked(message, context, trainer_for, mechanism_for, threshold)
         except BudgetSpentError as error:
             return error_reply(message, BUDGET_SPENT, str(error))
-        if (request := asks_for_share(message)) is not None:
-            if mechanism_for is None:
-                raise FedsimError("this client has no mechanism to noise its own share with.")
-            row = local.theta[0] - vector.to(local.theta)
-            content = share_reply(
-                mechanism_for(context),
-                row,
-                trainer.row_layout,
-                _reported(local.metrics),
-                message,
-                request,
-                trainer.randomness,
-                int(ids[0]),
-            )
-            return Message(content, reply_to=message)
-        # Entries that are not trained go back as they came.
-        reply = ArrayRecord(dict(arrays))
-        named = trainer.row_layout.unflatten(local.theta[0])
-        for entry in trainer.row_layout.entries:
-            reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
-        metrics = _metrics(_reported(local.metrics))
-        return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -108,6 +103,85 @@ def client_app(
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
+
+
+def _trained(
+    message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
+) -> Message:
+    """All parameters and what the client reports; or its share, where it is asked for that."""
+    trainer = trainer_for(context)
+    local, vector = _fit(trainer, message, context)
+    if asks_for_share(message) is not None:
+        share = _share(message, context, trainer, local, vector, mechanism_for)
+        return Message(share_reply(*share), reply_to=message)
+    # Entries that are not trained go back as they came.
+    key, arrays = _arrays(message)
+    reply = ArrayRecord(dict(arrays))
+    named = trainer.row_layout.unflatten(local.theta[0])
+    for entry in trainer.row_layout.entries:
+        reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
+    metrics = _metrics(_reported(local.metrics))
+    return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
+
+
+def _masked(
+    message: Message,
+    context: Context,
+    trainer_for: TrainerFor,
+    mechanism_for: MechanismFor | None,
+    threshold: int,
+) -> Message:
+    """The answer to a stage of secure aggregation; the client trains at one of them."""
+    if threshold < 2:
+        raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
+
+    def vector() -> Words:
+        trainer = trainer_for(context)
+        share = _share(message, context, trainer, *_fit(trainer, message, context), mechanism_for)
+        return share_words(*share)
+
+    return answer(message, context, int(_client_ids(context)[0]), threshold, vector)
+
+
+def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
+    """What the client has learnt, and from where it began, ``[d]``."""
+    ids = _client_ids(context)
+    vector = trainer.row_layout.flatten(_arrays(message)[1].to_torch_state_dict())
+    trainer.receive(_config(message))
+    _require_declared(trainer.examples(int(ids[0])), _config(message))
+    return trainer.fit(vector, ids, _round(message)), vector
+
+
+def _share(
+    message: Message,
+    context: Context,
+    trainer: Trainer,
+    local: LocalResult,
+    vector: Tensor,
+    mechanism_for: MechanismFor | None,
+) -> ShareParts:
+    """What the client's share is made of.
+
+    Raises
+    ------
+    FedsimError
+        If the client can make none, or the message asks for none.
+    """
+    request = asks_for_share(message)
+    if mechanism_for is None:
+        raise FedsimError("this client has no mechanism to noise its own share with.")
+    if request is None:
+        raise FedsimError("the server asks for a masked update that is no share; it must be.")
+    return (
+        mechanism_for(context),
+        local.theta[0] - vector.to(local.theta),
+        trainer.row_layout,
+        _reported(local.metrics),
+        message,
+        request,
+        trainer.randomness,
+        int(_client_ids(context)[0]),
+    )
 
 
 def _require_declared(examples: int, config: Mapping[str, object]) -> None:

@@ -177,6 +177,11 @@ class LocalGrid(Closed, OwnGrid):
         """
         return [self._reply(message_id) for message_id in message_ids]
 
+    @property
+    def trains_blocks(self) -> bool:
+        """Whether clients are a block trainer's, and not a Flower app's."""
+        return self._trainer is not None
+
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:

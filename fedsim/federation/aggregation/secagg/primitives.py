@@ -1,0 +1,137 @@
+"""What secure aggregation is made of: key agreement, shared secrets, sealed messages and masks.
+
+Everything but the sharing of secrets is the `cryptography` package's: X25519, HKDF-SHA256,
+ChaCha20-Poly1305, ChaCha20. All secrets come from the operating system.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedsim.errors import FedsimError
+
+Words = npt.NDArray[np.uint64]
+"""Vectors modulo 2^64: numpy's sums wrap around."""
+
+KEY_BYTES = 32
+PRIME = 2**521 - 1
+SHARE_BYTES = 66
+"""Of a number below `PRIME`."""
+_NONCE = bytes(12)
+"""Of messages under keys that seal one message each."""
+
+
+def new_key() -> bytes:
+    """A private X25519 key."""
+    return X25519PrivateKey.generate().private_bytes_raw()
+
+
+def public_key(private: bytes) -> bytes:
+    """The public key of a private one."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def new_seed() -> bytes:
+    """Of a client's own mask."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
+    """The key of two clients, each of whom has one's private and the other's public key.
+
+    Raises
+    ------
+    FedsimError
+        If the public key is none that a key can be agreed with.
+    """
+    try:
+        theirs = X25519PublicKey.from_public_bytes(public)
+        common = X25519PrivateKey.from_private_bytes(private).exchange(theirs)
+    except ValueError:
+        raise FedsimError("a public key of secure aggregation is none.") from None
+    return derived_key(common, purpose)
+
+
+def derived_key(secret: bytes, purpose: bytes) -> bytes:
+    """A key for one purpose, from a secret."""
+    return HKDF(SHA256(), KEY_BYTES, salt=None, info=purpose).derive(secret)
+
+
+def mask(key: bytes, size: int) -> Words:
+    """So many words that follow from a key: its ChaCha20 stream, each key used for one mask."""
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    return np.frombuffer(stream.update(bytes(8 * size)), dtype="<u8").astype(np.uint64)
+
+
+def seal(key: bytes, text: bytes, context: bytes) -> bytes:
+    """Encrypted and authenticated, under a key that seals nothing else."""
+    return ChaCha20Poly1305(key).encrypt(_NONCE, text, context)
+
+
+def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
+    """Inverse of `seal`.
+
+    Raises
+    ------
+    FedsimError
+        If it was sealed by another key, for another context, or changed.
+    """
+    try:
+        return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
+    except InvalidTag:
+        raise FedsimError("a share of a secret was changed on its way, or is another's.") from None
+
+
+def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
+    """Shares at the points 1 to ``count``, so many of which give the secret, and fewer nothing.
+
+    Source: Shamir 1979, over the integers modulo `PRIME`.
+    """
+    coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    shares = []
+    for point in range(1, count + 1):
+        value = 0
+        for coefficient in coefficients:
+            value = (value * point + coefficient) % PRIME
+        shares.append((value * point + int.from_bytes(secret)) % PRIME)
+    return shares
+
+
+@lru_cache(maxsize=64)
+def join_weights(points: tuple[int, ...]) -> list[int]:
+    """What shares at these points are weighed with to give the secret: Lagrange's, at zero."""
+    weights = []
+    for point in points:
+        above, below = 1, 1
+        for other in points:
+            if other != point:
+                above = above * other % PRIME
+                below = below * (other - point) % PRIME
+        weights.append(above * pow(below, -1, PRIME) % PRIME)
+    return weights
+
+
+def join_secret(shares: Mapping[int, int]) -> bytes:
+    """The secret of `KEY_BYTES`, from shares by their points, as many as the threshold.
+
+    Raises
+    ------
+    FedsimError
+        If they are no shares of such a secret.
+    """
+    weights = join_weights(tuple(shares))
+    value = sum(w * s for w, s in zip(weights, shares.values(), strict=True)) % PRIME
+    if value >= 1 << 8 * KEY_BYTES:
+        raise FedsimError("shares of a secret do not fit together.")
+    return value.to_bytes(KEY_BYTES)
