@@ -323,7 +323,7 @@ def strategies(
         "noise.target-epsilon": "",
         "noise.max-epsilon": "" if budget is None else budget,
         "noise.entropy": "config",
-        "client.state": "reset",
+        "client.state": "reset" if config.client.state == "server" else config.client.state,
         "evaluate.clients-every": 0,
         "evaluate.private": False,
         "evaluate.multiplier": "",

@@ -26,6 +26,7 @@ from fedsim.audit.target import Observation, StrategyTarget, Target
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout
+from fedsim.rows.layout import PREFIX
 
 PAUSE, DEADLINE = 0.5, 0.25
 DENSE_LENGTHS = (0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
@@ -175,6 +176,8 @@ def message_grid(
                 raise RuntimeError("the canary has no answer")
             return Message(last(), reply_to=message)
         arrays = next(iter(message.content.array_records.values()))
+        # What clients are sent beside the parameters, no client of a private run sends back.
+        arrays = ArrayRecord({k: v for k, v in arrays.items() if not k.startswith(PREFIX)})
         if rows is not None:
             server = tensors(arrays)
             layout = Layout.of(server)

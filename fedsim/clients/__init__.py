@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from fedsim.clients.adadp_lr import AdadpLR
 from fedsim.clients.adam import Adam
-from fedsim.clients.base import Combined, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import (
+    Combined,
+    Gradient,
+    LocalAlgorithm,
+    RoundMeans,
+    RunFacts,
+    State,
+    Step,
+)
 from fedsim.clients.ditto import Ditto
 from fedsim.clients.fednova import FedNova
 from fedsim.clients.fedrep import FedRep
@@ -27,6 +35,8 @@ __all__ = [
     "LocalAlgorithm",
     "Proximal",
     "RMSProp",
+    "RoundMeans",
+    "RunFacts",
     "Scaffold",
     "Schedule",
     "State",

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
-from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import Gradient, LocalAlgorithm, RunFacts, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.packing import power
@@ -87,8 +87,9 @@ class AdadpLR(LocalAlgorithm):
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 
-    def where_noised(self, noised: bool) -> Self:
-        """With the paper's tol and discard for such gradients, where they are unset."""
+    def for_run(self, facts: RunFacts) -> Self:
+        """With the paper's tol and discard for noised or exact gradients, where they are unset."""
+        noised = facts.private_examples
         tol = (1.0 if noised else 0.1) if self.tol is None else self.tol
         return replace(self, tol=tol, discard=not noised if self.discard is None else self.discard)
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.mechanisms import Mechanism
 from fedsim.rows.layout import Width
 from fedsim.settings import check_settings
 
@@ -36,6 +37,53 @@ PERSONAL_MASK = "personal"
 
 State = dict[str, Any]
 """Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What of a run an algorithm may depend on, all of it public.
+
+    Attributes
+    ----------
+    private_examples : bool
+        Whether the gradients of its steps are noised (example-level privacy).
+    bound : Mechanism or None
+        What bounds clients' updates, where whole clients are protected.
+    steps : int or None
+        Local steps of a round, where they are the same number for every client.
+    """
+
+    private_examples: bool = False
+    bound: Mechanism | None = None
+    steps: int | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether examples or whole clients are protected."""
+        return self.private_examples or self.bound is not None
+
+
+@dataclass(frozen=True)
+class RoundMeans:
+    """What the server knows of a round that is released.
+
+    Attributes
+    ----------
+    round : int
+    update : Tensor ``[d]``
+        Mean of the clients' updates; in a private run the released one, with noise.
+    sent, received : mapping of name to Tensor ``[d]`` or ``[1]``
+        Mean of the vectors that clients sent, and what they had been sent.
+    share : float
+        Clients in the mean over all clients of the population. In a run that is private at client
+        level the expected share, since who is in the sum is secret.
+    """
+
+    round: int
+    update: Tensor
+    sent: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+    share: float
 
 
 @dataclass(frozen=True)
@@ -169,11 +217,13 @@ class LocalAlgorithm(ABC):
 
     @property
     def sends(self) -> Mapping[str, Width]:
-        """Named vectors beside the update to the server, and beside the parameters from it.
-
-        Each as wide as the model, or one number.
-        """
+        """Named vectors beside the update, from clients; each as wide as the model, or a number."""
         return {}
+
+    @property
+    def receives(self) -> Mapping[str, Width]:
+        """Named vectors beside the parameters, to clients; those of `sends` come first."""
+        return self.sends
 
     @property
     def remembers(self) -> bool:
@@ -199,9 +249,15 @@ class LocalAlgorithm(ABC):
     def __post_init__(self) -> None:
         check_settings(self, "client.")
 
-    def where_noised(self, noised: bool) -> LocalAlgorithm:
-        """With the settings that were left to whether its gradients are noised."""
-        del noised
+    def for_run(self, facts: RunFacts) -> LocalAlgorithm:
+        """The same algorithm, with what was left to the run that it is part of.
+
+        Raises
+        ------
+        FedsimError
+            If it cannot be part of such a run.
+        """
+        del facts
         return self
 
     def numbers(self) -> dict[str, float]:
@@ -216,7 +272,7 @@ class LocalAlgorithm(ABC):
         theta : Tensor ``[n, D]``
             The global parameters, once for each client; the algorithm owns the tensor.
         numbers : dict of str to Tensor ``[n]``
-            The values of `numbers`, client by client; what the server sends of `sends`,
+            The values of `numbers`, client by client; what the server sends of `receives`,
             ``[n, D]`` or ``[n, 1]``, zeros in the first round; and `PERSONAL_MASK`, if it `parts`.
         """
         return {"theta": theta, **numbers}
@@ -225,7 +281,7 @@ class LocalAlgorithm(ABC):
         """The state of one client at zeros: its entries and their shapes."""
         numbers: State = {name: torch.tensor([value]) for name, value in self.numbers().items()}
         sizes = {"model": width, "number": 1}
-        vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.sends.items()}
+        vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.receives.items()}
         mask = {PERSONAL_MASK: torch.zeros(1, width)} if self.parts else {}
         return self.init(torch.zeros(1, width), numbers | vectors | mask)
 
@@ -259,26 +315,9 @@ class LocalAlgorithm(ABC):
         """The vectors of `sends`, each ``[n, D]`` or ``[n, 1]``; called once, after `finish`."""
         return {}
 
-    def combine(
-        self,
-        update: Tensor,
-        mean: Mapping[str, Tensor],
-        received: Mapping[str, Tensor],
-        share: float,
-    ) -> Combined:
-        """Make the next round's vectors, on the server.
-
-        Parameters
-        ----------
-        update : Tensor ``[d]``
-            Mean of the clients' updates.
-        mean, received : mapping of name to Tensor ``[d]`` or ``[1]``
-            Mean of the vectors that they sent, and what they had been sent.
-        share : float
-            Usable clients of this round over all clients of the population.
-        """
-        del received, share
-        return Combined(update, mean)
+    def combine(self, means: RoundMeans) -> Combined:
+        """Make the vectors of `receives` for the next round, on the server: what clients sent."""
+        return Combined(means.update, means.sent)
 
 
 def refuse_vectors(algorithm: LocalAlgorithm) -> None:
@@ -293,5 +332,5 @@ def refuse_vectors(algorithm: LocalAlgorithm) -> None:
             f"client.name names {type(algorithm).__name__}, which sends "
             f"{', '.join(algorithm.sends)} beside the update; in a run that is private at client "
             "or example level it must be an algorithm that sends its update alone, the one thing "
-            "that a plan bounds and noises."
+            "that a plan bounds and noises (as what Scaffold.for_run makes of itself)."
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Combined, Gradient, State, Step
+from fedsim.clients.base import Combined, Gradient, RoundMeans, State, Step
 from fedsim.clients.proximal import PROXIMAL
 from fedsim.clients.sgd import SGD
 from fedsim.lazy import Tensor, torch
@@ -73,13 +73,6 @@ class FedNova(SGD):
         """How far it has moved along a gradient of 1, unless that is declared."""
         return {} if self.reach else {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
 
-    def combine(
-        self,
-        update: Tensor,
-        mean: Mapping[str, Tensor],
-        received: Mapping[str, Tensor],
-        share: float,
-    ) -> Combined:
+    def combine(self, means: RoundMeans) -> Combined:
         """The mean direction, as far as clients have moved in the mean."""
-        del share
-        return Combined(update * mean["reach"], received)
+        return Combined(means.update * means.sent["reach"], means.received)

@@ -39,7 +39,8 @@ class Proximal(LocalAlgorithm):
     algorithm: LocalAlgorithm
     mu: Annotated[float, Ge(0)]
 
-    carried, evaluates, sends = _inside("carried"), _inside("evaluates"), _inside("sends")
+    carried, evaluates = _inside("carried"), _inside("evaluates")
+    sends, receives = _inside("sends"), _inside("receives")
     remembers, plain_means, parts = _inside("remembers"), _inside("plain_means"), _inside("parts")
     point, phase, finish = _inside("point"), _inside("phase"), _inside("finish")
     report, send, combine = _inside("report"), _inside("send"), _inside("combine")

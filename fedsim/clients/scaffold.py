@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from fedsim.clients.base import Combined, Dense, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import (
+    Combined,
+    Dense,
+    Gradient,
+    LocalAlgorithm,
+    RoundMeans,
+    RunFacts,
+    State,
+    Step,
+)
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
-from fedsim.rows.layout import Width
+from fedsim.rows.layout import Layout, Width
 from fedsim.settings import Doc, Gt
 
 
@@ -25,8 +37,8 @@ class Scaffold(LocalAlgorithm):
     (``client.state = "client"``), and sends the difference beside its update; the server adds
     their mean times the share of the population that took part. Under a schedule K lr is the sum
     of the rates. For c to stay the mean of all c_i updates must be neither weighed nor bounded:
-    ``mechanism.name = "none"`` with ``weighting = "uniform"``. Source: Karimireddy et al. 2020,
-    Algorithm 1.
+    ``mechanism.name = "none"`` with ``weighting = "uniform"``. In a private run clients send their
+    update alone, under option II (`PrivateScaffold`). Source: Karimireddy et al. 2020, Algorithm 1.
     """
 
     lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 0.1
@@ -43,6 +55,16 @@ class Scaffold(LocalAlgorithm):
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}
     remembers: ClassVar[bool] = True
     plain_means: ClassVar[bool] = True
+
+    def for_run(self, facts: RunFacts) -> Scaffold:
+        """In a private run, with variates that follow from what is released.
+
+        Raises
+        ------
+        FedsimError
+            If they do not follow from it.
+        """
+        return PrivateScaffold.of(self, facts) if facts.private else self
 
     def numbers(self) -> dict[str, float]:
         """The rate."""
@@ -99,12 +121,88 @@ class Scaffold(LocalAlgorithm):
         """By how much the variate has changed."""
         return {"control": state["change"]}
 
-    def combine(
-        self,
-        update: Tensor,
-        mean: Mapping[str, Tensor],
-        received: Mapping[str, Tensor],
-        share: float,
-    ) -> Combined:
+    def combine(self, means: RoundMeans) -> Combined:
         """``c <- c + |S| / N mean (c_i+ - c_i)``."""
-        return Combined(update, {"control": received["control"] + share * mean["control"]})
+        change = means.share * means.sent["control"]
+        return Combined(means.update, {"control": means.received["control"] + change})
+
+
+@dataclass(frozen=True)
+class PrivateScaffold(Scaffold):
+    """SCAFFOLD of which nothing is released but the update: its server computes c from that.
+
+    Under option II ``c_i+ - c_i = -c - Dy_i / (K lr)`` follows from the update ``Dy_i`` and public
+    numbers, so that its sum over clients follows from the sum of updates: ``c <- (1 - q) c - q
+    Dy / (K lr)``, with the released mean ``Dy`` and the share q of the population that is expected
+    in a round. No second vector is sent, and none is charged (DP-SCAFFOLD, Noble et al. 2022,
+    without its second release). c is then the mean of all c_i, but for the noise and for clients
+    that were sampled and did not reply; the noise's standard deviation in c approaches
+    ``z C / (N K lr sqrt(1 - (1 - q)^2))`` in each coordinate, and every local step walks along it.
+
+    Attributes
+    ----------
+    bound : Mechanism or None
+        A client's variate is made of its update as this bounds it; None where clients' updates are
+        released as they are (example-level privacy).
+    steps : int
+        K, the same for every client.
+    """
+
+    bound: Mechanism | None = None
+    steps: int = 1
+
+    sends: ClassVar[Mapping[str, Width]] = {}
+    receives: ClassVar[Mapping[str, Width]] = {"control": "model"}
+
+    @classmethod
+    def of(cls, scaffold: Scaffold, facts: RunFacts) -> Self:
+        """The same settings in a private run.
+
+        Raises
+        ------
+        FedsimError
+            If clients take other numbers of steps, or the variates are no function of the release.
+        """
+        if scaffold.control != "steps":
+            raise FedsimError(
+                "client.control is 'gradient', which takes a second vector from each client; in a "
+                "private run it must be 'steps', whose vector follows from the released update."
+            )
+        if facts.steps is None:
+            raise FedsimError(
+                "client.steps is 0 or client.work is set, and SCAFFOLD is private; client.steps "
+                "must be the number of local steps of every client, and client.work empty: the "
+                "server computes the control variate from it."
+            )
+        bound = facts.bound
+        if bound is not None and not (
+            isinstance(bound, ScalingBound) and not bound.init(Layout.of({"row": torch.zeros(1)}))
+        ):
+            raise FedsimError(
+                f"mechanism.name is {bound}, and SCAFFOLD is private; it must be 'clipping', "
+                "'norm-bound' or 'normalization', which bound an update by its norm alone and the "
+                "same way in every round, so that a client knows its own bounded update."
+            )
+        return cls(scaffold.lr, scaffold.control, scaffold.schedule, bound, facts.steps)
+
+    def finish(self, state: State) -> Tensor:
+        """The client's model; its variate is made of the update as it enters the sum."""
+        end: Tensor = state["theta"]
+        update = end - state["start"]
+        if self.bound is not None:
+            update = self.bound.bound(update)
+        walked = state["walked"].unsqueeze(1)
+        state["variate"] = state["variate"] - state["control"] - update / walked
+        return end
+
+    def send(self, state: State) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def combine(self, means: RoundMeans) -> Combined:
+        """``c <- (1 - q) c - q Dy / (K lr)``."""
+        rates = (self.lr * self.schedule(Step(means.round, k)) for k in range(self.steps))
+        control = means.received["control"] + means.update / sum(rates)
+        return Combined(
+            means.update, {"control": means.received["control"] - means.share * control}
+        )

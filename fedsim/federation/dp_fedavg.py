@@ -131,8 +131,8 @@ class DPFedAvg(PrivateRounds):
     max_failed_rounds : int
         So many rounds in a row without a single usable reply fail a run without privacy.
     algorithm : LocalAlgorithm, optional
-        What clients run, if it sends named vectors beside its updates (SCAFFOLD's control
-        variates): it says what becomes of them here.
+        What clients run, if it sends or is sent named vectors beside its updates (SCAFFOLD's
+        control variates): it says what becomes of them here.
     average_client_state : bool
         Whether clients start from the mean of the state (ADADP's rate) that the last round's
         ended with, which they report: their ``client.state = "server"``.
@@ -293,8 +293,9 @@ evaluate_metrics_aggr_fn
             evaluate_quantiles,
         )
         self._vectors = None
-        if algorithm is not None and algorithm.sends:
-            self._vectors = NamedVectors(algorithm, plan.sampler.population or 0)
+        if algorithm is not None and algorithm.receives:
+            expected = plan.denominator if plan.private else None
+            self._vectors = NamedVectors(algorithm, plan.sampler.population or 0, expected)
         extras = {
             "metrics": TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
             if self.shows_clients

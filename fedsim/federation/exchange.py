@@ -73,6 +73,8 @@ class Instructions(Iterable[Message]):
         Further arrays that go with every message.
     numbers : mapping of name to sequence of int ``[n]``
         What differs between clients, in each message's config.
+    row_size : int, optional
+        Entries of a row, where clients send less than they are sent: the vector's first ones.
     """
 
     message_type: MessageType
@@ -86,6 +88,7 @@ class Instructions(Iterable[Message]):
     configrecord_key: str = "config"
     records: Mapping[str, ArrayRecord] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    row_size: int | None = None
 
     def __len__(self) -> int:
         return len(self.client_ids)
@@ -162,7 +165,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
         content = RecordDict()
         if block.rows is not None:
             content[instructions.arrayrecord_key] = _parameters(
-                shapes, instructions.vector + block.rows[index]
+                shapes, instructions.vector[: block.rows.shape[1]] + block.rows[index]
             )
         content["metrics"] = MetricRecord(
             {name: _scalar(name, values[index]) for name, values in block.metrics.items()}

@@ -18,7 +18,7 @@ import torch
 from flwr.app import ConfigRecord, MetricRecord
 from torch import Tensor
 
-from fedsim.clients.base import LocalAlgorithm
+from fedsim.clients.base import LocalAlgorithm, RoundMeans
 from fedsim.errors import printable
 from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record, same_arrays
@@ -151,13 +151,15 @@ class SharedClientState(Extra):
 class NamedVectors(Extra):
     """What an algorithm's clients are sent beside the parameters (SCAFFOLD's control variates).
 
-    Rows are then longer than the parameters: the clients' vectors stand after their update.
+    Rows are longer than the parameters where clients send vectors: these stand after their update.
 
     Parameters
     ----------
     algorithm : LocalAlgorithm
-        Says what clients send, and what becomes of its mean.
+        Says what clients send and are sent, and what becomes of a round.
     population : int
+    expected : float, optional
+        How many clients a round counts on, where it is secret how many are in its sum.
 
     Attributes
     ----------
@@ -165,36 +167,45 @@ class NamedVectors(Extra):
         The vectors, one after another: all zeros at first, None before the first round.
     """
 
-    def __init__(self, algorithm: LocalAlgorithm, population: int) -> None:
-        self._algorithm, self._population = algorithm, population
+    def __init__(
+        self, algorithm: LocalAlgorithm, population: int, expected: float | None = None
+    ) -> None:
+        self._algorithm, self._population, self._expected = algorithm, population, expected
         self.values: Tensor | None = None
 
     def row_layout(self, parameters: Layout) -> Layout:
         """The layout of a row, from that of the parameters."""
-        self._row = with_vectors(parameters, self._algorithm.sends)
-        return self._row
+        self._parameters, self._received = (
+            parameters,
+            with_vectors(parameters, self._algorithm.receives),
+        )
+        return with_vectors(parameters, self._algorithm.sends)
 
     def send(self, instructions: Instructions) -> Instructions:
         """With the vectors after the parameters."""
         vector, arrays = instructions.vector, instructions.arrays
         if self.values is None:
-            self.values = vector.new_zeros(self._row.d - len(vector))
+            self.values = vector.new_zeros(self._received.d - len(vector))
         vector = torch.cat([vector, self.values.to(vector)])
-        named = self._row.unflatten(vector)
+        named = self._received.unflatten(vector)
         beside = array_record({name: named[name] for name in named if name not in arrays})
         return replace(instructions, vector=vector, arrays=same_arrays(arrays, beside))
 
     def finish(self, result: RoundResult) -> RoundResult:
         """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""
         assert self.values is not None  # since the round was sent
-        row, mean = result.pending.layout, result.update
-        combined = self._algorithm.combine(
-            mean[: row.d - len(self.values)],
-            vectors_in(row, mean),
-            vectors_in(row, result.pending.vector.to(mean)),
-            result.count / self._population,
+        mean, d = result.update, self._parameters.d
+        sent = torch.cat([mean[:d], self.values.to(mean)])
+        count = result.count if self._expected is None else self._expected
+        means = RoundMeans(
+            round=result.pending.round,
+            update=mean[:d],
+            sent=vectors_in(result.pending.layout, mean),
+            received=vectors_in(self._received, sent),
+            share=count / self._population,
         )
-        self.values = torch.cat([combined.vectors[name] for name in self._algorithm.sends])
+        combined = self._algorithm.combine(means)
+        self.values = torch.cat([combined.vectors[name] for name in self._algorithm.receives])
         return replace(result, update=combined.update)
 
     def state(self) -> Tensor | None:

@@ -138,6 +138,7 @@ class PrivateRounds(ResumableStrategy):
             config=config,
             arrayrecord_key=self._aggregation_settings.arrayrecord_key,
             configrecord_key=self._configrecord_key,
+            row_size=layout.d,
         )
         for extra in self._extras.values():
             instructions = extra.send(instructions)
@@ -147,7 +148,7 @@ class PrivateRounds(ResumableStrategy):
             round=server_round,
             asked=asked,
             server=server,
-            vector=instructions.vector,
+            vector=instructions.vector[: layout.d],
             layout=layout,
             state=self._mechanism_state,
             in_blocks=getattr(grid, "trains_blocks", False),

@@ -237,6 +237,8 @@ def refuse_vectors_of(
         refuse_vectors(algorithm)
     if not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
         return
+    if mechanism.guarantee != "none" and not algorithm.sends:
+        return  # it bounds the same way itself
     raise FedsimError(
         f"{mechanism} (mechanism.name) weighs or bounds what clients send, of which "
         f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' with "

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fedsim import mechanisms, registry, tasks
-from fedsim.clients import LocalAlgorithm, Proximal
+from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig
 from fedsim.config.plan import (
@@ -79,7 +79,12 @@ def _composed(bound: Mechanism, settings: MechanismSection | ClientMechanismSect
 def algorithm(config: RunConfig) -> LocalAlgorithm:
     """The client algorithm."""
     client = config.client
-    made: LocalAlgorithm = client.make().where_noised(client.private)
+    facts = RunFacts(
+        private_examples=client.private,
+        bound=mechanism(config.mechanism) if config.private else None,
+        steps=None if client.work else client.steps or None,
+    )
+    made: LocalAlgorithm = client.make().for_run(facts)
     return Proximal(made, client.proximal) if client.proximal else made
 
 

@@ -102,8 +102,8 @@ class Resolved:
     def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of the clients that were drawn take part in a round, by their devices."""
         trainer = self.trainer
-        values, size = trainer.row_layout.d, trainer.layout.dtype.itemsize
-        down = up = values * size
+        size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
+        down, up = trainer.received_layout.d * size, values * size
         if trainer.compression is not None:
             up = trainer.compression.bytes(values, size)
         return self.devices.replying(round, client_ids, trainer.workload.examples, down, up)

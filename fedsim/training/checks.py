@@ -103,19 +103,19 @@ def check_algorithm(
     FedsimError
     """
     name = type(algorithm).__name__
-    if algorithm.sends and personal:
+    if algorithm.receives and personal:
         raise FedsimError(
-            f"model.personal is set, but {name} (client.name) sends "
-            f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
-            "must be unset, or client.name another algorithm."
+            f"model.personal is set, but {name} (client.name) is sent "
+            f"{', '.join(algorithm.receives)} beside the parameters, made of all that is trained; "
+            "it must be unset, or client.name another algorithm."
         )
     if algorithm.parts and not personal:
         raise FedsimError(
             f"model.personal is empty; {name} (client.name) needs the "
             "patterns of the parameters that each client keeps to itself, such as 'head.*'."
         )
-    if compression is not None and (personal or algorithm.sends):
-        beside = "model.personal is set" if personal else f"{name} sends more"
+    if compression is not None and (personal or algorithm.receives):
+        beside = "model.personal is set" if personal else f"{name} makes more of it"
         raise FedsimError(
             f"client.compression is set, and {beside}; it must be empty, unless clients send their "
             "update alone and all that they train."

@@ -181,7 +181,7 @@ class LocalRounds:
         start = self.client_state.start(received.parameters, clients.carried)
         self._start(clients, start, values)
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
-        unsent = {k: torch.zeros_like(v) for k, v in named.items()}
+        unsent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
         result = BlockResult(start, self._metrics(clients), unsent)
         if not self.model.training:
             self.model.train()

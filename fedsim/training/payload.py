@@ -135,26 +135,29 @@ class Payload:
     ----------
     shared : Packing
         Of the parameters that are sent.
-    layout : Layout
-        Of a row.
-    sends : mapping of name to "model" or "number"
+    layout, received_layout : Layout
+        Of a row, and of what clients are sent, which may have more vectors at its end.
+    receives : mapping of name to "model" or "number"
         The vectors.
     """
 
     shared: Packing
     layout: Layout
-    sends: Mapping[str, Width]
+    received_layout: Layout
+    receives: Mapping[str, Width]
 
     @classmethod
     def of(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
-        """What an algorithm's clients send."""
-        return cls(shared, with_vectors(shared.layout, algorithm.sends), algorithm.sends)
+        """What an algorithm's clients send and are sent."""
+        row = with_vectors(shared.layout, algorithm.sends)
+        receives = algorithm.receives
+        return cls(shared, row, with_vectors(shared.layout, receives), receives)
 
     def received(self, vectors: Tensor) -> Received:
-        """What came, ``[1 or n, d]``."""
+        """What came, ``[1 or n, d]`` of the received layout."""
         named = {
-            name: self.shared.pack(values) if self.sends[name] == "model" else values
-            for name, values in vectors_in(self.layout, vectors).items()
+            name: self.shared.pack(values) if self.receives[name] == "model" else values
+            for name, values in vectors_in(self.received_layout, vectors).items()
         }
         return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
@@ -177,12 +180,12 @@ class Payload:
         """
         parameters, beside = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
         if not sent:
-            return self.shared.difference_(theta, vector)
+            return self.shared.difference_(theta, vector[parameters])
         vectors = self.ended(theta, sent, vector[None])[:, beside] - vector[beside]
         return torch.cat([self.shared.difference_(theta, vector[parameters]), vectors], dim=1)
 
     def _row(self, name: str, values: Tensor) -> Tensor:
-        return self.shared.unpack(values) if self.sends[name] == "model" else values
+        return self.shared.unpack(values) if self.receives[name] == "model" else values
 
 
 LEFT_OUT = "compression.left-out"

@@ -309,14 +309,20 @@ class Trainer:
         return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
 
     def initial(self) -> Tensor:
-        """The model's own parameters as a row, ``[d]``; vectors at its end are zero."""
+        """What clients are sent at first, ``[d]``: the model's own parameters, and zero vectors."""
         parameters = self.layout.flatten(dict(self.model.named_parameters()))
-        return torch.cat([parameters, parameters.new_zeros(self.row_layout.d - self.layout.d)])
+        beside = self.received_layout.d - self.layout.d
+        return torch.cat([parameters, parameters.new_zeros(beside)])
 
     @property
     def row_layout(self) -> Layout:
         """Of a row: the parameters that are sent, and the algorithm's vectors after them."""
         return self.payload.layout
+
+    @property
+    def received_layout(self) -> Layout:
+        """Of what clients are sent: the same parameters, and the vectors of `receives`."""
+        return self.payload.received_layout
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
@@ -357,7 +363,7 @@ class Trainer:
         if numbers and self.client_state.kind != "reset":
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
-        vectors = self._on_device(vector).view(-1, self.row_layout.d)
+        vectors = self._on_device(vector).view(-1, self.received_layout.d)
         clients = self.rounds.one_block(client_ids, round, sources)
         result = self.rounds.fit(self.payload.received(vectors), clients, numbers or {})
         theta = self.payload.ended(result.theta, result.vectors, vectors)

@@ -12,11 +12,20 @@ from clients_helpers import make_data, make_mlp
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
-from fedsim.clients.base import Dense, Step
+from fedsim.clients.base import Dense, RoundMeans, RunFacts, Step
+from fedsim.clients.scaffold import PrivateScaffold
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.mechanisms import (
+    AdaClip,
+    Clipping,
+    NoPrivacy,
+    Normalization,
+    NormBound,
+    PerLayer,
+    QuantileClipping,
+)
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, TrimmedMean, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
@@ -343,3 +352,136 @@ def test_a_client_that_diverges_keeps_the_variate_that_it_had() -> None:
     assert not torch.equal(after["variate"][0], before["variate"][0])
     mean = trainer.packing.unpack(after["variate"]).sum(0) / POPULATION
     torch.testing.assert_close(resumed.state()["vectors"], mean, rtol=0, atol=1e-12)
+
+
+# -- in private runs, where the server computes the variate from the release -----------
+
+ROUNDS = 5
+
+
+CLIPPED = Clipping(0.4)
+
+
+def private(algorithm=None, bound=CLIPPED, steps=3, **facts):
+    algorithm = algorithm or Scaffold(lr=0.2)
+    return algorithm.for_run(RunFacts(bound=bound, steps=steps, **facts))
+
+
+def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **settings):
+    strategy = DPFedAvg(
+        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3, algorithm=trainer.algorithm,
+        fraction_evaluate=0.0, **settings,
+    )  # fmt: skip
+    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
+    return trainer.layout.flatten(tensors(result.arrays)), strategy
+
+
+@pytest.mark.parametrize("bound", [Clipping(0.4), Normalization(0.4), NormBound(0.3)], ids=str)
+@pytest.mark.parametrize("size", [3, POPULATION])
+def test_private_scaffold_is_scaffold_of_bounded_updates(bound, size: int) -> None:
+    """Algorithm 1, option II, in whose sums and variates every update is the bounded one."""
+    cohort = FixedCohort(size, POPULATION)
+    trainer = make_trainer(private(bound=bound))
+    reached, strategy = private_run(trainer, bound, cohort)
+    chosen = cohorts(cohort, ROUNDS)
+    x = trainer.initial()[: trainer.layout.d].clone()
+    c, c_i = torch.zeros_like(x), [torch.zeros_like(x) for _ in range(POPULATION)]
+    for t in range(ROUNDS):
+        total, change = torch.zeros_like(x), torch.zeros_like(x)
+        for i in chosen[t]:
+            own, y = trainer.data.indices[i], x.clone()
+            for _ in range(3 if len(own) else 0):
+                g = gradient(trainer.model, y, trainer.data.x[own], trainer.data.y[own])
+                y = y - 0.2 * (g - c_i[i] + c)
+            bounded = bound.bound((y - x)[None])[0]
+            new = c_i[i] - c - bounded / (3 * 0.2)
+            change, c_i[i], total = change + new - c_i[i], new, total + bounded
+        x, c = x + total / size, c + change / POPULATION
+    torch.testing.assert_close(reached, x, rtol=0, atol=1e-8)
+    torch.testing.assert_close(strategy.state()["vectors"], c, rtol=0, atol=1e-8)
+    torch.testing.assert_close(c, torch.stack(c_i).mean(0), rtol=0, atol=1e-12)
+    # The rows are the updates alone.
+    assert strategy._layout.d == len(x)
+
+
+def test_private_scaffold_goes_as_worked_out_by_hand() -> None:
+    """FRONTIER's oracle again, with a bound that nothing reaches."""
+    for rounds, (x, c) in enumerate([(1.265, -1.325), (1.4685, -1.0175), (1.6163275, -0.7391375)]):
+        algorithm = private(Scaffold(lr=0.1), Clipping(10.0), steps=2)
+        trainer = quadratic_trainer(algorithm, steps=2, state="client")
+        reached, strategy = private_run(trainer, Clipping(10.0), FullCohort(2), rounds + 1)
+        found = [reached.item(), strategy.state()["vectors"].item()]
+        assert found == pytest.approx([x, c], abs=1e-7)
+
+
+def test_the_noise_in_the_servers_variate_is_stationary() -> None:
+    """Std z C / (N K lr) / sqrt(1 - (1 - q)^2) in each coordinate, here of 2000 in all rounds."""
+    population, q, z, clip_norm, steps, lr = 1000, 0.1, 1.5, 0.7, 2, 0.1
+    algorithm = private(Scaffold(lr=lr), Clipping(clip_norm), steps)
+    randomness, kept = np.random.default_rng(5), torch.zeros(2000, dtype=torch.float64)
+    for number in range(1, 61):
+        noise = torch.from_numpy(randomness.normal(0, z * clip_norm, len(kept)))
+        mean = noise / (q * population)
+        means = RoundMeans(number, mean, {}, {"control": kept}, q)
+        kept = algorithm.combine(means).vectors["control"]
+    wanted = z * clip_norm / (population * steps * lr) / np.sqrt(1 - (1 - q) ** 2)
+    assert float(kept.std()) == pytest.approx(wanted, rel=4 / np.sqrt(2 * len(kept)))
+
+
+def test_private_scaffold_costs_what_federated_averaging_costs() -> None:
+    cohort = PoissonCohort(0.5, POPULATION)
+    trainer = make_trainer(private())
+    _, scaffold_run = private_run(trainer, Clipping(0.4), cohort, z=2.0)
+    _, plain = private_run(make_trainer(SGD(0.2)), Clipping(0.4), cohort, z=2.0)
+    assert scaffold_run.privacy_statement().epsilon == plain.privacy_statement().epsilon
+    assert len(scaffold_run.ledger.entries) == len(plain.ledger.entries) == ROUNDS
+
+
+def test_how_many_clients_replied_does_not_enter_the_servers_variate(monkeypatch) -> None:
+    shares, combine = [], PrivateScaffold.combine
+
+    def noted(self, means):
+        shares.append(means.share)
+        return combine(self, means)
+
+    monkeypatch.setattr(PrivateScaffold, "combine", noted)
+    for z, shown in ((1.0, {0.5}), (0.0, {k / POPULATION for k in range(POPULATION + 1)})):
+        shares.clear()
+        cohort = PoissonCohort(0.5, POPULATION)
+        _, strategy = private_run(make_trainer(private()), Clipping(0.4), cohort, 12, z=z)
+        assert strategy.private == (z > 0)
+        assert len(shares) == 12
+        assert {*shares} <= shown
+        assert len({*shares}) == 1 or not strategy.private
+
+
+def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() -> None:
+    privacy = ExamplePrivacy(Clipping(1.0), 0.5)
+    algorithm = Scaffold(0.2).for_run(RunFacts(private_examples=True, steps=3))
+    sizes = [4, 7, 6, 9, 5]
+    trainer = make_trainer(algorithm, sizes, batch_size=2, privacy=privacy)
+    _, strategy = run(trainer, private_examples=True)
+    mean = trainer.packing.unpack(trainer.state()["variate"]).mean(0)
+    torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-10)
+    assert float(mean.norm()) > 0
+    plain = make_trainer(SGD(0.2), sizes, batch_size=2, privacy=privacy, state="reset")
+    run(plain, private_examples=True)
+    delta = 1e-5
+    assert trainer.ledgers.epsilon(0, delta) == plain.ledgers.epsilon(0, delta)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "facts", "sentence"),
+    [
+        (Scaffold(0.2, "gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
+        (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
+        (Scaffold(0.2), {"bound": AdaClip()}, r"it must be 'clipping', 'norm-bound' or"),
+        (Scaffold(0.2), {"bound": QuantileClipping()}, r"it must be 'clipping', 'norm-bound' or"),
+        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"it must be 'clipping', 'norm-bound'"),
+    ],
+)
+def test_where_the_variate_does_not_follow_from_the_release_it_is_refused(
+    algorithm, facts, sentence
+) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        private(algorithm, **facts)

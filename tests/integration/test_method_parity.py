@@ -26,6 +26,12 @@ SCAFFOLD = {
     "client": {"name": "scaffold", "state": "client", "batch-size": 16, "epochs": 2},
     "mechanism": {"name": "none", "weighting": "uniform"},
 }
+PRIVATE_SCAFFOLD = {
+    **BASE,
+    "client": {"name": "scaffold", "state": "client", "batch-size": 16, "steps": 5},
+    "mechanism": {"name": "normalization"},
+    "noise": {"entropy": "config", "multiplier": 0.5},
+}
 FEDNOVA = {
     **BASE,
     "client": {"name": "fednova", "momentum": 0.5, "proximal": 0.1, "batch-size": 16},
@@ -63,6 +69,7 @@ MEDIAN = {**ROBUST, "mechanism": {"name": "median"}}
 TRIMMED = {**ROBUST, "mechanism": {"name": "trimmed-mean", "trim": 0.3}}
 METHODS = {
     "scaffold": SCAFFOLD,
+    "private scaffold": PRIVATE_SCAFFOLD,
     "fednova": FEDNOVA,
     "fedper": PERSONAL,
     "fedrep": FEDREP,

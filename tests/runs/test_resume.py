@@ -83,6 +83,13 @@ CASES: dict[str, dict[str, Any]] = {
         "secagg.threshold": 3,
         "secagg.simulate": True,
     },
+    "private control variates": {
+        **PLAN,
+        "client.name": "scaffold",
+        "client.state": "client",
+        "client.epochs": 1,
+        "client.steps": 3,
+    },
     "banded noise, amplified": {**GROUPS, "noise.name": "banded"},
     "banded noise": {**APART, "noise.name": "banded", "noise.bands": 4},
     "buffered noise": {**GROUPS, "noise.name": "blt"},

@@ -116,9 +116,11 @@ def _trained(
         return Message(share_reply(*share), reply_to=message)
     # Entries that are not trained go back as they came.
     key, arrays = _arrays(message)
-    reply = ArrayRecord(dict(arrays))
-    named = trainer.row_layout.unflatten(local.theta[0])
-    for entry in trainer.row_layout.entries:
+    row = trainer.row_layout
+    surplus = {entry.name for entry in trainer.received_layout.entries[len(row.entries) :]}
+    reply = ArrayRecord({name: array for name, array in arrays.items() if name not in surplus})
+    named = row.unflatten(local.theta[0])
+    for entry in row.entries:
         reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
     metrics = _metrics(_reported(local.metrics))
     return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
@@ -146,7 +148,7 @@ def _masked(
 def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
     """What the client has learnt, and from where it began, ``[d]``."""
     ids = _client_ids(context)
-    vector = trainer.row_layout.flatten(_arrays(message)[1].to_torch_state_dict())
+    vector = trainer.received_layout.flatten(_arrays(message)[1].to_torch_state_dict())
     trainer.receive(_config(message))
     _require_declared(trainer.examples(int(ids[0])), _config(message))
     return trainer.fit(vector, ids, _round(message)), vector
@@ -174,7 +176,7 @@ def _share(
         raise FedsimError("the server asks for a masked update that is no share; it must be.")
     return (
         mechanism_for(context),
-        local.theta[0] - vector.to(local.theta),
+        local.theta[0] - vector[: trainer.row_layout.d].to(local.theta),
         trainer.row_layout,
         _reported(local.metrics),
         message,

@@ -156,6 +156,7 @@ class Dispatch:
             instructions.round,
             dict(instructions.config),
             None if into is None else into.summing,
+            instructions.row_size,
         )
 
     def blocks(self) -> Iterator[Block]:

@@ -254,6 +254,7 @@ class LocalGrid(Closed, OwnGrid):
             instructions.vector,
             np.asarray(instructions.client_ids, dtype=np.int64),
             instructions.round,
+            instructions.row_size,
         )
 
     def _take(self, message: Message, waited: float = 0.0) -> str:

@@ -58,6 +58,8 @@ class RoundCall:
     config : mapping
     summing : Summing, optional
         Rows are added up here and not sent.
+    row_size : int, optional
+        As of `Instructions`.
     """
 
     message_type: MessageType
@@ -65,6 +67,7 @@ class RoundCall:
     round: int
     config: Mapping[str, object]
     summing: Summing | None = None
+    row_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class TrainingWorker:
             plan, layout = call.summing.plan, call.summing.layout
             self._sum = RowSum(call.summing, Releaser(plan, layout, device=self._device))
         blocks = guarded_blocks(
-            self._trainer, call.message_type, self._vector, client_ids, call.round
+            self._trainer, call.message_type, self._vector, client_ids, call.round, call.row_size
         )
         sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
         keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
@@ -229,7 +232,12 @@ class TrainingWorker:
 
 
 def guarded_blocks(
-    trainer: BlockTrainer, message_type: MessageType, vector: Tensor, client_ids: Ids, round: int
+    trainer: BlockTrainer,
+    message_type: MessageType,
+    vector: Tensor,
+    client_ids: Ids,
+    round: int,
+    row_size: int | None = None,
 ) -> Iterator[Block]:
     """Blocks of a trainer, in which the clients that raise have failed and no others.
 
@@ -243,6 +251,7 @@ def guarded_blocks(
         In the order of ``client_ids``.
     """
     work = trainer.train if message_type == "train" else trainer.evaluate
+    row_size = len(vector) if row_size is None else row_size
     position = 0
     alone = False
     while position < len(client_ids):
@@ -252,7 +261,7 @@ def guarded_blocks(
         detail = "there was no block of it"
         try:
             for block in work(vector, asked, round):
-                _require_asked(block, message_type, vector, client_ids[position:end])
+                _require_asked(block, message_type, row_size, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
         # A client's code may raise anything, and `sys.exit` is one way to.
@@ -277,7 +286,7 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_asked(block: Block, message_type: MessageType, vector: Tensor, asked: Ids) -> None:
+def _require_asked(block: Block, message_type: MessageType, row_size: int, asked: Ids) -> None:
     """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
     ids = block.client_ids
     if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
@@ -288,9 +297,9 @@ def _require_asked(block: Block, message_type: MessageType, vector: Tensor, aske
     elif block.rows is None:
         if block.ok.any():
             raise MalformedBlockError("a block of trained clients has no rows.")
-    elif block.rows.shape[1] != len(vector):
+    elif block.rows.shape[1] != row_size:
         raise MalformedBlockError(
-            f"rows of a block have {block.rows.shape[1]} entries; they must have {len(vector)}."
+            f"rows of a block have {block.rows.shape[1]} entries; they must have {row_size}."
         )
 
 
