@@ -29,7 +29,8 @@ from typing import Any, Protocol
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
-from fedsim.rows.layout import Width
+from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.rows.layout import Layout, Width
 from fedsim.settings import check_settings
 
 PERSONAL_MASK = "personal"
@@ -61,6 +62,32 @@ class RunFacts:
     def private(self) -> bool:
         """Whether examples or whole clients are protected."""
         return self.private_examples or self.bound is not None
+
+    def known_bound(self, algorithm: LocalAlgorithm) -> Mechanism | None:
+        """What bounds updates, if a client can bound its own as it enters the sum.
+
+        Returns
+        -------
+        Mechanism or None
+            Whose ``bound(rows [n, D])`` takes rows in any order of coordinates; None where updates
+            enter as they are.
+
+        Raises
+        ------
+        FedsimError
+            If it bounds by more than a row's norm, or differently from round to round.
+        """
+        bound = self.bound
+        one_number = Layout.of({"row": torch.zeros(1)})
+        fixed = isinstance(bound, ScalingBound) and not bound.init(one_number)
+        if bound is None or fixed:
+            return bound
+        raise FedsimError(
+            f"{type(algorithm).__name__} (client.name) remembers the update that enters the sum, "
+            f"and {bound} (mechanism.name) bounds it in a way that no client knows; it must be "
+            "'clipping', 'norm-bound' or 'normalization', alone and in a private run, which bound "
+            "by the norm alone and in the same way in every round."
+        )
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
-from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
-from fedsim.rows.layout import Layout, Width
+from fedsim.rows.layout import Width
 from fedsim.settings import Doc, Gt
 
 
@@ -174,16 +173,7 @@ class PrivateScaffold(Scaffold):
                 "must be the number of local steps of every client, and client.work empty: the "
                 "server computes the control variate from it."
             )
-        bound = facts.bound
-        if bound is not None and not (
-            isinstance(bound, ScalingBound) and not bound.init(Layout.of({"row": torch.zeros(1)}))
-        ):
-            raise FedsimError(
-                f"mechanism.name is {bound}, and SCAFFOLD is private; it must be 'clipping', "
-                "'norm-bound' or 'normalization', which bound an update by its norm alone and the "
-                "same way in every round, so that a client knows its own bounded update."
-            )
-        return cls(scaffold.lr, scaffold.control, scaffold.schedule, bound, facts.steps)
+        return cls(**vars(scaffold), bound=facts.known_bound(scaffold), steps=facts.steps)
 
     def finish(self, state: State) -> Tensor:
         """The client's model; its variate is made of the update as it enters the sum."""

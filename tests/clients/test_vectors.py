@@ -475,9 +475,9 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
     [
         (Scaffold(0.2, "gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
         (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
-        (Scaffold(0.2), {"bound": AdaClip()}, r"it must be 'clipping', 'norm-bound' or"),
-        (Scaffold(0.2), {"bound": QuantileClipping()}, r"it must be 'clipping', 'norm-bound' or"),
-        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"it must be 'clipping', 'norm-bound'"),
+        (Scaffold(0.2), {"bound": AdaClip()}, r"bounds it in a way that no client knows"),
+        (Scaffold(0.2), {"bound": QuantileClipping()}, r"bounds it in a way that no client knows"),
+        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"Scaffold .client.name. remembers the update"),
     ],
 )
 def test_where_the_variate_does_not_follow_from_the_release_it_is_refused(
