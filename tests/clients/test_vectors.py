@@ -477,7 +477,7 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
         (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
         (Scaffold(0.2), {"bound": AdaClip()}, r"bounds it in a way that no client knows"),
         (Scaffold(0.2), {"bound": QuantileClipping()}, r"bounds it in a way that no client knows"),
-        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"Scaffold .client.name. remembers the update"),
+        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"Scaffold .client.name. remembers"),
     ],
 )
 def test_where_the_variate_does_not_follow_from_the_release_it_is_refused(
