@@ -29,6 +29,7 @@ from fedsim.audit.two_world import TwoWorlds, distinguish
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Entry
+from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -133,6 +134,14 @@ class TrainerTarget(Target):
     def steps(self) -> int:
         """Gradients that a client releases in a round."""
         return self.work.steps_of(self.size)
+
+    def whitened(self, rounds: Floats) -> Floats:
+        """Steps of one round after another ``[T, width]``; each round's noise stands alone."""
+        noise = self.plan.noise
+        if not isinstance(noise, Correlated):
+            return rounds
+        of_rounds = rounds.reshape(-1, self.steps, rounds.shape[-1])
+        return (noise.matrix(self.steps) @ of_rounds).reshape(rounds.shape)
 
     def with_releases(self, releases: int) -> TrainerTarget:
         """The same with rounds that have so many releases whose bound is known."""
@@ -324,7 +333,8 @@ class ExampleEvidence(Evidence):
         target = self.target.with_model(parameters(FEW_PARAMETERS)).with_rounds(rounds)
         rows = torch.zeros(2 * runs, target.size, target.layout.d, dtype=torch.float64)
         rows[runs:, 0] = reach(target.mechanism, target.layout)
-        seen = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
+        trained = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
+        seen = np.stack([target.whitened(run) for run in trained])
         claim = Claim((target.event.times(rounds),), target.delta)
         looked = (
             f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
@@ -344,15 +354,17 @@ def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
         elif any(entry.event != target.event for entry in entries):
             broken = f"client {client}'s lines do not say what a round costs"
     steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
-    if target.plan.sampler.gaussians(steps) > target.event.count:
+    plan, event = target.plan, target.event
+    correlated = plan.noise.correlated
+    if steps > plan.releases if correlated else plan.sampler.gaussians(steps) > event.count:
         broken = f"{steps} gradients a round were released, {target.event.count} are charged"
     looked = f"{rounds} rounds of {len(run.entries)} clients"
     return invariant(looked, broken, "one a client, for all its gradients")
 
 
 def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
-    """Whether in every pass each example is in one batch."""
-    broken = None
+    """Whether in every pass each example is in one batch, in a plan's noise always the same one."""
+    broken, whole = None, target.steps
     length = -(-target.size // target.work.batch_of(target.size))
     # A round may end within a pass; a pass that begins in it is then charged whole.
     if not target.adapts and target.steps % length == 0:
@@ -361,5 +373,9 @@ def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
                 ids = np.concatenate(client[first : first + length])
                 if np.bincount(ids, minlength=target.size).max() > 1:
                     broken = "an example was in two batches of one pass"
+                before = client[first - length : first]
+                if target.plan.noise.correlated and first % whole and broken is None:
+                    same = map(np.array_equal, before, client[first : first + length])
+                    broken = None if all(same) else "two passes of a round went in other orders"
     looked = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
     return invariant(looked, broken, "each example once a pass")

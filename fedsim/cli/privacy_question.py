@@ -215,7 +215,7 @@ def _planned_examples(config: RunConfig) -> Question:
     if worst is None or privacy is None:
         raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
     return Question(
-        noise_multiplier=privacy.noise_multiplier,
+        noise_multiplier=privacy.made.multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
         level="example",

@@ -201,9 +201,13 @@ class ClientNoiseSection(Choice):
     table: ClassVar[str] = "client.noise"
     kind: ClassVar[str] = "noise"
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
-    name: Annotated[str, Doc("What is added to each sum: 'independent' and no other.")] = (
-        "independent"
-    )
+    name: Annotated[
+        str,
+        Doc(
+            "What is added to each sum: 'independent', or 'lambda-cgd', 'bisr' or 'tree', which "
+            "are correlated over the steps of a client's round and need shuffled passes."
+        ),
+    ] = "independent"
     multiplier: Annotated[
         Multiplier, Doc("Standard deviation of the noise on a sum of gradients, over C.")
     ] = None

@@ -175,9 +175,21 @@ RULES: tuple[KeyRule, ...] = (
     ),
     KeyRule(
         "client.noise.name",
-        lambda c: c.client.noise.name == "independent",
-        "'independent': a client's steps are drawn and charged one by one, and no other noise has "
-        "a place to keep what its draws share",
+        lambda c: c.client.noise.name in ("independent", "lambda-cgd", "bisr", "tree"),
+        "'independent', 'lambda-cgd', 'bisr' or 'tree': no other noise has a place to keep what a "
+        "client's steps share",
+    ),
+    KeyRule(
+        "client.noise.name",
+        lambda c: c.client.noise.name == "independent" or not c.private,
+        "'independent' while mechanism.name = '{mechanism.name}' protects whole clients: what "
+        "other noise is made of follows from how many examples clients have",
+    ),
+    KeyRule(
+        "client.noise.sampling",
+        lambda c: c.client.noise.name == "independent" or c.client.noise.sampling == "shuffle",
+        "'shuffle' while client.noise.name = '{client.noise.name}': which batches an example is in "
+        "must be known",
     ),
     KeyRule(
         "client.noise.multiplier",

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from fedsim.mechanisms import NoiseSource
+from fedsim.mechanisms.releaser import NUMBERS
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
-
-NUMBERS = 64
-"""Draws of one round are numbered below this; an attempt's follow those of the one before."""
 
 
 class NoiseSources:
@@ -51,6 +49,7 @@ class NoiseSources:
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
         randomness = self._randomness.repeated() if age else self._randomness
         made = server_round - age
+        # An attempt's draws follow those of the one before.
         part = self._attempts.get(made, 0) * NUMBERS + number
         return randomness.generator(Purpose.NOISE, level="client", round=made, part=part)
 

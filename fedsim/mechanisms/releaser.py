@@ -303,6 +303,9 @@ def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str
 
 Array = npt.NDArray[np.float64]
 
+NUMBERS = 64
+"""Draws of one round, or step, that share them are numbered below this."""
+
 
 @dataclass(frozen=True)
 class NoiseSource:

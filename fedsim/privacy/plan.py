@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Generic, Literal, Protocol, TypeVar
 
 from fedsim.errors import FedsimError
@@ -21,6 +22,7 @@ from fedsim.privacy.laws import (
     InclusionSampler,
     Law,
     Level,
+    Participation,
     Poisson,
     Sampler,
     ShuffledPasses,
@@ -102,10 +104,10 @@ class LocalWork:
         batch = self.batch_of(size)
         return Full(size) if batch == size else Poisson(batch / size, size, adjacency="zero-out")
 
-    def passes(self, size: int) -> ShuffledPasses | Full:
-        """Sampler of the batches of shuffled passes; otherwise as `poisson`."""
+    def passes(self, size: int, *, one_order: bool = False) -> ShuffledPasses | Full:
+        """Sampler of the batches of shuffled passes, perhaps all in one; else as `poisson`."""
         batch = self.batch_of(size)
-        return Full(size) if batch == size else ShuffledPasses(batch, size)
+        return Full(size) if batch == size else ShuffledPasses(batch, size, one_order)
 
 
 def sampler_beside(sampler: Sampler, rate: float) -> Sampler:
@@ -154,7 +156,9 @@ class ReleasePlan(Generic[BoundT]):
     rounds : int, optional
         How many rounds make up the plan.
     releases : int
-        Noisy sums a round, each over a sample of its own: a client's local steps.
+        Noisy sums a round, each over a sample of its own: a client's local steps. Noise of an
+        example-level plan that is correlated is so over the sums of one round, and each round
+        begins anew.
     selection : Selection, optional
         Of how many runs like this the best one alone is published.
     cohort_known : bool
@@ -200,15 +204,22 @@ class ReleasePlan(Generic[BoundT]):
         Raises
         ------
         FedsimError
-            If the plan has no rounds, or its rows are examples.
+            If the plan has no rounds, or its rows are examples and clients may not add such noise.
         """
-        if self.level == "example" or self.rounds is None:
-            what = "no number of rounds" if self.rounds is None else "releases of examples"
+        if self.level == "example":
+            if not getattr(self.noise, "local", False):
+                raise FedsimError(
+                    f"client.noise.name is '{_name_of(self.noise)}', which keeps vectors of many "
+                    "steps for every client; it must be 'independent', 'lambda-cgd', 'bisr' or "
+                    "'tree'."
+                )
+            return _fitted(self.noise, self.sampler.participation(self.releases))
+        if self.rounds is None:
             raise FedsimError(
                 f"noise.name is '{_name_of(self.noise)}', whose rounds share draws, and the plan "
-                f"has {what}; it must be 'independent' there."
+                "has no number of rounds; it must be 'independent' there."
             )
-        return self.noise.fitted(self.sampler.participation(self.rounds))
+        return _fitted(self.noise, self.sampler.participation(self.rounds))
 
     @property
     def private(self) -> bool:
@@ -230,6 +241,8 @@ class ReleasePlan(Generic[BoundT]):
     def law(self) -> Law:
         """What a sum over one sample costs, with this noise."""
         law = self.noise.law(self.sampler.law())
+        if self.level == "example" and isinstance(law, CorrelatedLaw):
+            law = replace(law, rounds=1)  # the sums are all of one round
         if not self.cohort_known:
             return law
         return replace(unamplified(law), population=law.population)
@@ -263,7 +276,7 @@ class ReleasePlan(Generic[BoundT]):
     def closed(self) -> bool:
         """Whether it is charged as a whole, or shares draws, so that no round may follow it."""
         covered = self.event().law.rounds
-        return self.noise.correlated or 1 < covered == self.rounds
+        return (self.noise.correlated and self.level == "client") or 1 < covered == self.rounds
 
     def charge(self, round: int, attempt: int = 0) -> Event:
         """What the ledger's line of a round charges.
@@ -289,7 +302,8 @@ class ReleasePlan(Generic[BoundT]):
         event = Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
-            count=self.sampler.gaussians(self.releases),
+            # Over its rounds, or its sums of one round, correlated noise is one Gaussian.
+            count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )
         return event if self.selection is None else self._selected(event, self.selection)
@@ -331,6 +345,8 @@ class ReleasePlan(Generic[BoundT]):
         law, whole = event.law, event.over(rounds)
         if not (isinstance(noise, Correlated) and isinstance(law, CorrelatedLaw)) or law.rate < 1:
             return whole
+        if self.level == "example":
+            return whole
         prefix = noise.plan.first(min(rounds, noise.plan.rounds))
         return replace(whole, law=replace(law, sensitivity=noise.sensitivity(prefix)))
 
@@ -358,6 +374,12 @@ class ReleasePlan(Generic[BoundT]):
             delta=delta,
         )
         return replace(self, noise=self.noise.scaled(z))
+
+
+@lru_cache(maxsize=4096)
+def _fitted(noise: Noise, participation: Participation) -> Noise:
+    """Kept: clients of one size have one plan, and many rounds."""
+    return noise.fitted(participation)
 
 
 def _name_of(noise: Noise) -> str:

@@ -323,28 +323,26 @@ def example_privacy(
             f"{smallest}, what the smallest client has."
         )
     end = stopping(config.to_run_config())
-    noise = made_noise(client.noise)
+    work = local_work(config)
     unnoised = ExamplePrivacy(
         mechanism=mechanism(client.mechanism),
-        noise_multiplier=noise.multiplier,
+        noise=made_noise(client.noise),
         sampling=client.noise.sampling,
         chunk=client.noise.chunk,
-        hardened=noise.hardened,
         delta=client.noise.delta,
         max_epsilon=client.noise.max_epsilon,
         stopping=end,
         ledger_dir=ledger_dir(config, out),
         unprotected_metrics=config.evaluate.unprotected,
-    )
+    ).fitted(work, data.planned_sizes)
     target = client.noise.target_epsilon
     if target is None:
         return unnoised
-    work = local_work(config)
     plans = (unnoised.plan(work, size, config.rounds) for size in data.planned_sizes)
     delta = end.planned_delta(client.noise.delta)
     needed = (plan.calibrated(target, delta) for plan in plans if plan is not None)
-    noise_multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
-    return replace(unnoised, noise_multiplier=noise_multiplier)
+    multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
+    return replace(unnoised, noise=unnoised.made.scaled(multiplier))
 
 
 def most_expensive_client(

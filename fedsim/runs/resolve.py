@@ -179,7 +179,8 @@ def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> R
     A node or a resumed run that reads it calibrates nothing, and draws the same noise.
     """
     privacy = None
-    if config.client.noise.target_epsilon is not None:
+    client_noise = config.client.noise
+    if client_noise.target_epsilon is not None or client_noise.name != "independent":
         privacy = example_privacy(config, resolve_data(config, overrides))
     plan = None if config.noise.target_epsilon is None else factories.release_plan(config)
     return config.replace(**_multipliers(config, plan, privacy))
@@ -197,8 +198,10 @@ def _multipliers(
         found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
         if (evaluation := evaluation_event(config)) is not None:
             found["evaluate.multiplier"] = evaluation.noise_multiplier
+    if privacy is not None and isinstance(privacy.noise, Correlated):
+        found["client.noise.coefficients"] = privacy.noise.coefficients
     if privacy is not None and config.client.noise.target_epsilon is not None:
-        z = privacy.noise_multiplier
+        z = privacy.made.multiplier
         found |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
     return found
 

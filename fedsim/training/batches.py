@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
+from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import draw_poisson
-from fedsim.privacy.laws.shuffle import draw_passes
+from fedsim.privacy.laws.shuffle import ShuffledPasses, draw_passes
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
@@ -140,6 +141,8 @@ def plan_batches(
     randomness: Sequence[Randomness],
     round: int,
     counts: Ints | None = None,
+    *,
+    one_order: bool = False,
 ) -> Iterator[Batches]:
     """Draw the batches of some clients in shuffled passes, grouped by physical width.
 
@@ -154,6 +157,8 @@ def plan_batches(
     round : int
     counts : int64 ``[n]``, optional
         Epochs, or steps, of each of these clients in the place of the work's.
+    one_order : bool
+        Whether all passes of a client's round go in one order.
     """
     stream = Stream()
     works = [work] * len(indices) if counts is None else [work.counted(int(c)) for c in counts]
@@ -169,7 +174,9 @@ def plan_batches(
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)
                 for i in members[rows].tolist()
             ]
-            _fill(works[members[rows[0]]], examples, draws, round, index, weight, rows)
+            own = works[members[rows[0]]]
+            sampler = own.passes(examples.shape[1], one_order=one_order)
+            _fill(own, sampler, examples, draws, round, index, weight, rows)
         yield Batches(members, index, weight, steps)
 
 
@@ -243,6 +250,7 @@ def _groups(
 
 def _fill(
     work: LocalWork,
+    sampler: ShuffledPasses | Full,
     examples: Ints,
     draws: Sequence[Draws],
     round: int,
@@ -255,7 +263,7 @@ def _fill(
     A pass at a time, for all of them at once.
     """
     size = examples.shape[1]
-    sampler, batch, steps = work.passes(size), work.batch_of(size), work.steps_of(size)
+    batch, steps = work.batch_of(size), work.steps_of(size)
     full, short = divmod(size, batch)
     orders = draw_passes(sampler, draws, round, -(-steps // sampler.steps))
     index[rows] = examples[:, :1, None]

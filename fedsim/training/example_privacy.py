@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,8 @@ from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.noise import Independent
+from fedsim.privacy.laws import Participation, Sampler
+from fedsim.privacy.noise import Independent, Noise
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.settings import check_settings
@@ -37,8 +38,10 @@ class ExamplePrivacy:
 
     Guarantee: for each client on its own, with zero-out adjacency of one of its examples (its
     gradients replaced by zero), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
-    counts every gradient evaluation: two an ADADP iteration, discarded ones included. Clients
-    hold disjoint data, so the federation's epsilon is the largest of theirs.
+    counts every gradient evaluation: two an ADADP iteration, discarded ones included. Where noise
+    is correlated over the steps of a round, a round is one Gaussian of multiplier z over the
+    noise's sensitivity. Clients hold disjoint data, so the federation's epsilon is the largest of
+    theirs.
 
     The number of examples ``N_i`` of every client is public, since rates, steps and denominators
     follow from it: adding or removing an example is not covered.
@@ -47,16 +50,16 @@ class ExamplePrivacy:
     ----------
     mechanism : Mechanism
         Bounds the gradients of single examples.
-    noise_multiplier : float
-        Standard deviation of the noise on a sum over the mechanism's C.
+    noise : Noise or float
+        What is added to a sum; a number is the multiplier of independent noise that is not
+        hardened. Correlated noise (`LambdaCGD`, `BISR`, `Tree`) is correlated over the steps of a
+        client's round, with shuffled passes, all of a round in one order.
     sampling : "poisson" or "shuffle"
         Poisson batches: each example is in a batch with probability ``|B| / N_i``, however many
         that makes. Shuffled passes are charged as one Gaussian without amplification a pass.
     chunk : int
         Examples that go through the model at once; 0 leaves it to a rule of the batch size.
         A batch of any size takes as many chunks as it needs, and is never truncated.
-    hardened : bool
-        Noise that is safe against attacks on floating-point sampling, at four times the cost.
     delta : float
     max_epsilon : float, optional
         What no client spends more than.
@@ -69,10 +72,9 @@ class ExamplePrivacy:
     """
 
     mechanism: Mechanism
-    noise_multiplier: float
+    noise: Noise | float
     sampling: Literal["poisson", "shuffle"] = "poisson"
     chunk: int = 0
-    hardened: bool = False
     delta: float = 1e-5
     max_epsilon: float | None = None
     stopping: Stopping = FIXED
@@ -86,9 +88,17 @@ class ExamplePrivacy:
                 "batches of a fixed size have replace-one neighbours, and examples zero-out ones."
             )
         check_settings(self)
-        if not self.noise_multiplier >= 0:
+        if not isinstance(self.noise, Noise):
+            if not self.noise >= 0:
+                raise FedsimError(
+                    f"client.noise.multiplier is {self.noise}; it must be at least 0."
+                )
+            object.__setattr__(self, "noise", Independent(float(self.noise), hardened=False))
+        if self.made.correlated and self.sampling != "shuffle":
             raise FedsimError(
-                f"client.noise.multiplier is {self.noise_multiplier}; it must be at least 0."
+                f"client.noise.sampling is '{self.sampling}', and client.noise.name names noise "
+                "that is correlated over steps; it must be 'shuffle': which batches an example "
+                "is in must be known."
             )
         if self.chunk < 0:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
@@ -103,9 +113,28 @@ class ExamplePrivacy:
         )
 
     @property
+    def made(self) -> Noise:
+        """The noise."""
+        assert isinstance(self.noise, Noise)
+        return self.noise
+
+    @property
     def private(self) -> bool:
         """Whether any client's epsilon is finite."""
-        return self.mechanism.guarantee == "gaussian" and self.noise_multiplier > 0
+        return self.mechanism.guarantee == "gaussian" and self.made.multiplier > 0
+
+    def fitted(self, work: LocalWork, sizes: Iterable[int]) -> ExamplePrivacy:
+        """With noise of the same coefficients for clients of all these sizes.
+
+        They are the best for a client with most steps, whose passes are as short as any client's.
+        """
+        each = [
+            self._sampler(work, size).participation(work.steps_of(size)) for size in {*sizes} - {0}
+        ]
+        if not self.made.correlated or not each:
+            return self
+        steps, apart = max(p.rounds for p in each), min(p.separation for p in each)
+        return replace(self, noise=self.made.fitted(Participation(steps, min(steps, apart))))
 
     def plan(
         self, work: LocalWork, size: int, rounds: int | None = None
@@ -115,12 +144,17 @@ class ExamplePrivacy:
             return None
         return ReleasePlan(
             level="example",
-            sampler=work.poisson(size) if self.sampling == "poisson" else work.passes(size),
+            sampler=self._sampler(work, size),
             bound=self.mechanism,
-            noise=Independent(self.noise_multiplier, self.hardened),
+            noise=self.made,
             rounds=rounds,
             releases=work.steps_of(size),
         )
+
+    def _sampler(self, work: LocalWork, size: int) -> Sampler:
+        if self.sampling == "poisson":
+            return work.poisson(size)
+        return work.passes(size, one_order=self.made.correlated)
 
     def batches(
         self,
@@ -138,7 +172,7 @@ class ExamplePrivacy:
         if self.sampling == "poisson":
             yield from plan_poisson(*drawn, self.chunk, amplified=self.private)
             return
-        for b in plan_batches(*drawn):
+        for b in plan_batches(*drawn, one_order=self.made.correlated):
             yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
 
     def keyed(
@@ -151,9 +185,8 @@ class ExamplePrivacy:
             "work": work,
             "loss": loss,
             "mechanism": self.mechanism,
-            "noise-multiplier": self.noise_multiplier,
+            "noise": self.made,
             "sampling": self.sampling,
-            "hardened": self.hardened,
         }
         return Randomness(randomness.seed, digest_of(settings))
 
@@ -212,7 +245,7 @@ class ExampleReleases:
         self._data, algorithm = stepper.data, stepper.algorithm
         # Another path or method gives other bits.
         path = f"{stepper.path.name}, {method.name}"
-        bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
+        bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
         self._settings = (algorithm, work, *bounded, path, stepper.device.type)
         self._code = (algorithm, loss, privacy.mechanism, *model.modules())
         self._rows = method.evidence

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.clients.base import Dense, State, Step
 from fedsim.mechanisms import NoiseSource, Releaser
+from fedsim.mechanisms.base import without_noise
+from fedsim.mechanisms.releaser import NUMBERS
+from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.training.batches import Batches, Ints, Workload
 from fedsim.training.example_privacy import ExamplePrivacy
@@ -91,11 +97,7 @@ class PrivateSteps(Steps):
             self.usable &= torch.from_numpy(~unusable[batches.index]).to(stepper.device)
         self.noise, plans = [], []
         for client, source in zip(clients.client_ids.tolist(), clients.randomness, strict=True):
-            # One source a client and round, from which its steps draw one after another.
-            draws = source.generator(
-                Purpose.NOISE, level="example", round=clients.round, client=client
-            )
-            self.noise.append(NoiseSource(draws, privacy.hardened))
+            self.noise.append(StepNoise(privacy.made, source, clients.round, client))
             plan = privacy.plan(factory.workload.work, stepper.data.size(client))
             if plan is not None:
                 plans.append(plan)
@@ -140,7 +142,8 @@ class PrivateSteps(Steps):
                 losses[clients, chunk, :b] = block.losses
                 total.add_owners(block.rows, usable[clients, :b], block.counts, clients)
         self.losses.append(losses.flatten(1))
-        release = self.releaser.release(total, *self.noise[:active])
+        sources = [noise.of_step(index) for noise in self.noise[:active]]
+        release = self.releaser.release(total, *sources)
         self.state = dict(release.state)
         return release.mean
 
@@ -149,4 +152,39 @@ class PrivateSteps(Steps):
         if not self.keeps_state:
             return {}
         clients = slice(first, first + len(theta))
-        return {MECHANISM + name: tensor[clients] for name, tensor in self.state.items()}
+        kept = without_noise(self.state)
+        return {MECHANISM + name: tensor[clients] for name, tensor in kept.items()}
+
+
+class StepNoise:
+    """Sources of the noise of a client's steps in one round.
+
+    Steps draw one after another from one source; or, where they share draws, each from addresses
+    of its own, of which those of earlier steps are asked for again. Where draws come from the
+    operating system these are keyed by a secret that ends with the round.
+    """
+
+    def __init__(self, noise: Noise, randomness: Randomness, round: int, client: int) -> None:
+        self._hardened, self._shared = noise.hardened, noise.correlated
+        if self._shared and randomness.seed is None:
+            randomness = Randomness(0, secrets.token_hex(32))
+        self._address = {"round": round, "client": client}
+        self._randomness = randomness
+        self._one = None if self._shared else NoiseSource(self._generator(0, 0, 0), self._hardened)
+
+    def of_step(self, index: int) -> NoiseSource:
+        """The source of a step's noise, from 0 on; each is asked for once."""
+        if self._one is not None:
+            return self._one
+        elsewhere = partial(self._generator, index)
+        return NoiseSource(self._generator(index, 0, 0), self._hardened, index + 1, elsewhere)
+
+    def _generator(self, index: int, age: int, number: int) -> np.random.Generator:
+        randomness = self._randomness.repeated() if age else self._randomness
+        return randomness.generator(
+            Purpose.NOISE,
+            level="example",
+            round=self._address["round"],
+            client=self._address["client"],
+            part=(index - age) * NUMBERS + number,
+        )

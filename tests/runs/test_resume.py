@@ -71,6 +71,13 @@ CASES: dict[str, dict[str, Any]] = {
     "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
     "the mean of clients' rates": {**ADADP, "client.state": "server"},
     "private examples": {**EXAMPLES, **ADADP, "client.state": "client"},
+    "private examples, correlated steps": {
+        **EXAMPLES,
+        "client.noise.name": "tree",
+        "client.noise.sampling": "shuffle",
+        "client.epochs": 2,
+        "client.state": "client",
+    },
     "both levels": {**PRIVATE, **EXAMPLES},
     "a budget": {**PRIVATE, "noise.max-epsilon": 9.0},
     "a client's budget": {**EXAMPLES, "client.noise.max-epsilon": 30.0},

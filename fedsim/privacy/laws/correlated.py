@@ -88,11 +88,19 @@ class CorrelatedLaw(Law):
     def label(self) -> str:
         """A few words for a table."""
         base = "no amplification" if self.rate == 1 else self.base.label
+        if self.rounds == 1:
+            return f"{self.noise} noise over the steps of a round, {base}"
         return f"{self.noise} noise over {self.rounds:,} rounds, {base}"
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is drawn and noised, for a statement."""
         drawn = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
+        if row == "example":
+            return (
+                f"passes in one order a round ({drawn}); noise correlated over the steps of a "
+                f"round ({self.noise}), which are charged together, as one Gaussian of sensitivity "
+                f"{self.sensitivity:.4g} C"
+            )
         return (
             f"{drawn}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
             f"are charged together, as one Gaussian of sensitivity {self.sensitivity:.4g} C"

@@ -9,7 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Ids, Sampler, check_population, declared_population
+from fedsim.privacy.laws.base import (
+    Ids,
+    Participation,
+    Sampler,
+    check_population,
+    declared_population,
+)
 from fedsim.privacy.laws.full import Full, FullLaw
 from fedsim.randomness import Draws
 
@@ -42,11 +48,15 @@ class ShuffledPasses(Sampler):
         In [1, population].
     population : int
         Declared public number.
+    one_order : bool
+        Whether all passes of a round go in the order of its first: a row is then in batches that
+        are `steps` apart, as noise that is correlated over a round's steps counts on.
     """
 
     name: ClassVar[str] = "shuffle"
     batch_size: int
     population: int
+    one_order: bool = False
 
     def __post_init__(self) -> None:
         check_population(self.population)
@@ -73,7 +83,7 @@ class ShuffledPasses(Sampler):
 
     def order(self, round: int, draws: Draws, number: int) -> Ids:
         """Pass ``number`` of a round: all ids, in the order in which batches take them."""
-        return draws.generator(round, number).permutation(self.population)
+        return draws.generator(round, 0 if self.one_order else number).permutation(self.population)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """The ids of one batch. `order` gives a pass at a time."""
@@ -89,6 +99,10 @@ class ShuffledPasses(Sampler):
         """One for each pass that ``count`` sums begin."""
         return -(-count // self.steps)
 
+    def participation(self, rounds: int) -> Participation:
+        """A batch of every pass, always the same one in one order."""
+        return Participation(rounds, self.steps if self.one_order or rounds <= self.steps else 1)
+
 
 def draw_passes(
     sampler: ShuffledPasses | Full, draws: Sequence[Draws], round: int, passes: int
@@ -101,8 +115,11 @@ def draw_passes(
     orders = np.empty((len(draws), passes, population), dtype=np.int64)
     orders[:] = np.arange(population)
     if sampler.rate < 1:
+        one_order = isinstance(sampler, ShuffledPasses) and sampler.one_order
         for owner_orders, owner_draws in zip(orders, draws, strict=True):
-            generators = owner_draws.generators(round, range(passes))
-            for order, generator in zip(owner_orders, generators, strict=True):
+            generators = owner_draws.generators(round, range(1 if one_order else passes))
+            for order, generator in zip(owner_orders, generators, strict=False):
                 generator.shuffle(order)
+            if one_order:
+                owner_orders[1:] = owner_orders[0]
     return orders

@@ -29,6 +29,7 @@ class BISR(Toeplitz):
     """
 
     name: ClassVar[str] = "bisr"
+    local: ClassVar[bool] = True
 
     draws: Annotated[
         int,

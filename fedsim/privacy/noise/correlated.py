@@ -45,6 +45,9 @@ class Correlated(Noise):
 
     name: ClassVar[str]
     """As in a config's ``noise.name``."""
+    local: ClassVar[bool] = False
+    """Whether clients may add it to the steps of a round: it keeps no vector for each of them, or
+    few."""
 
     coefficients: Annotated[
         str,

@@ -23,6 +23,7 @@ class LambdaCGD(Toeplitz):
     """
 
     name: ClassVar[str] = "lambda-cgd"
+    local: ClassVar[bool] = True
 
     def fitted(self, participation: Participation) -> Self:
         """The same, with the lambda of the least error of sums over rounds, to 0.001."""

@@ -27,6 +27,7 @@ class Tree(Correlated):
     """
 
     name: ClassVar[str] = "tree"
+    local: ClassVar[bool] = True
 
     def fitted(self, participation: Participation) -> Self:
         """The same, with trees over the rounds from one participation to the next."""
