@@ -63,16 +63,14 @@ class Rule(NamedTuple):
     parts: str
 
 
+_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws"
+
 PURPOSES: dict[Purpose, Rule] = {
     Purpose.INIT: Rule("seed", ("run",), "0 a model's weights; an experiment numbers its own"),
     Purpose.PARTITION: Rule("seed", ("run",), "0 dealing examples, 1 keeping some of them"),
     Purpose.SAMPLE: Rule("seed", ("client", "example"), "the step, or the pass over examples"),
     Purpose.AMPLIFIED_SAMPLE: Rule("release", ("client", "example"), "the step"),
-    Purpose.NOISE: Rule(
-        "release",
-        ("client", "example"),
-        "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws",
-    ),
+    Purpose.NOISE: Rule("release", ("client", "example"), _NOISE_PARTS),
     Purpose.SHARE: Rule("release", ("client",), "0 a client's share of a release's noise"),
     Purpose.DROPOUT: Rule("seed", ("example",), "the step; 2^40 an evaluation"),
     Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
