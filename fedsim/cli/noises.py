@@ -12,9 +12,8 @@ from rich.table import Table
 
 from fedsim import registry
 from fedsim.cli.console import Output
-from fedsim.cli.privacy_question import plan_of
 from fedsim.config import RunConfig
-from fedsim.config.plan import stopping
+from fedsim.config.plan import stopping, uncalibrated_plan, with_best_groups
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
@@ -61,14 +60,14 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
         raise FedsimError(
             f"--noises is of a config; {source or 'the source'} must be a .toml file."
         )
-    config = RunConfig.load(source, overrides)
+    config = with_best_groups(RunConfig.load(source, overrides))
     if not config.private:
         raise FedsimError(
             "--noises compares the noise of the server's releases; mechanism.name and "
             "noise.multiplier, or noise.target-epsilon, must claim privacy for clients."
         )
     delta = stopping(config.to_run_config()).planned_delta(config.noise.delta)
-    epsilon = config.noise.target_epsilon or plan_of(config).epsilon(delta)
+    epsilon = config.noise.target_epsilon or _plan_of(config).epsilon(delta)
     plans = sorted(_plans(config, epsilon, delta), key=lambda made: made.error)
     console = Output()
     title = f"epsilon {epsilon:.4g} at delta {delta:g}, {config.rounds:,} rounds"
@@ -85,11 +84,19 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
 
 def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:
     """The config's plan with each kind of noise that fedsim ships."""
-    own = config.noise.name
+    noise = config.noise
+    own_keys = {noise.key(setting.key) for setting in noise.own_settings(noise.name)}
+    others = {k: value for k, value in config.to_run_config().items() if k not in own_keys}
     for name in registry.names("noise"):
-        changed = config if name == own else config.replace(**{"noise.name": name})
+        changed = config
+        if name != noise.name:
+            changed = RunConfig.from_run_config({**others, "noise.name": name})
         if name not in registry.plugins("noise"):
-            yield NoisePlan(name, plan_of(changed).calibrated(epsilon, delta))
+            yield NoisePlan(name, _plan_of(changed).calibrated(epsilon, delta))
+
+
+def _plan_of(config: RunConfig) -> ReleasePlan[Any]:
+    return uncalibrated_plan(config, config.mechanism.make())
 
 
 def _table(plans: Sequence[NoisePlan], title: str) -> Table:

@@ -9,15 +9,13 @@ from typing import Any, get_args
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import (
-    cohort,
-    cohort_known,
     entropy,
     evaluation_events,
     extrapolation,
-    made_noise,
-    selection,
     stopping,
+    uncalibrated_plan,
     with_added_noise,
+    with_best_groups,
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
@@ -26,7 +24,7 @@ from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.calibration import Extrapolation
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import shipped_laws
-from fedsim.privacy.plan import ReleasePlan, of_user
+from fedsim.privacy.plan import of_user
 from fedsim.runs.directory import clients_ledgers, ending
 from fedsim.runs.record import delta_of, statements_of
 
@@ -85,7 +83,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
             raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
         return Source()
     if source.suffix == ".toml":
-        return _of_config(RunConfig.load(source, overrides))
+        return _of_config(with_best_groups(RunConfig.load(source, overrides)))
     if not source.is_dir():
         ledger = Ledger.read(source)
         delta = delta_of(_config_in(source.parent)) if delta is None else delta
@@ -99,7 +97,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 def _of_config(config: RunConfig) -> Source:
     declared = set()
     if config.private:
-        declared |= {*plan_of(config).declared}
+        declared |= {*uncalibrated_plan(config, config.mechanism.make()).declared}
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
     return Source(
@@ -166,7 +164,7 @@ def _planned(config: RunConfig) -> Question:
             f"{noise.multiplier}, and clients do not protect their examples; the run has no "
             "guarantee, and its epsilon is infinite."
         )
-    event = plan_of(config).event()
+    event = uncalibrated_plan(config, config.mechanism.make()).event()
     return Question(
         noise_multiplier=noise.multiplier,
         target_epsilon=noise.target_epsilon,
@@ -188,19 +186,6 @@ def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Eve
     if question.target_epsilon is not None and config.noise.target_epsilon is not None:
         changes["noise.target-epsilon"] = question.target_epsilon
     return evaluation_events(config.replace(**changes))
-
-
-def plan_of(config: RunConfig) -> ReleasePlan[Any]:
-    """The plan of a round's release on the server, which here need not be calibrated."""
-    return ReleasePlan(
-        level="client",
-        sampler=cohort(config),
-        bound=config.mechanism.make(),
-        noise=made_noise(config.noise),
-        rounds=config.rounds,
-        selection=selection(config),
-        cohort_known=cohort_known(config),
-    )
 
 
 def _planned_examples(config: RunConfig) -> Question:

@@ -28,7 +28,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean
 from fedsim.runs.record import RunResult
 
-_EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
+_EPSILONS = {"epsilon-so-far": "eps so far", "epsilon": "eps", "example-epsilon": "examples' eps"}
 
 
 class Progress(Callback, Closed):

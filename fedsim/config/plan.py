@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fedsim import registry
 from fedsim.cohorts import Cohort
@@ -19,11 +20,15 @@ from fedsim.privacy import Event
 from fedsim.privacy.calibration import Extrapolation, calibrate
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
+from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.plan import LocalWork, sampler_beside
+from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
+from fedsim.privacy.plan import Bounded, LocalWork, ReleasePlan, sampler_beside
 from fedsim.privacy.statement import Statement
 from fedsim.settings import settings_of
+
+BoundOf = TypeVar("BoundOf", bound=Bounded)
 
 _BY_WHAT_IS_RELEASED = ("stopped", "dropped")
 
@@ -54,6 +59,71 @@ def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
     """The noise that a table names, at its multiplier, or at 0 where it has none."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
+
+
+def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
+    """What the server releases, with the noise that the config says or its target needs."""
+    config = with_best_groups(config)
+    plan = uncalibrated_plan(config, bound)
+    if (target := config.noise.target_epsilon) is None:
+        return plan
+    return plan.calibrated(target, planned_delta(config), evaluation_events(config))
+
+
+def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
+    """The same, with a noise multiplier of 0 where a target decides it."""
+    return ReleasePlan(
+        level="client",
+        sampler=cohort(config),
+        bound=bound,
+        noise=made_noise(with_added_noise(config).noise),
+        rounds=config.rounds,
+        selection=selection(config),
+        cohort_known=cohort_known(config),
+    )
+
+
+GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
+"""How many groups, of one band each, are compared."""
+
+
+def with_best_groups(config: RunConfig) -> RunConfig:
+    """A config whose ``noise.bands`` are ``auto``, with as many bands and groups as are best.
+
+    More groups leave a larger share of each to its round, whose noise is then amplified less, and
+    more bands to couple: at the target epsilon, and cohorts of the expected size that the config
+    says, those are taken whose sums over rounds have the least error.
+
+    Raises
+    ------
+    FedsimError
+        If the cohort has no groups, or no epsilon is aimed at.
+    """
+    left = made_noise(config.noise)
+    if not isinstance(left, Banded) or left.bands != AUTO:
+        return config
+    sampler = cohort(config)
+    if not isinstance(sampler, Cyclic) or config.noise.target_epsilon is None:
+        raise FedsimError(
+            f"noise.bands is 'auto', cohort.name {config.cohort.name!r} and noise.target-epsilon "
+            f"{config.noise.target_epsilon or 'not set'}; it must be a number, unless the cohort "
+            "is 'cyclic' and the target set."
+        )
+    rate = sampler.rate / sampler.groups
+    found: list[tuple[float, RunConfig]] = []
+    for groups in GROUPS:
+        if groups > config.rounds or groups * rate > 1 + 1e-9:
+            break
+        changes: dict[str, Scalar] = {
+            "noise.bands": groups,
+            "cohort.groups": groups,
+            "cohort.rate": min(1.0, groups * rate),
+        }
+        changed = config.replace(**changes)
+        noise = release_plan(changed, config.mechanism.make()).noise
+        assert isinstance(noise, Banded)
+        found.append((noise.error(), changed))
+    return min(found, key=itemgetter(0))[1]
 
 
 def evaluation_event(config: RunConfig) -> Event | None:

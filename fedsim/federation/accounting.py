@@ -194,7 +194,7 @@ class Accounting:
 
     def _so_far(self, rounds_done: int, cost: Cost) -> str:
         """What a plan charged as a whole would have cost, had it been planned to end here."""
-        if not self.plan.closed or cost.releases != 1:
+        if not self.plan.charged_ahead:
             return ""
         so_far = self.plan.epsilon(cost.delta, after=rounds_done)
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""

@@ -278,6 +278,12 @@ class ReleasePlan(Generic[BoundT]):
         covered = self.event().law.rounds
         return (self.noise.correlated and self.level == "client") or 1 < covered == self.rounds
 
+    @property
+    def charged_ahead(self) -> bool:
+        """Whether the first round's charge is of all rounds, of which fewer would cost less."""
+        law = self.event().law
+        return self.level == "client" and isinstance(law, CorrelatedLaw) and law.rate == 1
+
     def charge(self, round: int, attempt: int = 0) -> Event:
         """What the ledger's line of a round charges.
 
@@ -341,14 +347,12 @@ class ReleasePlan(Generic[BoundT]):
 
     def _first(self, rounds: int) -> Event:
         """What the first so many rounds cost."""
-        event, noise = self.event(), self.noise
-        law, whole = event.law, event.over(rounds)
-        if not (isinstance(noise, Correlated) and isinstance(law, CorrelatedLaw)) or law.rate < 1:
-            return whole
-        if self.level == "example":
+        whole, noise = self.event().over(rounds), self.noise
+        if not (self.charged_ahead and isinstance(noise, Correlated)):
             return whole
         prefix = noise.plan.first(min(rounds, noise.plan.rounds))
-        return replace(whole, law=replace(law, sensitivity=noise.sensitivity(prefix)))
+        assert isinstance(whole.law, CorrelatedLaw)
+        return replace(whole, law=replace(whole.law, sensitivity=noise.sensitivity(prefix)))
 
     def calibrated(
         self, target_epsilon: float, delta: float, beside: Sequence[Event] = ()

@@ -233,7 +233,7 @@ _ABOUT = {
     "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 
-_OTHERS = {"round", "epsilon", "example-epsilon", "simulated", "declared"}
+_OTHERS = {"round", "epsilon", "epsilon-so-far", "example-epsilon", "simulated", "declared"}
 
 
 def metric_chart(name: str, lines: Sequence[Line], title: str = "", **settings: Any) -> Lines:

@@ -128,6 +128,7 @@ def _spending(record: RunRecord) -> list[Lines]:
     lines = []
     for column, name, key in (
         ("epsilon", "client level", "noise.max-epsilon"),
+        ("epsilon-so-far", "had it been planned to end here", ""),
         ("example-epsilon", "example level", "client.noise.max-epsilon"),
     ):
         x, y = record.curve(column)

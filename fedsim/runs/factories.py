@@ -15,19 +15,13 @@ from torch import nn
 from fedsim import mechanisms, registry, tasks
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
-from fedsim.config import RunConfig
+from fedsim.config import RunConfig, plan
 from fedsim.config.plan import (
-    cohort,
-    cohort_known,
     entropy,
     evaluation_event,
-    evaluation_events,
     local_work,
     made_noise,
-    planned_delta,
-    selection,
     stopping,
-    with_added_noise,
 )
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
 from fedsim.config.values import read_options_of
@@ -90,20 +84,7 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
     """What the server releases: its noise as the config says, or calibrated to the target."""
-    added = with_added_noise(config)
-    noise = added.noise
-    plan = ReleasePlan(
-        level="client",
-        sampler=cohort(config),
-        bound=aggregated(config.mechanism),
-        noise=made_noise(noise),
-        rounds=config.rounds,
-        selection=selection(config),
-        cohort_known=cohort_known(config),
-    )
-    if noise.target_epsilon is None:
-        return plan
-    return plan.calibrated(noise.target_epsilon, planned_delta(config), evaluation_events(config))
+    return plan.release_plan(config, aggregated(config.mechanism))
 
 
 def secure_aggregation(config: RunConfig) -> SecureAggregation | None:

@@ -13,7 +13,13 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, evaluation_event, release_digest, stopping
+from fedsim.config.plan import (
+    entropy,
+    evaluation_event,
+    release_digest,
+    stopping,
+    with_best_groups,
+)
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
@@ -133,6 +139,7 @@ def resolve(
     FedsimError
         Naming the key that cannot be, its value and what is allowed.
     """
+    config = with_best_groups(config)
     overrides = overrides or ObjectOverrides()
     data = data or resolve_data(config, overrides)
     dataset, split = data.dataset, data.split
@@ -178,6 +185,7 @@ def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> R
 
     A node or a resumed run that reads it calibrates nothing, and draws the same noise.
     """
+    config = with_best_groups(config)
     privacy = None
     client_noise = config.client.noise
     if client_noise.target_epsilon is not None or client_noise.name != "independent":

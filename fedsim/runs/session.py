@@ -276,6 +276,8 @@ class Session:
         if self.strategy.private:
             spent = self.strategy.ledger.as_of(server_round, resolved.release)
             row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
+            if (plan := self.strategy.plan).charged_ahead:
+                row["epsilon-so-far"] = plan.epsilon(self.strategy.delta, after=server_round)
         if resolved.client_ledgers is not None:
             row["example-epsilon"] = resolved.client_ledgers.epsilon(
                 server_round, resolved.release, end
@@ -350,7 +352,7 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     elif (private := private_metrics(config)) is not None:
         columns += [f"clients-{name}" for name in private.shown]
     if strategy.private:
-        columns.append("epsilon")
+        columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
     if resolved.client_ledgers is not None:
         columns.append("example-epsilon")
     if strategy.private or resolved.client_ledgers is not None:

@@ -307,3 +307,16 @@ def test_what_a_caller_has_set_for_torch_changes_no_byte_of_a_run(setting: str) 
         arrays = fedsim.run(config).arrays
         assert (torch.get_default_dtype(), torch.get_default_device()) == before
     assert all(torch.equal(usual[name], value) for name, value in tensors(arrays).items())
+
+
+def test_a_plan_charged_ahead_shows_what_its_rounds_so_far_cost() -> None:
+    """Sensitivities of the first rounds of C over all: epsilon by the Gaussian's exact curve."""
+    apart = {"rounds": 6, "cohort.name": "cyclic", "cohort.rate": 1.0, "cohort.groups": 2}
+    for name, shown in (("lambda-cgd", True), ("banded", True), ("independent", False)):
+        result = fedsim.run(BASE.replace(**apart, **{"noise.name": name}))
+        rows = [row for row in result.metrics if row["round"] > 0]
+        assert all(("epsilon-so-far" in row) == shown for row in rows)
+        if shown:
+            so_far = [row["epsilon-so-far"] for row in rows]
+            assert so_far == sorted(so_far)
+            assert so_far[0] < so_far[-1] == rows[0]["epsilon"] == rows[-1]["epsilon"]

@@ -13,11 +13,25 @@ from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, remaining, solved, text_of
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Doc, Ge, NotAllowedError, Text
 
 MOST_BANDS = 64
 """Bands by default: each is a vector of the model's size that is kept."""
+AUTO = -1
+"""The number of bands where a config says ``auto``."""
 WANTED = "the first column of C: 1, and then numbers from 0 to 1"
+
+
+def _read_bands(value: object) -> int:
+    if value == "auto":
+        return AUTO
+    if type(value) is not int or value < 0:
+        raise NotAllowedError("a whole number of at least 0, or 'auto'")
+    return value
+
+
+def _write_bands(bands: int) -> int | str:
+    return "auto" if bands == AUTO else bands
 
 
 @register("noise", "banded")
@@ -34,12 +48,27 @@ class Banded(Toeplitz):
 
     bands: Annotated[
         int,
-        Ge(0),
-        Doc("How many bands C has; 0 for the separation of the cohort's rounds, at most 64."),
+        Ge(AUTO),
+        Text(_read_bands, _write_bands),
+        Doc(
+            "How many bands C has; 0 for the separation of the cohort's rounds, at most 64; 'auto' "
+            "for as many, with as many groups of a cyclic cohort, as give the least error."
+        ),
     ] = 0
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with the coefficients of the least error."""
+        """The same, with the coefficients of the least error.
+
+        Raises
+        ------
+        FedsimError
+            If the number of bands is left to a config.
+        """
+        if self.bands == AUTO:
+            raise FedsimError(
+                "noise.bands is 'auto'; only a config, which has the cohort too, can choose them: "
+                "it must be a number."
+            )
         if self.coefficients:
             bands, given = len(self._numbers(WANTED)), self.bands
             if given not in (0, bands):
