@@ -35,7 +35,8 @@ def tabulate(
     """
     facts = Table.grid(padding=(0, 2))
     for attack in verdict.two_worlds:
-        sentence = f"{_SENTENCES.get(attack.name, '')}; best score: {attack.score}"
+        sentences = [words] if (words := _SENTENCES.get(attack.name)) else []
+        sentence = "; ".join([*sentences, f"best score: {attack.score}"])
         assumed = {**assumed, attack.name: sentence}
     for name, sentence in assumed.items():
         facts.add_row(Text(name, style="dim"), sentence)

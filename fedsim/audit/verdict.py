@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,6 +227,27 @@ class Verdict:
     def epsilon_bound(self) -> float:
         """Largest lower bound on epsilon that an attack in two worlds proved."""
         return max((attack.epsilon_bound for attack in self.two_worlds), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it says, as JSON has it."""
+        return {
+            "accepted": self.accepted,
+            "verdict": str(self),
+            "confidence": self.confidence,
+            "epsilon": self.claim.epsilon if math.isfinite(self.claim.epsilon) else None,
+            "delta": self.claim.delta,
+            "epsilon-at-least": self.epsilon_bound,
+            "violations": [
+                {"of": f.part, "test": f.name, "found": f.measured, "likely-cause": f.cause,
+                 "p": f.p_value}
+                for f in self.failed
+            ],
+            "attacks": [
+                {"name": attack.name, "p": attack.p_value, "violation": attack.p_value <= self.risk}
+                for attack in self.attacks
+            ],
+            "tests": len(self.checks),
+        }  # fmt: skip
 
     def __str__(self) -> str:
         claimed = f"(epsilon, delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g})"

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 import fedsim
+from fedsim.cli.audit import audit
 from fedsim.cli.config import config
 from fedsim.cli.console import Command, ConfigCommand, Group
 from fedsim.cli.deploy import deploy
-from fedsim.cli.planning import audit, partition, tune
+from fedsim.cli.planning import partition, tune
 from fedsim.cli.privacy import privacy
 from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run

@@ -1,4 +1,4 @@
-"""`fedsim partition`, `tune` and `audit`: what can be learned about a config before it is run."""
+"""`fedsim partition` and `tune`: what can be learned about a config before it is run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from fedsim.cli.console import ConfigFile, Output, Overrides, check_out
@@ -74,94 +73,6 @@ def partition(
     except OSError as error:
         raise FedsimError(f"--out is {path}, which cannot be written: {error.strerror}.") from error
     console.print(f"picture: {path}", soft_wrap=True)
-
-
-def audit(
-    config: ConfigFile,
-    set_: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-audit.png` if unset.")
-    ] = None,
-    runs: Annotated[
-        int,
-        typer.Option(
-            help="Runs with a canary, and as many without, in each adversarial federation; 0 "
-            "leaves these attacks out."
-        ),
-    ] = 300,
-    rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 2,
-    canaries: Annotated[
-        int, typer.Option(help="Canaries of the attack on one run; 0 leaves it out.")
-    ] = 512,
-    confidence: Annotated[
-        float, typer.Option(help="Probability that a correct claim passes the audit.")
-    ] = 0.99,
-    seed: Annotated[int, typer.Option(help="Another seed makes another audit.")] = 1,
-    deep: Annotated[
-        bool,
-        typer.Option(
-            "--deep", help="Examine ten times as many releases for noise that repeats among seeds."
-        ),
-    ] = False,
-    all_: Annotated[
-        bool, typer.Option("--all", help="Show every test, not only those that found something.")
-    ] = False,
-) -> None:
-    """Attack what a config claims, through the strategy and the engine that it would run on.
-
-    Tests look at whole runs of the config's own length: whether what is released is white noise of
-    the claimed size, new in every round, down to its last bit; whether clients are sampled as the
-    ledger says; how far one client, alone or among several, moves the sum and anything else that
-    leaves a round; whether every release is charged what it costs, and a budget stops the run.
-
-    A canary is an adversarial client. It is put into federations in which it is easiest to detect;
-    many runs with it and without it give the false-positive and false-negative rates of a
-    membership-inference attack, which are compared with the trade-off curve that the ledger's
-    (epsilon, delta) allows, for every epsilon. Another attack includes each of many canaries in
-    one run of the config's own length by a coin flip, and guesses the coins (Steinke, Nasr and
-    Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024).
-
-        fedsim audit run.toml --runs 2000
-
-    The exit status is 0 when no violation is detected and 1 when one is. An audit can detect a
-    violation; that it detects none is no proof. The data, the model and the client algorithm are
-    not used: the claim must be true of any update that a client may send.
-    """
-    settings = RunConfig.load(config, set_ or [])
-    path = out or Path("runs") / f"{settings.name}-audit.png"
-    check_out(path, ".png")
-    # Only now: a mistake in the config should not wait for torch and matplotlib.
-    from fedsim.audit import WORLDS
-    from fedsim.audit.config_audit import audit_config
-    from fedsim.audit.report import draw, tabulate
-    from fedsim.federation.engines.process import use_one_thread
-    from fedsim.reports.plots import save
-    from fedsim.runs.metrics import duration
-
-    use_one_thread()
-    console = Output()
-    # As docs/audit.md measures: ten seconds of whole runs, and as many of the default federations.
-    seconds = 10 + 10 * runs / 300 * max(rounds, 1) / 2
-    console.print(
-        f"Takes about {duration(seconds)} of one core; larger --runs and --rounds, longer."
-    )
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("runs", total=2 * runs * len(WORLDS))
-        verdict, assumed = audit_config(
-            settings,
-            rounds=rounds,
-            runs=runs,
-            canaries=canaries,
-            confidence=confidence,
-            seed=seed,
-            deep=deep,
-            tick=lambda finished: progress.advance(task, finished),
-        )
-    console.print(tabulate(verdict, assumed, everything=all_))
-    save(draw(verdict, settings.name), path, dpi=150)
-    console.print(f"picture: {path}", soft_wrap=True)
-    if not verdict.accepted:
-        raise typer.Exit(1)
 
 
 def tune(

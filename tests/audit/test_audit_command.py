@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from fedsim.audit import Claim, Finding, Verdict
 from fedsim.audit.config_audit import audit_config
 from fedsim.audit.report import tabulate
-from fedsim.cli.planning import audit
+from fedsim.cli.audit import audit
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs import factories
@@ -124,3 +125,40 @@ def test_a_config_without_a_claim_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(FedsimError, match=r"must be a file that ends in .png"):
         invoke(tmp_path, "--out", "x.svg")
+
+
+def target(tmp_path: Path, *options: str) -> tuple[int, str]:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n"
+        "def without_noise(federation):\n"
+        "    return np.cumsum([federation.rows.mean(0)] * federation.rounds, axis=0)\n"
+    )
+    out = ("--out", str(tmp_path / "audit.png"), "--runs", "30")
+    named = ("--target", f"{path}:without_noise", *out, *options)
+    result = CliRunner().invoke(app, list(named))
+    if isinstance(result.exception, FedsimError):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_a_target_that_breaks_its_claim_ends_with_status_1_and_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "claim.toml").write_text('noise-multiplier = 1.0\nsource = "its page"\n')
+    status, output = target(tmp_path, "--claim", str(tmp_path / "claim.toml"))
+    assert status == 1
+    words = " ".join(output.split())
+    assert "noise is left out" in words
+    assert "its page" in words
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+    status, output = target(tmp_path, "--noise-multiplier", "1.0", "--json")
+    assert status == 1
+    assert json.loads(output)["violations"][0]["likely-cause"] == "noise is left out"
+
+
+def test_what_is_audited_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="there is nothing to audit"):
+        target(tmp_path)
+    with pytest.raises(FedsimError, match=r"is of a --target"):
+        invoke(tmp_path, "--epsilon", "1.0")
+    result = CliRunner().invoke(app, [])
+    assert isinstance(result.exception, FedsimError)

@@ -1,0 +1,10 @@
+"""Audits of other people's private federated learning: attack a target's claim."""
+
+from __future__ import annotations
+
+from fedsim.audit.outside.audit import audit_target
+from fedsim.audit.outside.claims import TargetClaim
+from fedsim.audit.outside.federation import LittleFederation, TargetRelease
+from fedsim.audit.outside.loading import opened
+
+__all__ = ["LittleFederation", "TargetClaim", "TargetRelease", "audit_target", "opened"]

@@ -1,0 +1,262 @@
+"""The audit of a target: all attacks, tests of its noise and its samples, and a verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedsim.audit import noise_checks as noise
+from fedsim.audit import sampling_checks as sampling
+from fedsim.audit.checks import Finding, Part, invariant
+from fedsim.audit.noise_checks import NoiseSample
+from fedsim.audit.outside.attacks import (
+    ATTACKS,
+    OF_ADAPTIVE,
+    Attack,
+    Attacked,
+    Seen,
+    Target,
+    follows_rows,
+)
+from fedsim.audit.outside.claims import TargetClaim
+from fedsim.audit.outside.federation import SHAPES, LittleFederation
+from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.two_world import TwoWorlds, distinguish
+from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant
+
+FEWEST_RUNS, MOST_RUNS = 20, 1000
+MOST_SILENT = 64
+"""Rounds of silent federations that tests of noise look at: their pairs are many."""
+
+SAME, CLEARLY = 1.3, 1.05
+"""Factors: rows that move a release alike, and further than is claimed."""
+
+_NOISE = (
+    ("size in each layer", noise.layer_sizes, "another size in an array"),
+    ("size in each coordinate", noise.coordinate_sizes, "a coordinate without noise"),
+    ("mean", noise.means, "something is added beside noise"),
+    ("exact repeats", noise.exact_repeats, "noise is used again"),
+    ("pairs of rounds", noise.round_pairs, "noise is used again"),
+    (
+        "pairs of rounds, without signs",
+        noise.round_pairs_without_signs,
+        "noise is used again with other signs",
+    ),
+    ("pairs of coordinates", noise.coordinate_pairs, "coordinates share noise"),
+)
+_GAUSSIAN = (
+    ("extreme values", noise.extremes, "noise is truncated"),
+    ("shape of the distribution", noise.shape, "not Gaussian"),
+)
+_SAMPLES = (
+    ("sampled ids", sampling.ids, "sampling with replacement"),
+    ("sizes", sampling.sizes, "another sampler, or rate"),
+    ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
+    ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
+    ("pairs sampled together", sampling.together, "rows are not drawn independently"),
+    ("overlap of rounds", sampling.overlaps, "a draw is used again"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TargetAudit:
+    """All runs of a target that an audit makes.
+
+    Parameters
+    ----------
+    target : callable
+        From a `LittleFederation` to what was released.
+    claim : TargetClaim
+    seconds : float
+        How long the runs may take, about.
+    runs : int
+        Without and with the canary, of each attack; 0 for as many as the seconds allow.
+    seed : int
+    """
+
+    target: Target
+    claim: TargetClaim
+    seconds: float
+    runs: int
+    seed: int
+
+    def verdict(self, confidence: float) -> Verdict:
+        """Make all runs, and say whether they refute the claim.
+
+        Raises
+        ------
+        FedsimError
+            If the target cannot be run, or releases something else than models.
+        """
+        silent = self._silent()
+        runs = self.runs or self._affordable()
+        attacks = self._attacks()
+        risk = (1 - confidence) * (1 - SHARE_OF_CHECKS) / len(attacks)
+        attacked: list[Attacked] = []
+        two_worlds: list[TwoWorlds] = []
+        for number, attack in enumerate(attacks, start=1):
+            made = self._run(attack, runs, number)
+            attacked.append(made)
+            two_worlds.append(
+                distinguish(
+                    attack.name,
+                    made.without.table,
+                    made.present.table,
+                    attack.direction,
+                    self.claim.claim,
+                    risk,
+                )
+            )
+        findings = [*self._of_noise(silent), *self._of_rows(attacked)]
+        findings += [*self._of_samples([silent, attacked[0].present])]
+        findings += [self._of_zeros(), *self._of_epsilon()]
+        return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
+
+    def _attacks(self) -> list[Attack]:
+        """Where neighbours replace a row or its zeros, a row of zeros is the same in both."""
+        if self.claim.adaptive:
+            return list(OF_ADAPTIVE)
+        whole = self.claim.adjacency == "add-remove"
+        return [attack for attack in ATTACKS if attack.canary or whole]
+
+    def _federation(self, seed: int) -> LittleFederation:
+        """All rows are zero."""
+        silent = replace(ATTACKS[0], canary=0.0)
+        return silent.federation(self.claim, True, seed)
+
+    def _of_zeros(self) -> Finding:
+        """Whether rows of zeros are released as any others are."""
+        nothing = replace(ATTACKS[0], canary=0.0, silence=0.0)
+        broken = None
+        try:
+            released = self.target(nothing.federation(self.claim, True, self.seed))
+            if not np.isfinite(released.models).all():
+                broken = "a model that is not finite"
+        except FedsimError as error:
+            broken = str(error)
+        finding = invariant("one run of rows of zeros", broken, "a release like any other")
+        return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
+
+    def _silent(self) -> Seen:
+        runs = max(2, MOST_SILENT // self.claim.rounds)
+        return Seen.of(self.target, [self._federation(self.seed + k) for k in range(runs)])
+
+    def _affordable(self) -> int:
+        started = time.perf_counter()
+        tried = 3
+        for k in range(tried):
+            self.target(self._federation(self.seed + k))
+        taken = (time.perf_counter() - started) / tried
+        return int(np.clip(self.seconds / taken / 2 / len(ATTACKS), FEWEST_RUNS, MOST_RUNS))
+
+    def _run(self, attack: Attack, runs: int, number: int) -> Attacked:
+        first = self.seed + 10_000_000 * number
+        sides = (
+            Seen.of(
+                self.target,
+                [attack.federation(self.claim, present, first + k) for k in range(runs)],
+            )
+            for present in (False, True)
+        )
+        return Attacked(attack, self.claim, *sides)
+
+    def _of_noise(self, silent: Seen) -> Iterator[Finding]:
+        moves = silent.moves
+        # Rows are the same in all runs: what differs is noise.
+        present = noise.presence(np.diff(moves, axis=0))
+        yield _named(present, "noise", "presence", "noise is left out")
+        if not present.p_value:
+            return
+        ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()
+        layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        # The scale of the release is not known: noise is compared with itself.
+        axes: tuple[int, ...] = (2,) if self.claim.adaptive else (0, 1, 2)
+        z = moves / np.sqrt(np.square(moves).mean(axes, keepdims=True))
+        sample = NoiseSample.of(z, layers)
+        tests = list(_NOISE)
+        if self.claim.noise_multiplier is not None:
+            tests += _GAUSSIAN if not self.claim.adaptive else ()
+            for name, test, cause in tests:
+                yield _named(test(sample), "noise", name, cause)
+        if self.claim.adaptive:
+            falls = follows_rows(silent, sample.looked_at)
+            yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
+
+    def _of_rows(self, attacked: list[Attacked]) -> Iterator[Finding]:
+        for made in attacked:
+            if self.claim.noise_multiplier is not None:
+                cause = made.attack.cause
+                usual, factor = attacked[0].moved, made.moved / made.allowed
+                # Where a row within C moves it as far, the bound is not to blame.
+                if usual > CLEARLY * made.allowed and made.moved < SAME * usual:
+                    cause = f"noise is {factor:.3g} times too small, or more is sampled"
+                yield _named(made.finding(), "bound", made.attack.name, cause)
+            if made.present.statistics.shape[-1]:
+                broken = "a released number shows it" if made.without_noise else None
+                finding = invariant("numbers released beside", broken, "no number shows it")
+                cause = "statistics are released without noise"
+                yield _named(finding, "plan", f"what else leaves, {made.attack.name}", cause)
+
+    def _of_samples(self, seen: list[Seen]) -> Iterator[Finding]:
+        if self.claim.noise_multiplier is None:
+            return
+        population = self.claim.population
+        asked = [
+            [np.array(ids, dtype=np.int64) for ids in run] for each in seen for run in each.sampled
+        ]
+        if not asked:
+            return
+        event = self.claim.claim.events[0]
+        samples = Sampled.of(asked, event, population, self.claim.row + "s")
+        for name, test, cause in _SAMPLES:
+            evidence = samples if test is sampling.ids else samples.known
+            if test in (sampling.frequencies, sampling.together, sampling.overlaps):
+                evidence = samples.at_random
+            if test is sampling.spread:
+                evidence = samples.alike
+            if evidence is not None:
+                yield _named(test(evidence), "sampler", name, cause)
+
+    def _of_epsilon(self) -> list[Finding]:
+        claim = self.claim
+        if claim.epsilon is None or claim.noise_multiplier is None:
+            return []
+        cost = Accountant(claim.claim.events).epsilon(claim.delta)
+        broken = None if cost <= claim.epsilon * (1 + 1e-3) else f"epsilon {cost:.4g}"
+        finding = invariant(
+            f"{claim.rounds} rounds of multiplier {claim.noise_multiplier:g}",
+            broken,
+            f"epsilon {claim.epsilon:.4g}, as claimed",
+        )
+        return [_named(finding, "ledger", "epsilon claimed", "the accountant counts too little")]
+
+
+def _named(finding: Finding, part: Part, name: str, cause: str) -> Finding:
+    return replace(finding, part=part, name=name, cause=cause)
+
+
+def audit_target(
+    target: Target,
+    claim: TargetClaim,
+    *,
+    seconds: float = 45.0,
+    runs: int = 0,
+    confidence: float = 0.99,
+    seed: int = 1,
+) -> Verdict:
+    """Attack a target's claim.
+
+    Raises
+    ------
+    FedsimError
+        If the target cannot be run.
+    """
+    try:
+        return TargetAudit(target, claim, seconds, runs, seed).verdict(confidence)
+    except (ValueError, TypeError) as error:
+        raise FedsimError(f"the target cannot be audited: {error}") from error

@@ -1,0 +1,158 @@
+"""What a target claims: a file, or options of the command line, as events of the accountant."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim import regular_files
+from fedsim.audit.checks import Floats
+from fedsim.audit.claim import Claim
+from fedsim.errors import FedsimError
+from fedsim.privacy import Event
+from fedsim.privacy.laws import Sampler
+from fedsim.privacy.laws.fixed import FixedSize
+from fedsim.privacy.laws.full import Full
+from fedsim.privacy.laws.poisson import Poisson
+from fedsim.settings import Doc, Ge, Gt, Le, Lt, read_settings, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetClaim:
+    """What is claimed of a target's releases.
+
+    With a noise multiplier they are Gaussians of sensitivity C on a sum over a sample; with an
+    epsilon alone they are (epsilon, delta)-private, all rounds together, whatever the noise.
+    """
+
+    noise_multiplier: Annotated[
+        float | None, Gt(0), Doc("Standard deviation of the noise on the sum, over the clip norm.")
+    ] = None
+    epsilon: Annotated[
+        float | None, Gt(0), Doc("What all rounds together cost, as the target says.")
+    ] = None
+    delta: Annotated[float, Ge(0), Lt(1), Doc("Of that epsilon.")] = 1e-5
+    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
+    rounds: Annotated[int, Ge(1), Doc("How many releases, one after another.")] = 1
+    sampling: Annotated[
+        Literal["poisson", "fixed", "full"], Doc("How the rows of a round are drawn.")
+    ] = "full"
+    rate: Annotated[float, Gt(0), Le(1), Doc("The share of rows that is in a round.")] = 1.0
+    adjacency: Annotated[
+        Literal["add-remove", "zero-out", "replace-one"], Doc("Which data sets are neighbours.")
+    ] = "add-remove"
+    row: Annotated[Literal["client", "example"], Doc("Whose privacy it is.")] = "client"
+    population: Annotated[int, Ge(3), Doc("How many rows the attacked federation has.")] = 20
+    adaptive: Annotated[
+        bool, Doc("Whether the clip norm follows the norms of rows from round to round.")
+    ] = False
+    source: Annotated[str, Doc("Where the claim is made, for the reader.")] = ""
+
+    @classmethod
+    def read(cls, path: Path | None, given: Mapping[str, Any]) -> TargetClaim:
+        """From a TOML file and options, which come before it.
+
+        Raises
+        ------
+        FedsimError
+            If it claims nothing, or something that cannot be.
+        """
+        known = {setting.key for setting in settings_of(cls)}
+        values: dict[str, Any] = {}
+        if path is not None:
+            try:
+                values = tomllib.loads(regular_files.read_text(path))
+            except (OSError, ValueError) as error:
+                raise FedsimError(f"--claim is {path}, which cannot be read: {error}.") from error
+        values |= {key: value for key, value in given.items() if value is not None}
+        for key in values:
+            if key not in known:
+                raise FedsimError(f"claim.{key} is no key; a claim has {', '.join(sorted(known))}.")
+        return cls(**read_settings(settings_of(cls), values, "claim")).checked()
+
+    def checked(self) -> TargetClaim:
+        """Itself.
+
+        Raises
+        ------
+        FedsimError
+            If it claims nothing, or its sampling and its neighbours do not go together.
+        """
+        if self.noise_multiplier is None and self.epsilon is None:
+            raise FedsimError(
+                "claim.noise-multiplier and claim.epsilon are not set; one of them must be: there "
+                "is nothing to audit."
+            )
+        if (self.sampling == "full") != (self.rate == 1):
+            raise FedsimError(
+                f"claim.sampling is '{self.sampling}' and claim.rate {self.rate:g}; the rate must "
+                "be 1 for 'full', and below 1 otherwise."
+            )
+        if (self.sampling == "fixed") != (self.adjacency == "replace-one") and self.rate < 1:
+            raise FedsimError(
+                f"claim.sampling is '{self.sampling}' and claim.adjacency '{self.adjacency}'; a "
+                "fixed number of rows goes with 'replace-one', Poisson sampling with the others."
+            )
+        return self
+
+    @property
+    def sampler(self) -> Sampler:
+        """How rows are drawn."""
+        n, adjacency = self.population, self.adjacency
+        if adjacency == "replace-one":
+            size = max(1, round(self.rate * n))
+            return FixedSize(size, n) if self.rate < 1 else Full(n, adjacency=adjacency)
+        return Poisson(self.rate, n, adjacency=adjacency)
+
+    @property
+    def sensitivity(self) -> float:
+        """By how many C one row moves the sum, at most."""
+        return 2.0 if self.adjacency == "replace-one" else 1.0
+
+    @property
+    def claim(self) -> Claim:
+        """Its trade-off curve: of the Gaussians, or of what is (epsilon, delta)-private."""
+        if self.noise_multiplier is None:
+            assert self.epsilon is not None
+            return EpsilonClaim((Event(noise_multiplier=1.0),), self.delta, promised=self.epsilon)
+        event = Event.of(self.sampler, self.noise_multiplier)
+        return Claim((event.times(self.rounds),), self.delta)
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """What an audit takes for granted, by what it is about."""
+        z = self.noise_multiplier
+        what = f"epsilon {self.epsilon} at delta {self.delta:g}"
+        if z is not None:
+            what = f"noise multiplier {z:g}, clip norm {self.clip_norm:g}"
+        rows = f"{self.sampling} sampling at rate {self.rate:g}, {self.adjacency} neighbours"
+        return {
+            "claim": f"{what}; {self.rounds} rounds; {rows}",
+            **({"source": self.source} if self.source else {}),
+            "federation": f"{self.population} {self.row}s whose rows are made up",
+        }
+
+
+@dataclass(frozen=True)
+class EpsilonClaim(Claim):
+    """That releases are (epsilon, delta)-private together: of its event nothing is known."""
+
+    promised: float = math.inf
+
+    @property
+    def epsilon(self) -> float:
+        """As it is claimed."""
+        return self.promised
+
+    def curve(self, false_positives: npt.ArrayLike) -> Floats:
+        """Least false negative rate, of any such mechanism (Kairouz, Oh and Viswanath 2015)."""
+        a, grown = np.asarray(false_positives, dtype=np.float64), math.exp(self.promised)
+        left = np.maximum(1 - self.delta - grown * a, (1 - self.delta - a) / grown)
+        return np.asarray(np.maximum(left, 0.0))

@@ -1,0 +1,321 @@
+"""Audits of code that is not fedsim's: planted bugs in small loops, and honest ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsim.audit.adapters.arrays import of_aggregate
+from fedsim.audit.outside import LittleFederation, TargetClaim, TargetRelease, audit_target, opened
+from fedsim.audit.outside.attacks import Target, spread
+from fedsim.audit.outside.claims import EpsilonClaim
+from fedsim.audit.outside.federation import SHAPES
+from fedsim.errors import FedsimError
+from fedsim.privacy import Event
+
+DECLARED = 20
+
+
+def claim_of(rate: float = 1.0, **changes: Any) -> TargetClaim:
+    sampling = {1.0: "full"}.get(rate, "fixed" if "adjacency" in changes else "poisson")
+    usual = {"noise_multiplier": 1.0, "rounds": 10, "sampling": sampling, "rate": rate}
+    return TargetClaim(**{**usual, **changes}).checked()
+
+
+def clipped(rows: np.ndarray, c: float) -> np.ndarray:
+    return rows / np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True) / c)
+
+
+def drawn(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.ndarray:
+    size = round(f.rate * f.population)
+    if bug == "fixed":
+        return rng.choice(f.population, size, replace=False)
+    if bug == "replacement":
+        return rng.integers(0, f.population, size)
+    return np.flatnonzero(rng.random(f.population) < f.rate)
+
+
+def bounded(bug: str, ids: np.ndarray, f: LittleFederation) -> np.ndarray:
+    rows = f.rows[ids]
+    if bug == "no clipping":
+        return rows
+    if bug == "each array":
+        parts = [[clipped(a.reshape(1, -1), f.clip_norm)[0] for a in f.arrays(r)] for r in rows]
+        return np.array([np.concatenate(p) for p in parts]).reshape(rows.shape)
+    rows = clipped(rows, f.clip_norm)
+    if bug == "weights" and len(ids):
+        rows = rows * (f.examples[ids] / f.examples[ids].mean())[:, None]
+    return rows
+
+
+def drawn_noise(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.ndarray:
+    rng = np.random.default_rng(f.seed) if bug == "repeated" else rng
+    noise = f.noise_multiplier * f.clip_norm * rng.standard_normal(f.rows.shape[1])
+    if bug == "truncated":
+        return np.clip(noise, -2.5, 2.5)
+    return 0.8 * noise if bug == "less noise" else noise
+
+
+def loop(bug: str = "") -> Target:
+    """DP-FedAvg as people write it in numpy, with one thing wrong."""
+
+    def target(f: LittleFederation) -> TargetRelease:
+        rng, model = np.random.default_rng(f.seed), np.zeros(f.rows.shape[1])
+        models, sampled = [], []
+        for _ in range(f.rounds):
+            ids = drawn(bug, rng, f)
+            total = max(len(ids), 1) if bug == "counted" else f.rate * DECLARED
+            model = model + (bounded(bug, ids, f).sum(0) + drawn_noise(bug, rng, f)) / total
+            models.append(model)
+            sampled.append(ids.tolist())
+        numbers = {}
+        if bug == "statistics":
+            numbers["mean-norm"] = np.full(f.rounds, np.linalg.norm(f.rows, axis=1).mean())
+        return TargetRelease.read({"models": models, "sampled": sampled, "statistics": numbers}, f)
+
+    return target
+
+
+BUGS = [
+    ("less noise", 1.0, "noise is 1.2"),
+    ("less noise", 0.5, "noise is 1."),
+    ("no clipping", 1.0, "rows longer than C pass"),
+    ("no clipping", 0.5, "rows longer than C pass"),
+    ("each array", 1.0, "each array is clipped by itself"),
+    ("counted", 1.0, "the denominator is counted"),
+    ("counted", 0.5, "the denominator is counted"),
+    ("weights", 1.0, "weighted by numbers that clients report"),
+    ("repeated", 1.0, "noise is used again"),
+    ("truncated", 1.0, "noise is truncated"),
+    ("statistics", 1.0, "statistics are released without noise"),
+    ("fixed", 0.5, "cohorts of a fixed size, announced as Poisson"),
+    ("replacement", 0.5, "sampling with replacement"),
+]
+
+
+@pytest.mark.parametrize(("bug", "rate", "cause"), BUGS)
+def test_a_bug_is_found_and_named(bug: str, rate: float, cause: str) -> None:
+    verdict = audit_target(loop(bug), claim_of(rate), runs=150)
+    assert not verdict.accepted
+    assert any(cause in finding.cause for finding in verdict.failed), verdict.failed
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize(
+    ("rate", "changes"),
+    [(1.0, {}), (0.5, {}), (0.3, {"noise_multiplier": 3.0}), (1.0, {"adjacency": "zero-out"})],
+)
+def test_an_honest_loop_is_accepted(rate: float, changes: dict[str, Any], seed: int) -> None:
+    verdict = audit_target(loop(), claim_of(rate, **changes), runs=60, seed=100 * seed)
+    assert verdict.accepted, verdict.refuting
+
+
+def test_two_neighbours_of_a_replaced_row_are_two_bounds_apart() -> None:
+    """Noise for one bound is too little: a claim of replace-one at z has a sensitivity of 2 C."""
+    replaced = claim_of(adjacency="replace-one")
+    assert replaced.sensitivity == 2.0
+    assert replaced.claim.epsilon > claim_of().claim.epsilon
+    assert audit_target(loop(), replaced, runs=60).accepted
+    # An epsilon of add-remove, claimed for replaced rows, is too small.
+    claimed = claim_of(adjacency="replace-one", epsilon=claim_of().claim.epsilon)
+    verdict = audit_target(loop(), claimed, runs=60)
+    assert [finding.cause for finding in verdict.failed] == ["the accountant counts too little"]
+
+
+def quantile_clipping(sign: float, late: bool) -> Target:
+    """A clip norm that follows the median norm of rows; right with a sign of 1, and not late."""
+
+    def make(federation: LittleFederation) -> Any:
+        c = [federation.clip_norm]
+
+        def aggregate(updates: Any, rng: np.random.Generator) -> list[Any]:
+            rows = np.array([np.concatenate([a.ravel() for a in u]) for u in updates])
+            shorter = (np.linalg.norm(rows, axis=1) <= c[0]).sum() + 10 * rng.standard_normal()
+            before = c[0]
+            after = before * math.exp(-0.2 * sign * (shorter / DECLARED - 0.5))
+            c[0] = after
+            of_noise = after if late else before
+            mean = clipped(rows, before).sum(0) + of_noise * rng.standard_normal(rows.shape[1])
+            return federation.arrays(mean / DECLARED)
+
+        return aggregate
+
+    call = of_aggregate(make)
+    return lambda federation: TargetRelease.read(call(federation), federation)
+
+
+def test_a_clip_norm_that_adapts_must_follow_the_rows_before_its_noise() -> None:
+    claim = claim_of(rounds=5, adaptive=True, adjacency="zero-out")
+    assert audit_target(quantile_clipping(1.0, late=False), claim, runs=40).accepted
+    wrong = audit_target(quantile_clipping(-1.0, late=False), claim, runs=40)
+    assert [finding.cause for finding in wrong.failed] == ["its update has the wrong sign"]
+    late = audit_target(quantile_clipping(-1.0, late=True), claim, runs=40)
+    assert "rows are clipped to another C than noise has" in {f.cause for f in late.failed}
+
+
+def test_an_epsilon_alone_has_the_curve_of_randomised_response() -> None:
+    curve = EpsilonClaim((Event(noise_multiplier=1.0),), 1e-3, promised=math.log(3)).curve
+    for a in (0.0, 0.1, 0.2497, 0.5, 1.0):
+        expected = max(0.0, 1 - 1e-3 - 3 * a, (1 - 1e-3 - a) / 3)
+        assert float(curve(a)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("epsilon", "accepted"), [(30.0, True), (1.0, False)])
+def test_an_epsilon_alone_is_attacked_in_two_worlds(epsilon: float, accepted: bool) -> None:
+    claim = TargetClaim(epsilon=epsilon, rounds=10).checked()
+    target = loop()
+
+    def with_noise(federation: LittleFederation) -> TargetRelease:
+        changed = {**vars(federation), "noise_multiplier": 1.0}
+        return target(LittleFederation(**changed))
+
+    verdict = audit_target(with_noise, claim, runs=300)
+    assert verdict.accepted == accepted
+    assert verdict.epsilon_bound <= claim.claim.epsilon or not accepted
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "there is nothing to audit"),
+        ({"noise-multiplier": 1.0, "rate": 0.5}, "the rate must be 1 for 'full'"),
+        ({"noise-multiplier": 1.0, "rate": 0.5, "sampling": "fixed"}, "goes with 'replace-one'"),
+        ({"noise-multiplier": 1.0, "sigma": 2.0}, r"claim\.sigma is no key"),
+        ({"noise-multiplier": -1.0}, "greater than 0"),
+    ],
+)
+def test_a_claim_that_cannot_be_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(FedsimError, match=words):
+        TargetClaim.read(None, values)
+
+
+FILE = """
+import numpy as np
+
+def honest(federation):
+    rng = np.random.default_rng(federation.seed)
+    model, models = np.zeros(federation.rows.shape[1]), []
+    for _ in range(federation.rounds):
+        norms = np.linalg.norm(federation.rows, axis=1, keepdims=True)
+        rows = federation.rows / np.maximum(1, norms / federation.clip_norm)
+        noise = federation.noise_multiplier * federation.clip_norm * rng.normal(size=model.shape)
+        model = model + (rows.sum(0) + noise) / 20
+        models.append(model)
+    print("a line of the target's own")
+    return models
+
+def late(federation):
+    return honest(federation)[:-1]
+
+def failing(federation):
+    raise RuntimeError("no such column")
+"""
+
+
+@pytest.mark.parametrize("python", ["", sys.executable])
+def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    claim = claim_of(rounds=3)
+    with opened(f"{path}:honest", python) as target:
+        assert audit_target(target, claim, runs=30).accepted
+    for name, words in (
+        ("late", r"it must be \[3, 64\]"),
+        ("failing", "RuntimeError: no such column"),
+        ("none", "has no callable 'none'"),
+    ):
+        with pytest.raises(FedsimError, match=words), opened(f"{path}:{name}", python) as target:
+            audit_target(target, claim, runs=30)
+
+
+def test_both_ways_of_running_a_target_release_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    rows = np.random.default_rng(1).normal(size=(20, 64))
+    federation = LittleFederation(rows, np.ones(20), rounds=2, seed=7)
+    models = []
+    for python in ("", sys.executable):
+        with opened(f"{path}:honest", python) as target:
+            models.append(target(federation).models)
+    assert np.array_equal(*models)
+
+
+def test_the_verdict_is_json_too() -> None:
+    verdict = audit_target(loop("no clipping"), claim_of(rounds=2), runs=30)
+    told = json.loads(json.dumps(verdict.to_dict()))
+    assert told["accepted"] is False
+    assert {one["likely-cause"] for one in told["violations"]} >= {"rows longer than C pass"}
+
+
+def test_the_row_in_all_arrays_is_as_long_in_each() -> None:
+    federation = LittleFederation(np.zeros((1, 64)), np.ones(1), 1, 1)
+    norms = [np.linalg.norm(array) for array in federation.arrays(spread())]
+    assert norms == pytest.approx([len(SHAPES) ** -0.5] * len(SHAPES))
+
+
+FLOWER = """
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
+from fedsim.audit.adapters.flower import of_strategy
+
+def wrapped(wrapper, *mods):
+    def make(f):
+        return wrapper(FedAvg(fraction_evaluate=0.0), f.noise_multiplier, f.clip_norm, f.population)
+    return of_strategy(make, lambda federation: mods)
+
+server = wrapped(DifferentialPrivacyServerSideFixedClipping)
+client = wrapped(DifferentialPrivacyClientSideFixedClipping, fixedclipping_mod)
+forgotten = wrapped(DifferentialPrivacyClientSideFixedClipping)
+"""
+
+
+@pytest.mark.parametrize("name", ["server", "client", "forgotten"])
+def test_a_flower_strategy_and_its_mods_are_audited(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "flower_targets.py"
+    path.write_text(FLOWER)
+    with opened(f"{path}:{name}") as target:
+        verdict = audit_target(target, claim_of(rounds=2, adjacency="zero-out"), runs=30)
+    causes = {finding.cause for finding in verdict.failed}
+    assert "rows are weighted by numbers that clients report" in causes
+    assert ("rows longer than C pass" in causes) == (name == "forgotten")
+
+
+OPACUS = """
+from opacus import PrivacyEngine
+from fedsim.audit.adapters.opacus import of_loop
+
+def private(**options):
+    def make(model, optimizer, loader, f):
+        return PrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=optimizer, data_loader=loader,
+            noise_multiplier=f.noise_multiplier, max_grad_norm=f.clip_norm, **options,
+        )
+    return of_loop(make)
+
+poisson, fixed = private(), private(poisson_sampling=False)
+"""
+
+
+def test_an_opacus_loop_is_audited(tmp_path: Path) -> None:
+    path = tmp_path / "opacus_targets.py"
+    path.write_text(OPACUS)
+    claim = TargetClaim(
+        noise_multiplier=1.0, rounds=5, sampling="poisson", rate=0.5, adjacency="zero-out",
+        row="example",
+    ).checked()  # fmt: skip
+    with opened(f"{path}:poisson") as target:
+        verdict = audit_target(target, claim, runs=40)
+        assert verdict.accepted, verdict.refuting
+    with opened(f"{path}:fixed") as target:
+        causes = {finding.cause for finding in audit_target(target, claim, runs=40).failed}
+    assert "cohorts of a fixed size, announced as Poisson" in causes
