@@ -36,7 +36,7 @@ def load(name: str) -> Callable[..., Any]:
             f"{name!r} names no callable; it must be module:callable or file.py:callable"
         )
     if source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        spec = importlib.util.spec_from_file_location(f"audited_{Path(source).stem}", source)
         if spec is None or spec.loader is None or not Path(source).is_file():
             raise ValueError(f"there is no file {source}")
         module = importlib.util.module_from_spec(spec)

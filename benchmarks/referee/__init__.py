@@ -1,0 +1,1 @@
+"""Audits of released packages: `python -m benchmarks.referee`."""

@@ -1,0 +1,165 @@
+"""Audit released packages, each in an environment of its own; print and write a table.
+
+    python -m benchmarks.referee                  # all rows; about a minute each
+    python -m benchmarks.referee --only opacus --seeds 5
+
+Environments are made in build/referee, from the package index, without torch, numpy and what they
+share: a path file lends them this environment's. A row is one target at one version; its claim is
+what its documentation says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.audit import Verdict
+from fedsim.audit.outside import TargetClaim, audit_target, opened
+from fedsim.errors import FedsimError
+from fedsim.federation.engines.process import use_one_thread
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = Path("build/referee")
+TABLE = HERE.parent / "results" / "referee.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A target at a version, and what it claims.
+
+    Attributes
+    ----------
+    documented : tuple of str
+        Causes that the package's documentation discloses.
+    """
+
+    name: str
+    package: str
+    version: str
+    target: str
+    claim: dict[str, Any]
+    source: str
+    documented: tuple[str, ...] = ()
+
+    @property
+    def requirement(self) -> str:
+        """As pip has it; empty for this environment's."""
+        return f"{self.package}=={self.version}" if self.version else ""
+
+
+def rows(words: str) -> Iterator[Row]:
+    """Those whose package, version or name has these words."""
+    for entry in tomllib.loads((HERE / "table.toml").read_text())["row"]:
+        versions = entry.pop("versions")
+        entry["documented"] = tuple(entry.get("documented", ()))
+        for version in versions:
+            row = Row(**entry, version=version)
+            if words in f"{row.package} {row.version} {row.name}":
+                yield row
+
+
+def environment(requirement: str) -> str:
+    """The interpreter of an environment with a requirement, which is made if there is none."""
+    if not requirement:
+        return sys.executable
+    directory = ENVIRONMENTS / requirement.replace("==", "-")
+    python = directory / "bin" / "python"
+    ready = directory / "ready"
+    if ready.exists():
+        return str(python)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+    packages = next(directory.glob("lib/python*/site-packages"))
+    lent = sysconfig.get_paths()["purelib"]
+    # After the environment's own packages: what it has itself comes first.
+    (packages / "zz_lent.pth").write_text(f"{lent}\n")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    without = ["--no-deps"] if requirement.startswith("opacus") else []
+    subprocess.run([*pip, *without, requirement], check=True)
+    ready.touch()
+    return str(python)
+
+
+def audited(row: Row, seed: int, seconds: float) -> Verdict:
+    """The verdict on one row.
+
+    Raises
+    ------
+    FedsimError
+        If it could not be tested.
+    subprocess.CalledProcessError
+        If its package could not be installed.
+    """
+    claim = TargetClaim.read(None, {**row.claim, "source": row.source})
+    name = f"{HERE / 'targets' / row.target}"
+    with opened(name, environment(row.requirement)) as target:
+        return audit_target(target, claim, seconds=seconds, seed=1 + 1_000_000_000 * seed)
+
+
+def causes(verdict: Verdict) -> dict[str, str]:
+    """What was measured, by its likely cause: variants of one cause count once."""
+    return {finding.cause: finding.measured for finding in reversed(verdict.failed)}
+
+
+def line(row: Row, seed: int, seconds: float) -> dict[str, Any]:
+    """What one audit says, as the table has it."""
+    told: dict[str, Any] = {"row": f"{row.package} {row.version}".strip(), "name": row.name}
+    try:
+        verdict = audited(row, seed, seconds)
+    except (FedsimError, subprocess.CalledProcessError) as error:
+        return told | {"verdict": "not tested", "why": str(error), "causes": {}}
+    named = causes(verdict)
+    held = "held" if verdict.accepted else "as documented"
+    violated = not verdict.accepted and not (named and named.keys() <= set(row.documented))
+    return told | {
+        "verdict": "violated" if violated else held,
+        "epsilon": verdict.claim.epsilon,
+        "at-least": verdict.epsilon_bound,
+        "causes": named
+        or ({} if verdict.accepted else {"two worlds": ", ".join(verdict.refuting)}),
+    }
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """The table."""
+    head = (
+        "| package | target | verdict | epsilon claimed | at least | likely causes, as measured |"
+    )
+    text = [head, "| --- | --- | --- | --- | --- | --- |"]
+    for told in lines:
+        words = "; ".join(f"**{cause}** ({measured})" for cause, measured in told["causes"].items())
+        figures = [f"{told[key]:.3g}" if key in told else "" for key in ("epsilon", "at-least")]
+        cells = [told["row"], told["name"], told["verdict"], *figures, words or told.get("why", "")]
+        text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Audit the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="words of a package, a version or a name")
+    parser.add_argument("--seeds", type=int, default=1, help="audits of each row")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each audit, about")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    given = parser.parse_args()
+    use_one_thread()
+    lines = []
+    for row in rows(given.only):
+        for seed in range(given.seeds):
+            told = line(row, seed, given.seconds)
+            lines.append(told)
+            print(json.dumps(told), flush=True)
+    if given.write:
+        TABLE.write_text(markdown(lines))
+    print(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""NVFlare's filters of what leaves a client, with their defaults."""
+
+from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
+from nvflare.app_common.filters.svt_privacy import SVTPrivacy
+
+from fedsim.audit.adapters.nvflare import of_filter
+
+percentile = of_filter(lambda f: PercentilePrivacy())
+svt = of_filter(lambda f: SVTPrivacy())
