@@ -24,6 +24,7 @@ from fedsim.privacy.events import Event
 from fedsim.privacy.laws import Adjacency, Law, Level
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import DeclaredBound, ReleasePlan
 from fedsim.privacy.statement import Statement, claimed
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -33,6 +34,7 @@ __all__ = [
     "Answer",
     "ClientLedgers",
     "Cost",
+    "DeclaredBound",
     "Entropy",
     "Entry",
     "Event",
@@ -41,6 +43,7 @@ __all__ = [
     "Ledger",
     "Level",
     "Question",
+    "ReleasePlan",
     "Statement",
     "TradeOff",
     "calibrate",

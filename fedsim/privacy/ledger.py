@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,6 +34,8 @@ from fedsim.privacy.statement import Statement
 
 if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
+
+    from fedsim.privacy.plan import Bounded, ReleasePlan
 
 
 class Ledger(LedgerFile):
@@ -145,6 +148,47 @@ class Ledger(LedgerFile):
         if most is not None and most < math.inf:
             budget = Budget(most, self._delta(delta))
         return self.write(entry, budget)
+
+    @contextmanager
+    def release(self, plan: ReleasePlan[Bounded], round: int) -> Iterator[Entry]:
+        """Write a round of somebody else's loop down, and then let it be made.
+
+        Everything about what is drawn and added is declared by the user. A round that is made
+        again, after an interruption, is charged again::
+
+            with ledger.release(plan, round):
+                model += noisy_mean(updates)
+
+        Parameters
+        ----------
+        plan : ReleasePlan
+        round : int
+            From 1 on.
+
+        Yields
+        ------
+        Entry
+            Its line, which is on the disk.
+
+        Raises
+        ------
+        BudgetSpentError
+            If the budget does not allow it.
+        FedsimError
+            As `record` does.
+        """
+        attempt = sum(entry.round == round for entry in self.history.of_this_run)
+        entry = Entry(
+            round=round,
+            attempt=attempt,
+            level=plan.level,
+            event=plan.charge(round, attempt),
+            mechanism=str(plan.bound),
+            declared_by_user=True,
+            public=plan.public,
+        )
+        self.record(entry)
+        yield entry
 
     def fingerprint(self, parts: Iterable[bytes]) -> str:
         """HMAC of these parts under the key beside the ledger."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
@@ -32,7 +32,7 @@ from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
-from fedsim.settings import check_settings
+from fedsim.settings import Gt, check_settings
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,28 @@ class Bounded(Protocol):
     @property
     def guarantee(self) -> Literal["gaussian", "none"]:
         """ "gaussian" where one row moves the sum by at most C, "none" otherwise."""
+
+
+@dataclass(frozen=True)
+class DeclaredBound:
+    """A bound that is somebody else's code, of which only the user's word is known.
+
+    Attributes
+    ----------
+    words : str
+        What it does, for the ledger: that one row moves the sum by at most ``clip_norm``.
+    clip_norm : float
+    """
+
+    words: str
+    clip_norm: Annotated[float, Gt(0)]
+    guarantee: ClassVar[Literal["gaussian", "none"]] = "gaussian"
+
+    def __post_init__(self) -> None:
+        check_settings(self, "bound.")
+
+    def __str__(self) -> str:
+        return self.words
 
 
 BoundT = TypeVar("BoundT", bound=Bounded, covariant=True)
@@ -263,7 +285,7 @@ class ReleasePlan(Generic[BoundT]):
         parts = {
             "sampler": of_user(self.sampler) and not isinstance(self.sampler, InclusionSampler),
             "noise": of_user(self.noise),
-            "bound": of_user(self.bound),
+            "bound": of_user(self.bound) or isinstance(self.bound, DeclaredBound),
         }
         return [name for name, declared in parts.items() if declared]
 

@@ -1,0 +1,125 @@
+"""A ledger beside somebody else's loop: written first, budgeted, declared by the user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedsim.cohorts import CyclicCohort, PoissonCohort
+from fedsim.errors import FedsimError
+from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy.ledger_file import BudgetSpentError
+from fedsim.privacy.noise.banded import Banded
+
+PLAN = ReleasePlan(
+    level="client",
+    sampler=PoissonCohort(rate=0.5, population=100),
+    bound=DeclaredBound("clipping of theirs", clip_norm=2.0),
+    noise=Independent(2.0),
+    rounds=5,
+)
+
+
+def test_a_release_is_on_the_disk_before_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, delta=1e-5)
+    for number in range(1, 4):
+        with ledger.release(PLAN, number) as entry:
+            assert Ledger.read(path).entries[-1] == entry
+    assert Ledger.read(path).epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=3), rel=1e-9)
+    words = str(Ledger.read(path).statement(1e-5))
+    assert "as the user declares" in words
+    assert "the bound, which is not fedsim's own" in words
+
+
+def test_a_loop_that_fails_in_a_round_has_spent_it_and_spends_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(ZeroDivisionError), Ledger(path).release(PLAN, 1):
+        raise ZeroDivisionError
+    again = Ledger(path)
+    with again.release(PLAN, 1) as entry:
+        assert entry.attempt == 1
+    assert again.epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=2), rel=1e-9)
+
+
+def test_a_budget_ends_the_loop_before_it_is_exceeded(tmp_path: Path) -> None:
+    budget = PLAN.epsilon(1e-5, after=3) * 1.0001
+    ledger, made = Ledger(tmp_path / "ledger.jsonl", delta=1e-5, max_epsilon=budget), []
+    for number in range(1, 4):
+        with ledger.release(PLAN, number):
+            made.append(number)
+    with pytest.raises(BudgetSpentError, match="max-epsilon"), ledger.release(PLAN, 4):
+        made.append(4)
+    assert made == [1, 2, 3]
+    assert ledger.epsilon() <= budget
+
+
+def test_a_plan_whose_rounds_share_noise_is_charged_once_and_each_repetition_more() -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=CyclicCohort(groups=4, population=100),
+        bound=DeclaredBound("clipping of theirs", clip_norm=1.0),
+        noise=Banded(4.0),
+        rounds=8,
+    )
+    ledger = Ledger(delta=1e-5)
+    for number in range(1, 9):
+        with ledger.release(plan, number):
+            pass
+    assert ledger.epsilon() == pytest.approx(plan.epsilon(1e-5), rel=1e-9)
+    with ledger.release(plan, 8):
+        pass
+    assert ledger.epsilon() > plan.epsilon(1e-5)
+
+
+def test_a_declared_bound_has_a_length() -> None:
+    with pytest.raises(FedsimError, match=r"bound\.clip-norm"):
+        DeclaredBound("of theirs", clip_norm=-1.0)
+
+
+ALONE = """
+import sys
+from fedsim.cohorts import PoissonCohort
+from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan, calibrate
+sampler = PoissonCohort(rate=0.1, population=1000)
+z = calibrate(target_epsilon=2.0, cohort=sampler, rounds=10, delta=1e-5)
+plan = ReleasePlan(
+    level="client", sampler=sampler, bound=DeclaredBound("theirs", 1.0), noise=Independent(z),
+    rounds=10,
+)
+ledger = Ledger(sys.argv[1], delta=1e-5)
+for number in range(1, 11):
+    with ledger.release(plan, number):
+        pass
+print(ledger.statement())
+absent = {"torch", "flwr", "opacus", "pydantic", "ray", "matplotlib", "rich"}
+assert not absent & set(sys.modules), absent & set(sys.modules)
+"""
+FIVE = ("numpy", "scipy", "dp-accounting", "annotated-types", "typing-extensions")
+
+
+def test_the_core_loads_neither_torch_nor_flower(tmp_path: Path) -> None:
+    path = str(tmp_path / "ledger.jsonl")
+    ran = subprocess.run([sys.executable, "-c", ALONE, path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "(2, 1e-05)-differentially private" in ran.stdout
+
+
+@pytest.mark.slow
+def test_the_core_works_with_five_packages(tmp_path: Path) -> None:
+    """In an environment that has them, what they need, and fedsim without its dependencies."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "alone"], check=True)
+    python = str(tmp_path / "alone/bin/python")
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, *FIVE], check=True)
+    root = Path(__file__).parents[2]
+    subprocess.run([*install, "--no-deps", str(root)], check=True)
+    ran = subprocess.run(
+        [python, "-c", ALONE, str(tmp_path / "ledger.jsonl")],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "(2, 1e-05)-differentially private" in ran.stdout
