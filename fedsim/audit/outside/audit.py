@@ -138,7 +138,7 @@ class TargetAudit:
             if not np.isfinite(released.models).all():
                 broken = "a model that is not finite"
         except FedsimError as error:
-            broken = str(error)
+            broken = str(error).rpartition("could not be run: ")[2]
         finding = invariant("one run of rows of zeros", broken, "a release like any other")
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
