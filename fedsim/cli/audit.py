@@ -68,7 +68,7 @@ def audit(
     python: Annotated[
         str, _target("The interpreter of another environment, in which the target runs.")
     ] = "",
-    seconds: Annotated[float, _target("How long its runs may take, about.")] = 45.0,
+    seconds: Annotated[float, _target("How long its runs may take, about.")] = 25.0,
     noise_multiplier: Annotated[
         float | None, _claim("Standard deviation of the noise on the sum, over the clip norm.")
     ] = None,

@@ -18,6 +18,7 @@ from fedsim.audit.outside.claims import EpsilonClaim
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
+from fedsim.privacy.losses import bisected, gaussian_epsilon
 
 DECLARED = 20
 
@@ -319,3 +320,18 @@ def test_an_opacus_loop_is_audited(tmp_path: Path) -> None:
     with opened(f"{path}:fixed") as target:
         causes = {finding.cause for finding in audit_target(target, claim, runs=40).failed}
     assert "cohorts of a fixed size, announced as Poisson" in causes
+
+
+@pytest.mark.parametrize(("epsilon", "part"), [(0.5, 1.0), (3.0, 1.0), (3.0, 0.8)])
+def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: float) -> None:
+    """Noise of the exact Gaussian mechanism, or a part of it."""
+    _, mu = bisected(lambda mu: gaussian_epsilon(mu, 1e-5) > epsilon, 1e-9)
+
+    def noisy(f: LittleFederation) -> TargetRelease:
+        draws = np.random.default_rng(f.seed)
+        row = clipped(f.rows, f.clip_norm)[-1]
+        return TargetRelease.read([row + part / mu * draws.standard_normal(len(row))], f)
+
+    claim = TargetClaim(epsilon=epsilon, adjacency="zero-out").checked()
+    verdict = audit_target(noisy, claim, runs=60)
+    assert verdict.accepted == (part == 1), verdict.refuting

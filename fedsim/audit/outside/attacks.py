@@ -200,9 +200,8 @@ class Attacked:
     @property
     def allowed(self) -> float:
         """By how many it may."""
-        z = self.claim.noise_multiplier
-        assert z is not None
-        return self.claim.rate * self.claim.sensitivity / z
+        assert self.claim.reach is not None
+        return self.claim.reach
 
     def finding(self) -> Finding:
         """Whether the canary moved the model further than the claim allows, on average."""

@@ -21,6 +21,7 @@ from fedsim.privacy.laws import Sampler
 from fedsim.privacy.laws.fixed import FixedSize
 from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import Poisson
+from fedsim.privacy.losses import bisected, gaussian_epsilon
 from fedsim.settings import Doc, Ge, Gt, Le, Lt, read_settings, settings_of
 
 
@@ -115,6 +116,21 @@ class TargetClaim:
     def sensitivity(self) -> float:
         """By how many C one row moves the sum, at most."""
         return 2.0 if self.adjacency == "replace-one" else 1.0
+
+    @property
+    def reach(self) -> float | None:
+        """By how many standard deviations of Gaussian noise one row may move a round on average.
+
+        None where only (epsilon, 0) is claimed, which no Gaussian gives.
+        """
+        if self.noise_multiplier is not None:
+            return self.rate * self.sensitivity / self.noise_multiplier
+        if self.delta == 0:
+            return None
+        assert self.epsilon is not None
+        promised, delta = self.epsilon, self.delta
+        _, mu = bisected(lambda mu: gaussian_epsilon(mu, delta) > promised, 1e-9)
+        return mu / math.sqrt(self.rounds)
 
     @property
     def claim(self) -> Claim:
