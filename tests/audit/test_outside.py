@@ -84,7 +84,7 @@ def loop(bug: str = "") -> Target:
 
 
 BUGS = [
-    ("less noise", 1.0, "noise is 1.2"),
+    ("less noise", 1.0, "noise is 1."),
     ("less noise", 0.5, "noise is 1."),
     ("no clipping", 1.0, "rows longer than C pass"),
     ("no clipping", 0.5, "rows longer than C pass"),

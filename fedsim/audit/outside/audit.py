@@ -198,15 +198,21 @@ class TargetAudit:
             return self.claim.reach is not None
         return noise.shape(self._sample(silent)).p_value > LOOKS_GAUSSIAN
 
+    def _too_little(self, factor: float) -> str:
+        """What it means that a row of length C moves a release so much further than it may."""
+        if self.claim.adjacency == "replace-one" and abs(factor - 2) < 0.1:
+            return "noise is for one row added or removed, and not for one replaced: half as much"
+        return f"noise is {factor:.2f} times too small, or more is sampled"
+
     def _of_rows(self, attacked: list[Attacked], silent: Seen) -> Iterator[Finding]:
         measured = self._is_gaussian(silent)
         for made in attacked:
             if measured:
                 cause = made.attack.cause
-                usual, factor = attacked[0].moved, made.moved / made.allowed
+                usual = attacked[0].moved
                 # Where a row within C moves it as far, the bound is not to blame.
                 if usual > CLEARLY * made.allowed and made.moved < SAME * usual:
-                    cause = f"noise is {factor:.3g} times too small, or more is sampled"
+                    cause = self._too_little(usual / made.allowed)
                 yield _named(made.finding(), "bound", made.attack.name, cause)
             if made.present.statistics.shape[-1]:
                 broken = "a released number shows it" if made.without_noise else None
