@@ -42,11 +42,11 @@ class _Last(FedAvg):
         return last.content["arrays"], None
 
 
-def _local(epsilon):
+def _local(sensitivity):
     return of_strategy(
         lambda f: _Last(fraction_evaluate=0.0),
-        lambda f: [LocalDpMod(f.clip_norm, f.clip_norm, epsilon, 1e-5)],
+        lambda f: [LocalDpMod(f.clip_norm, sensitivity * f.clip_norm, 8.0, 1e-5)],
     )
 
 
-local_1, local_8 = _local(1.0), _local(8.0)
+local_1c, local_2c = _local(1.0), _local(2.0)

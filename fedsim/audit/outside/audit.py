@@ -29,7 +29,7 @@ from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
-FEWEST_RUNS, MOST_RUNS = 20, 1000
+FEWEST_RUNS, MOST_RUNS = 60, 1000
 MOST_SILENT = 64
 """Rounds of silent federations that tests of noise look at: their pairs are many."""
 
