@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), once: about 3.2 GB to fetch and 6 GB on disk, most of it torch for"
 	@echo "CUDA; two to ten minutes. README.md says how to have torch for CPUs alone: 0.4 GB."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
+	$(PIP) -e '.[all]'
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)

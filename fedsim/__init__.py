@@ -8,6 +8,8 @@ usable on their own.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,14 @@ if sys.platform == "win32":
         print(f"fedsim: {_WHERE_IT_RUNS}", file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(_WHERE_IT_RUNS)
+
+_HERE = os.path.dirname(os.path.dirname(__file__))
+if any(re.match(r"fedsim-.*\.(dist|egg)-info$", name) for name in os.listdir(_HERE)):
+    # On the package index the name `fedsim` is another project's; this one's is `fedsim-dp`.
+    raise ImportError(
+        f"another package called fedsim is installed in {_HERE}, and its files are mixed with "
+        "fedsim-dp's: `pip uninstall fedsim fedsim-dp`, and then install fedsim-dp again."
+    )
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig

@@ -27,6 +27,7 @@ from contextlib import suppress
 from types import FrameType
 
 from fedsim.errors import FedsimError, RunFailedError, keep_users_frames, readable, users_place
+from fedsim.extras import of_import
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -108,6 +109,8 @@ def _ending_of(error: BaseException) -> tuple[int, str] | None:
         return 1, "nobody reads the output any more."
     if isinstance(error, FedsimError):
         return 2, str(error)
+    if isinstance(error, ImportError) and (sentence := of_import(error)) is not None:
+        return 2, sentence
     if isinstance(error, RunFailedError):
         return 1, f"the run failed: {error}"
     sentence = _machine_failure(error)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsim import registry, regular_files
+from fedsim import extras, registry, regular_files
 from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, read_folder, read_npz
 from fedsim.datasets.checks import Layout
 from fedsim.datasets.dataset import Dataset
@@ -137,13 +137,9 @@ def read_saved(path: Path, columns: str) -> Arrays:
     FedsimError
         If the package is not installed, the folder is damaged, or a column is none of arrays.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise FedsimError(
-            f"{path} was saved by datasets, which is not installed; "
-            "pip install 'fedsim[flwr-datasets]' has it."
-        ) from None
+    extras.require(f"{path}, which the package datasets has saved,", "datasets")
+    import datasets
+
     try:
         saved = datasets.load_from_disk(str(regular_files.require_all(path)))
     except Exception as error:

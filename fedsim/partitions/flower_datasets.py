@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedsim import extras
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Examples, Indices, Partition
 
@@ -99,10 +100,7 @@ class FromFlower(Partition):
 
 
 def _flower_base() -> Any:
-    try:
-        from flwr_datasets.partitioner import Partitioner
-    except ImportError:
-        raise FedsimError(
-            "flwr-datasets is not installed; pip install 'fedsim[flwr-datasets]' has it."
-        ) from None
+    extras.require("this partition", "flwr_datasets")
+    from flwr_datasets.partitioner import Partitioner
+
     return Partitioner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -19,6 +18,7 @@ from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedsim import extras
 from fedsim.config import RunConfig
 from fedsim.config.plan import affects_release
 from fedsim.errors import FedsimError, printable
@@ -46,11 +46,7 @@ def export(saved: SavedRun, to: str) -> bytes:
 
 
 def _onnx(saved: SavedRun) -> bytes:
-    missing = [name for name in ("onnx", "onnxscript") if not importlib.util.find_spec(name)]
-    if missing:
-        raise FedsimError(
-            f"--to onnx needs {' and '.join(missing)}: install fedsim with its extra `onnx`."
-        )
+    extras.require("--to onnx", "onnx", "onnxscript")
     model, example = saved.model, _example(saved)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

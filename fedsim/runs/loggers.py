@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
+from fedsim import extras
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -141,8 +141,5 @@ def loggers(to: str) -> dict[str, Callback]:
     for name in names:
         if name not in LOGGERS:
             raise FedsimError(f"log.to = '{to}'; it must be of {', '.join(LOGGERS)}.")
-        if importlib.util.find_spec(name) is None:
-            raise FedsimError(
-                f"log.to = '{to}', but {name} is not installed; `pip install fedsim-dp[{name}]`."
-            )
+        extras.require(f"log.to = '{to}'", name)
     return {name: LOGGERS[name]() for name in names}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flwr.app import ConfigRecord
 
+from fedsim import extras
 from fedsim.clients.proximal import server_numbers
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -43,6 +44,8 @@ def check(resolved: Resolved) -> None:
         Naming the key, its value and what is allowed. Errors of the user's own code come through
         as they are.
     """
+    if resolved.config.engine.name in ("ray", "simulation"):
+        extras.require(f"engine.name = {resolved.config.engine.name!r}", "ray")
     if resolved.config.engine.name != "deployment":  # there it is the nodes' own
         _check_state_dir(resolved.config.client.state_dir)
         check_state_dir(resolved)

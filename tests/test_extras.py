@@ -1,0 +1,87 @@
+"""fedsim without the packages of its extras: what a base installation can do, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedsim import extras
+from fedsim.errors import FedsimError
+
+ROOT = Path(__file__).parents[1]
+BASE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"ray", "torchvision", "matplotlib", "opacus"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from fedsim.cli import main
+main()
+"""
+
+
+def base(*arguments: str) -> tuple[int, str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", BASE, *arguments], capture_output=True, text=True, check=False
+    )
+    return ran.returncode, " ".join((ran.stdout + ran.stderr).split())
+
+
+def test_a_base_installation_trains_reports_and_accounts(tmp_path: Path) -> None:
+    config, out = str(ROOT / "experiments/demo.toml"), str(tmp_path / "run")
+    status, words = base("run", config, "--out", out, "--set", "rounds=2")
+    assert status == 0, words
+    assert (tmp_path / "run/report.html").exists()
+    assert base("privacy", out, "--verify")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["partition", "{config}", "--out", "{out}.png"], "matplotlib", "plots"),
+        (["run", "{config}", "--set", "engine.name=ray"], "ray", "ray"),
+        (["run", "{config}", "--set", "engine.name=simulation"], "ray", "ray"),
+        (["run", "{config}", "--set", "data.name=mnist"], "torchvision", "vision"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, arguments: list[str], package: str, extra: str
+) -> None:
+    names = {"config": str(ROOT / "experiments/demo.toml"), "out": str(tmp_path / "run")}
+    status, words = base(*(argument.format(**names) for argument in arguments))
+    assert status == 2
+    assert f"needs {package}, which is not installed; `pip install 'fedsim-dp[{extra}]'`" in words
+    assert "Traceback" not in words
+
+
+def test_a_package_that_lacks_is_refused_before_it_is_used() -> None:
+    extras.require("this test", "ray")
+    with pytest.raises(FedsimError, match=r"this test needs wandb, .*fedsim-dp\[wandb\]"):
+        extras.require("this test", "wandb")
+    assert extras.of_import(ModuleNotFoundError("none", name="other_package")) is None
+
+
+def test_every_extra_is_one_of_the_package() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*extras.EXTRAS.values()} <= {*known["optional-dependencies"]}
+    names = {*extras.EXTRAS.values(), *extras.EXTRAS}
+    assert not [one for one in known["dependencies"] if one.split(">")[0] in names]
+
+
+def test_another_package_of_the_name_is_refused(tmp_path: Path) -> None:
+    """Two of them in one directory would be mixed, file by file."""
+    (tmp_path / "fedsim").symlink_to(ROOT / "fedsim")
+    (tmp_path / "fedsim-0.0.3.dist-info").mkdir()
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fedsim"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert ran.returncode == 1
+    assert "pip uninstall fedsim" in ran.stderr.splitlines()[-1]
