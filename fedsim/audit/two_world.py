@@ -325,7 +325,7 @@ def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
     variance = x.var(0) + y.var(0)
     difference = y.mean(0) - x.mean(0)
     # Without a floor, a feature that is constant without and with the canary has infinite weight.
-    floor = 1e-12 * max(float(variance.max()), 1e-300)
+    floor = max(1e-12 * float(variance.max()), 1e-24 * float((difference**2).max()), 1e-300)
     weights = difference / np.maximum(variance, floor)
 
     def score(seen: Floats) -> Floats:

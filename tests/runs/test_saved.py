@@ -227,7 +227,9 @@ def test_safetensors_say_what_a_caller_must_know(private_run: Path, tmp_path: Pa
 def test_onnx_says_what_is_missing_or_agrees(private_run: Path) -> None:
     saved = fedsim.load(private_run)
     if not (importlib.util.find_spec("onnx") and importlib.util.find_spec("onnxscript")):
-        with pytest.raises(FedsimError, match=r"needs onnx, which is not installed; .*fedsim-dp\[onnx\]"):
+        with pytest.raises(
+            FedsimError, match=r"needs onnx, which is not installed; .*fedsim-dp\[onnx\]"
+        ):
             export(saved, "onnx")
         return
     content = export(saved, "onnx")

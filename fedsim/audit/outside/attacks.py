@@ -23,7 +23,7 @@ from fedsim.audit.outside.federation import SHAPES, LittleFederation, TargetRele
 LONG = 1e3
 """Length of a row that every bound shortens, in C."""
 FAINT = 1e-6
-"""Length in C of a row that adds nothing; some targets fail where it is zero, which is a test."""
+"""Length in C of a row that adds nothing, to a target that fails where it is zero."""
 MANY = 1e3
 """Examples that a client says to have, where others have one."""
 
@@ -75,7 +75,7 @@ class Attack:
     canary: float
     cause: str
     examples: float = 1.0
-    silence: float = FAINT
+    silence: float = 0.0
     beside: Floats | None = None
 
     def federation(self, claim: TargetClaim, present: bool, seed: int) -> LittleFederation:
@@ -212,7 +212,7 @@ class Attacked:
         # Runs of one seed: what of their noise is the same is not in their difference.
         of_difference = (present - without).std(ddof=1) / math.sqrt(len(without))
         values = self.without.moves[..., 1:].size
-        error = math.hypot(of_difference, self.moved / math.sqrt(2 * values))
+        error = math.hypot(of_difference, self.moved / math.sqrt(2 * values)) or 1e-12
 
         def p(moved: Floats, _: object) -> Floats:
             return np.asarray(np.exp(log_ndtr(-(moved - self.allowed) / error)))

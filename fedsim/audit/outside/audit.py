@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.outside.attacks import (
     ATTACKS,
+    FAINT,
     OF_ADAPTIVE,
     Attack,
     Attacked,
@@ -65,7 +66,7 @@ _SAMPLES = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TargetAudit:
     """All runs of a target that an audit makes.
 
@@ -86,6 +87,7 @@ class TargetAudit:
     seconds: float
     runs: int
     seed: int
+    _silence: float = field(default=0.0, init=False)
 
     def verdict(self, confidence: float) -> Verdict:
         """Make all runs, and say whether they refute the claim.
@@ -95,6 +97,8 @@ class TargetAudit:
         FedsimError
             If the target cannot be run, or releases something else than models.
         """
+        of_zeros = self._of_zeros()
+        self._silence = 0.0 if of_zeros.p_value else FAINT
         silent = self._silent()
         runs = self.runs or self._affordable()
         attacks = self._attacks()
@@ -116,24 +120,25 @@ class TargetAudit:
             )
         findings = [*self._of_noise(silent), *self._of_rows(attacked, silent)]
         findings += [*self._of_samples([silent, attacked[0].present])]
-        findings += [self._of_zeros(), *self._of_epsilon()]
+        findings += [of_zeros, *self._of_epsilon()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
     def _attacks(self) -> list[Attack]:
         """Where neighbours replace a row or its zeros, a row of zeros is the same in both."""
-        if self.claim.adaptive:
-            return list(OF_ADAPTIVE)
         whole = self.claim.adjacency == "add-remove"
-        return [attack for attack in ATTACKS if attack.canary or whole]
+        chosen = [attack for attack in ATTACKS if attack.canary or whole]
+        if self.claim.adaptive:
+            chosen = list(OF_ADAPTIVE)
+        return [replace(attack, silence=self._silence) for attack in chosen]
 
     def _federation(self, seed: int) -> LittleFederation:
         """All rows are zero."""
-        silent = replace(ATTACKS[0], canary=0.0)
+        silent = replace(ATTACKS[0], canary=0.0, silence=self._silence)
         return silent.federation(self.claim, True, seed)
 
     def _of_zeros(self) -> Finding:
         """Whether rows of zeros are released as any others are."""
-        nothing = replace(ATTACKS[0], canary=0.0, silence=0.0)
+        nothing = replace(ATTACKS[0], canary=0.0)
         broken = None
         try:
             released = self.target(nothing.federation(self.claim, True, self.seed))
