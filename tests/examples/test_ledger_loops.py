@@ -1,7 +1,9 @@
-"""The ledger beside Flower's own strategy, a client mod, and a loop with Opacus."""
+"""The ledger beside Flower's own strategy, a client mod, a loop with Opacus, and NVFlare."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
+from benchmarks.referee.__main__ import environment
 from fedsim.audit.adapters.flower import of_strategy
 from fedsim.audit.outside import LittleFederation
 from fedsim.cohorts import FullCohort
@@ -69,3 +72,21 @@ def test_a_loop_with_opacus_ends_at_its_budget(tmp_path: Path) -> None:
     with pytest.raises(BudgetSpentError):
         opacus_loop(other, 50, max_epsilon=ledger.epsilon())
     assert Ledger.read(other, delta=1e-4).epsilon() <= ledger.epsilon()
+
+
+@pytest.mark.slow
+def test_a_run_of_nvflare_stops_at_its_budget(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    job = root / "examples/ledger/nvflare/job.py"
+    done = subprocess.run(
+        [environment("nvflare==2.9.0"), str(job), str(tmp_path), "4"],
+        env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "a release would exceed max-epsilon = 4.0" in done.stdout + done.stderr
+    for site in ("site-1", "site-2", "site-3"):
+        spent = np.loadtxt(tmp_path / f"{site}.csv", delimiter=",")
+        # One site's row may be any other: two clip norms under noise of four.
+        assert spent[:, 1] == pytest.approx(
+            [gaussian_epsilon(n**0.5 / 2, 1e-5) for n in (1, 2, 3)], rel=1e-5
+        )
+        assert Ledger.read(tmp_path / f"{site}.jsonl").epsilon(1e-5) <= 4

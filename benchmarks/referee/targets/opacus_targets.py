@@ -22,3 +22,7 @@ def _loop(*, per_layer=False, **options):
 poisson = _loop()
 fixed = _loop(poisson_sampling=False)
 per_layer = _loop(per_layer=True, clipping="per_layer")
+adaptive = _loop(
+    clipping="adaptive", target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
+    max_clipbound=1e3, min_clipbound=1e-3, unclipped_num_std=2.0,
+)  # fmt: skip

@@ -1,20 +1,56 @@
-"""DP-FedAvg in twenty lines of numpy, as it should be."""
+"""DP-FedAvg in thirty lines of numpy, as it should be, with each way to sample and to bound."""
 
 import numpy as np
 
 
-def honest(federation):
-    """Poisson sampling, clipping, noise on the sum, a declared denominator."""
-    draws = np.random.default_rng(federation.seed)
-    model, models, sampled = np.zeros(federation.rows.shape[1]), [], []
-    for _ in range(federation.rounds):
-        ids = np.flatnonzero(draws.random(federation.population) < federation.rate)
-        rows = federation.rows[ids]
-        norms = np.linalg.norm(rows, axis=1, keepdims=True)
-        clipped = rows / np.maximum(1.0, norms / federation.clip_norm)
-        std = federation.noise_multiplier * federation.clip_norm
-        noise = std * draws.standard_normal(len(model))
-        model = model + (clipped.sum(0) + noise) / (20 * federation.rate)
-        models.append(model)
-        sampled.append(ids.tolist())
-    return {"models": models, "sampled": sampled}
+def _loop(cohort, bounded, noise):
+    def target(federation):
+        draws = np.random.default_rng(federation.seed)
+        model, models, sampled = np.zeros(federation.rows.shape[1]), [], []
+        for _ in range(federation.rounds):
+            ids = cohort(federation, draws)
+            rows = bounded(federation.rows[ids], federation.clip_norm)
+            std = federation.noise_multiplier * federation.clip_norm
+            total = rows.sum(0) + noise(draws, std, len(ids), len(model))
+            model = model + total / (20 * federation.rate)
+            models.append(model)
+            sampled.append(ids.tolist())
+        return {"models": models, "sampled": sampled}
+
+    return target
+
+
+def _poisson(f, draws):
+    return np.flatnonzero(draws.random(f.population) < f.rate)
+
+
+def _fixed(f, draws):
+    return draws.choice(f.population, round(f.rate * f.population), replace=False)
+
+
+def _all(f, _):
+    return np.arange(f.population)
+
+
+def _clipped(rows, bound):
+    return rows / np.maximum(1.0, np.linalg.norm(rows, axis=1, keepdims=True) / bound)
+
+
+def _normalized(rows, bound):
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return bound * np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+
+
+def _of_server(draws, std, _, size):
+    return std * draws.standard_normal(size)
+
+
+def _of_clients(draws, std, count, size):
+    return (std / np.sqrt(count) * draws.standard_normal((count, size))).sum(0)
+
+
+honest = _loop(_poisson, _clipped, _of_server)
+everyone = _loop(_all, _clipped, _of_server)
+fixed = _loop(_fixed, _clipped, _of_server)
+normalized = _loop(_poisson, _normalized, _of_server)
+shares = _loop(_all, _clipped, _of_clients)
