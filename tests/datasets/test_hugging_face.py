@@ -17,7 +17,7 @@ def test_a_folder_of_datasets_says_what_it_needs_where_that_is_not_installed(
 ) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(FedsimError, match=r"pip install 'fedsim\[flwr-datasets\]'"):
+    with pytest.raises(FedsimError, match=r"pip install 'fedsim-dp\[flwr-datasets\]'"):
         load(str(tmp_path), columns="x=image,y=label")
 
 
