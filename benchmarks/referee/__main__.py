@@ -1,7 +1,7 @@
 """Audit released packages, each in an environment of its own; print and write a table.
 
     python -m benchmarks.referee                  # all rows; about a minute each
-    python -m benchmarks.referee --only opacus --seeds 5
+    python -m benchmarks.referee --only "opacus|own loop" --seeds 5
 
 Environments are made in build/referee, from the package index, without torch, numpy and what they
 share: a path file lends them this environment's. A row is one target at one version; its claim is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,14 +56,14 @@ class Row:
         return f"{self.package}=={self.version}" if self.version else ""
 
 
-def rows(words: str) -> Iterator[Row]:
-    """Those whose package, version or name has these words."""
+def rows(pattern: str) -> Iterator[Row]:
+    """Those in whose package, version and name a regular expression is found."""
     for entry in tomllib.loads((HERE / "table.toml").read_text())["row"]:
         versions = entry.pop("versions")
         entry["documented"] = tuple(entry.get("documented", ()))
         for version in versions:
             row = Row(**entry, version=version)
-            if words in f"{row.package} {row.version} {row.name}":
+            if re.search(pattern, f"{row.package} {row.version} {row.name}"):
                 yield row
 
 
@@ -128,12 +129,15 @@ def line(row: Row, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table."""
+    """The table; a row that was audited with several seeds has its worst audit, and how many."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for told in lines:
+        rows.setdefault((told["row"], told["name"]), []).append(told)
     head = (
         "| package | target | verdict | epsilon claimed | at least | likely causes, as measured |"
     )
     text = [head, "| --- | --- | --- | --- | --- | --- |"]
-    for told in lines:
+    for told in map(_worst, rows.values()):
         words = "; ".join(f"**{cause}** ({measured})" for cause, measured in told["causes"].items())
         figures = [f"{told[key]:.3g}" if key in told else "" for key in ("epsilon", "at-least")]
         cells = [told["row"], told["name"], told["verdict"], *figures, words or told.get("why", "")]
@@ -141,10 +145,20 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
+def _worst(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    order = ("held", "as documented", "violated", "not tested")
+    worst = max(seeds, key=lambda told: (order.index(told["verdict"]), told.get("at-least", 0)))
+    alike = sum(told["verdict"] == worst["verdict"] for told in seeds)
+    of = f" ({alike} of {len(seeds)})" if len(seeds) > 1 else ""
+    return worst | {"verdict": worst["verdict"] + of}
+
+
 def main() -> None:
     """Audit the rows that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="words of a package, a version or a name")
+    parser.add_argument(
+        "--only", default="", help="a regular expression for package, version, name"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="audits of each row")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each audit, about")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")

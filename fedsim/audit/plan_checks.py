@@ -330,9 +330,10 @@ def watched() -> Iterator[list[Address]]:
 
 def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
     """Addresses that a run's first rounds, made here and written nowhere, draw from."""
+    # A random allocation has so many rounds for each participation, if it is in blocks.
+    participations = cohort(config).gaussians(1)
     changes: dict[str, str | int] = {
-        # A random allocation has no fewer rounds than participations.
-        "rounds": min(max(OWN_ROUNDS, cohort(config).gaussians(1)), config.rounds),
+        "rounds": min(participations * -(-OWN_ROUNDS // participations), config.rounds),
         "client.state-dir": "",
         "client.noise.max-epsilon": "",
         "engine.name": "local",

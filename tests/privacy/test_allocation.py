@@ -71,6 +71,44 @@ def test_four_of_twenty_rounds_are_four_times_one_of_five() -> None:
         assert delta < found.delta(at) < most[at]
 
 
+@pytest.mark.parametrize(("k", "rounds", "z"), [(3, 10, 2.0), (3, 11, 1.2), (4, 7, 3.0)])
+def test_a_number_of_rounds_that_is_no_multiple_costs_no_less_than_simulated(k, rounds, z) -> None:
+    law = AllocationLaw(participations=k, rounds=rounds)
+    accountant = Accountant([Event(noise_multiplier=z, law=law, count=k)])
+    noise = np.random.default_rng(7).normal(size=(200_000, rounds)) * z
+    noise[:, :k] += 1  # in which rounds does not matter: all choices are equally likely
+    ratios = np.exp(noise / z**2 - 1 / (2 * z**2))
+    # The mean over all choices of k rounds: an elementary symmetric polynomial.
+    sums = np.zeros((k + 1, len(noise)))
+    sums[0] = 1
+    for column in ratios.T:
+        sums[1:] += sums[:-1] * column
+    losses = np.log(sums[k] / math.comb(rounds, k))
+    for at in (0.5, 1.0, 1.5):
+        excess = np.maximum(0.0, -np.expm1(at - losses))
+        assert accountant.delta(at) >= excess.mean() - 5 * excess.std() / math.sqrt(len(excess))
+    # The bound is that of floor(rounds / k), and not wider than a Gaussian in every one of k.
+    assert accountant.epsilon(1e-5) <= gaussian_epsilon(math.sqrt(k) / z, 1e-5)
+
+
+def test_a_client_is_once_in_each_block_at_the_cost_of_its_parts() -> None:
+    drawn = cohorts(3000, 3, 12, blocks=True)
+    for block in range(3):
+        together = np.concatenate(drawn[4 * block : 4 * block + 4])
+        assert np.array_equal(np.sort(together), np.arange(3000))
+    # Binomial(3000, 1/4) in each round: a standard deviation of 23.7.
+    assert all(abs(len(ids) - 750) < 5 * 23.7 for ids in drawn)
+    settings = {"noise_multiplier": 1.5, "rounds": 12, "delta": 1e-5}
+    blocks = epsilon(cohort=AllocationCohort(3, 12, blocks=True), **settings)
+    assert blocks == epsilon(cohort=AllocationCohort(3, 12), **settings)
+    law = AllocationCohort(3, 12, blocks=True).law()
+    assert "in one of each 4 rounds" in law.sentence("client")
+    event = Event(noise_multiplier=1.5, law=law, count=3)
+    assert Event.from_dict(event.to_dict()) == event
+    with pytest.raises(FedsimError, match="it must divide the run's rounds, 10"):
+        AllocationCohort(3, 10, blocks=True)
+
+
 @pytest.mark.parametrize("many", [1, 3, 7])
 def test_every_round_is_the_unamplified_gaussian(many) -> None:
     cohort = AllocationCohort(many, many)
@@ -85,13 +123,15 @@ def test_renyi_divergences_are_those_of_independent_lognormal_numbers() -> None:
         assert found == pytest.approx(math.log1p(math.expm1(1 / z**2) / among), rel=1e-9)
 
 
-def cohorts(population: int, participations: int = 3, rounds: int = 10) -> list[np.ndarray]:
-    sampler = AllocationCohort(participations, rounds, population)
+def cohorts(
+    population: int, participations: int = 3, rounds: int = 10, *, blocks: bool = False
+) -> list[np.ndarray]:
+    sampler = AllocationCohort(participations, rounds, population, blocks)
     draws = Draws(Randomness(5), level="client", amplified=True)
     drawn = []
     for number in range(1, rounds + 1):
         if number == 5:  # resumed in the middle
-            resumed = AllocationCohort(participations, rounds, population)
+            resumed = AllocationCohort(participations, rounds, population, blocks)
             resumed.restore(sampler.state())
             sampler = resumed
         drawn.append(sampler.draw(number, draws))

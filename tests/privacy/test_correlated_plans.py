@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -131,6 +131,32 @@ def test_nobody_is_in_two_of_so_many_rounds_also_after_a_resume(cohort, rate) ->
     # The standard deviation of a mean of 24 sizes is below sqrt(expected / 24).
     assert np.mean([len(ids) for ids in drawn]) == pytest.approx(expected, abs=4 * expected**0.5)
     assert len(drawn[0]) == pytest.approx(expected, abs=5 * expected**0.5)
+
+
+def test_a_limit_of_participations_holds_after_a_resume_and_lowers_the_sensitivity() -> None:
+    draws = Draws(Randomness(3), level="client", amplified=True)
+    sampler = Separated(3, 0.5, population=500, max_participations=2)
+    drawn = [sampler.draw(number, draws) for number in range(1, 9)]
+    resumed = replace(sampler)
+    resumed.restore(sampler.state())
+    drawn += [resumed.draw(number, draws) for number in range(9, 31)]
+    counts = np.bincount(np.concatenate(drawn), minlength=500)
+    assert counts.max() == 2
+    assert (counts == 2).mean() > 0.99
+    # Until somebody has taken part twice the limit changes nothing.
+    free, fresh = (
+        Separated(3, 0.5, population=500),
+        Draws(Randomness(3), level="client", amplified=True),
+    )
+    assert all(np.array_equal(free.draw(n, fresh), drawn[n - 1]) for n in (1, 2, 3))
+    limited, usual = (
+        plan_of(replace(sampler, max_participations=most), LambdaCGD(4.0, coefficients="0.5"), 30)
+        for most in (2, 0)
+    )
+    assert limited.noise.plan.participations == 2
+    # Rows 3 rounds apart of a series .5^j: |c + shifted c|^2 = 4/3 (2 + 2 / 8), but for the end.
+    assert limited.event().law.sensitivity == pytest.approx(3**0.5, rel=1e-6)
+    assert limited.epsilon(1e-5) < usual.epsilon(1e-5)
 
 
 @pytest.mark.parametrize("cohort", [Cyclic, Separated])

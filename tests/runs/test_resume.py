@@ -40,7 +40,7 @@ EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
 ADADP = {"client.name": "adadp-lr"}
 PLAN = {"mechanism.name": "clipping", "noise.multiplier": 2.0}
 GROUPS = {**PLAN, "cohort.name": "cyclic", "cohort.groups": 3, "cohort.rate": 0.8}
-APART = {**PLAN, "cohort.name": "separated", "cohort.separation": 2}
+APART = {**PLAN, "cohort.name": "separated", "cohort.separation": 2, "cohort.max-participations": 2}
 EVALUATED = {
     "mechanism.name": "clipping",
     "evaluate.private": True,
@@ -115,6 +115,13 @@ CASES: dict[str, dict[str, Any]] = {
         **PLAN,
         "cohort.name": "allocation",
         "cohort.participations": 2,
+        "cohort.rate": "",
+    },
+    "a random allocation in blocks": {
+        **PLAN,
+        "cohort.name": "allocation",
+        "cohort.participations": 2,
+        "cohort.blocks": True,
         "cohort.rate": "",
     },
     "groups in turn": {**GROUPS, "noise.max-epsilon": 5.5},

@@ -49,18 +49,27 @@ MOST_MOMENT = 64
 class AllocationLaw(Law):
     """Each row is in ``participations`` of ``rounds`` rounds, all choices being equally likely.
 
+    With ``blocks`` it is in one of each ``rounds / participations`` rounds in a row, and the cost
+    is exactly that of the parts; else these are an upper bound.
+
     An event of it is one of ``participations`` equal parts of the plan.
     """
 
     name: ClassVar[str] = "allocation"
     participations: int = 1
     rounds: int = 1
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.participations <= self.rounds:
             raise FedsimError(
                 f"participations is {self.participations}; it must be from 1 to the rounds, "
+                f"{self.rounds}."
+            )
+        if self.blocks and self.rounds % self.participations:
+            raise FedsimError(
+                f"participations is {self.participations}; with blocks it must divide the rounds, "
                 f"{self.rounds}."
             )
 
@@ -95,20 +104,25 @@ class AllocationLaw(Law):
     @property
     def label(self) -> str:
         """A few words for a table."""
-        return f"{self.participations:,} of {self.rounds:,} rounds, at random"
+        return f"{self._words} rounds, at random"
+
+    @property
+    def _words(self) -> str:
+        return (
+            f"one of each {self.among:,}"
+            if self.blocks
+            else f"{self.participations:,} of {self.rounds:,}"
+        )
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is drawn, for a statement."""
-        return (
-            f"each {row} in {self.participations:,} of {self.rounds:,} rounds (random allocation: "
-            "in which must stay secret)"
-        )
+        return f"each {row} in {self._words} rounds (random allocation: in which must stay secret)"
 
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round, for a report."""
         return (
-            f"Every client takes part in {self.participations:,} of {self.rounds:,} rounds, drawn "
-            f"at random: about {self.rate * population:,.4g} of {population:,} in a round."
+            f"Every client takes part in {self._words} rounds, drawn at random: about "
+            f"{self.rate * population:,.4g} of {population:,} in a round."
         )
 
 
@@ -279,6 +293,8 @@ class Allocation(Sampler):
         k, from 1 to the rounds.
     rounds : int
         T, of the plan; it cannot be changed later on.
+    blocks : bool
+        Whether a client is in one of each T / k rounds in a row, at the same cost.
     population : int or None
         Declared public number.
     """
@@ -289,6 +305,10 @@ class Allocation(Sampler):
     ] = 1
     rounds: int = 1
     population: int | None = None
+    blocks: Annotated[
+        bool,
+        Doc("Whether a client takes part once in each of `participations` equal parts of the run."),
+    ] = False
     _left: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -298,6 +318,11 @@ class Allocation(Sampler):
             raise FedsimError(
                 f"cohort.participations is {self.participations}; it must be at most the run's "
                 f"rounds, {self.rounds}."
+            )
+        if self.blocks and self.rounds % self.participations:
+            raise FedsimError(
+                f"cohort.participations is {self.participations}; with cohort.blocks it must "
+                f"divide the run's rounds, {self.rounds}."
             )
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
@@ -317,9 +342,13 @@ class Allocation(Sampler):
                 f"{self.rounds} rounds must be drawn once each, in turn."
             )
         left = self._left["left"]
+        length = self.rounds // self.participations if self.blocks else self.rounds
+        before = (round - 1) % length
+        if self.blocks and not before:
+            left[:] = 1
         # With r of the rounds that are left to be drawn, each is as likely as any other.
         numbers = draws.generator(round, step).random(len(left))
-        ids: Ids = np.flatnonzero(numbers * (self.rounds - round + 1) < left)
+        ids: Ids = np.flatnonzero(numbers * (length - before) < left)
         left[ids] -= 1
         self._left["round"] = round
         return ids
@@ -327,7 +356,10 @@ class Allocation(Sampler):
     def law(self) -> AllocationLaw:
         """So many of all rounds."""
         return AllocationLaw(
-            participations=self.participations, rounds=self.rounds, population=self.population
+            participations=self.participations,
+            rounds=self.rounds,
+            blocks=self.blocks,
+            population=self.population,
         )
 
     def gaussians(self, count: int) -> int:

@@ -67,7 +67,8 @@ class Separated(Sampler):
     """Of those who were in none of the last ``separation - 1`` rounds, each with probability rate.
 
     Noise that is correlated over rounds counts on the separation. Before round 1 clients are as
-    far from their last round as in the long run, so that all rounds are equally large on average.
+    far from their last round as in the long run, so that all rounds are equally large on average,
+    until clients leave that have taken part as often as they may.
 
     Guarantee: add-remove or zero-out, without amplification.
 
@@ -78,6 +79,9 @@ class Separated(Sampler):
         In (0, 1].
     population : int or None
         Declared public number.
+    max_participations : int
+        How often a client takes part at most, 0 for as often as it is drawn. Correlated noise
+        counts on it; independent noise is charged as if there were no limit.
     """
 
     name: ClassVar[str] = "separated"
@@ -88,7 +92,10 @@ class Separated(Sampler):
         0.5
     )
     population: int | None = None
-    _since: dict[int, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
+    max_participations: Annotated[
+        int, Ge(0), Doc("In how many rounds a client takes part at most; 0 for any number.")
+    ] = 0
+    _kept: dict[str, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
@@ -98,17 +105,21 @@ class Separated(Sampler):
 
     @property
     def expected_size(self) -> float:
-        """``population / (separation - 1 + 1 / rate)``, in every round."""
+        """``population / (separation - 1 + 1 / rate)``, in every round without a limit."""
         return declared_population(self) / (self.separation - 1 + 1 / self.rate)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids; rounds are drawn in turn."""
-        if 0 not in self._since:
-            self._since[0] = self._before(draws.generator(0, 0).random(declared_population(self)))
-        last = self._since[0]
+        if not self._kept:
+            last = self._before(draws.generator(0, 0).random(declared_population(self)))
+            self._kept.update(last=last, count=np.zeros_like(last))
+        last, count = self._kept["last"], self._kept["count"]
         free = np.flatnonzero(round - last >= self.separation)
         ids: Ids = free[draws.generator(round, step).random(len(free)) < self.rate]
+        if self.max_participations:
+            ids = ids[count[ids] < self.max_participations]
         last[ids] = round
+        count[ids] += 1
         return ids
 
     def _before(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
@@ -123,15 +134,14 @@ class Separated(Sampler):
         return SeparatedLaw(separation=self.separation, population=self.population)
 
     def participation(self, rounds: int) -> Participation:
-        """So many rounds apart."""
-        return Participation(rounds, self.separation)
+        """So many rounds apart, and no more than the limit."""
+        return Participation(rounds, self.separation, self.max_participations or None)
 
     def state(self) -> SamplerState:
-        """The last round of each client, once they were drawn."""
-        return {"last": self._since[0].copy()} if self._since else {}
+        """The last round of each client and its number of rounds, once they were drawn."""
+        return {name: value.copy() for name, value in self._kept.items()}
 
     def restore(self, state: SamplerState) -> None:
         """Continue from these rounds."""
-        self._since.clear()
-        if state:
-            self._since[0] = np.array(state["last"], dtype=np.int64)
+        self._kept.clear()
+        self._kept.update({name: np.array(state[name], dtype=np.int64) for name in state})
