@@ -21,7 +21,9 @@ from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.losses import gaussian_epsilon
 from fedsim.privacy.noise import Independent, Noise
 from fedsim.privacy.noise.banded import Banded
+from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
+from fedsim.privacy.noise.tree import Tree
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.strategies import DPFedAvg
 
@@ -121,6 +123,28 @@ def test_a_round_that_is_made_once_more_costs_a_row_of_the_plan_more(tmp_path: P
     third.restore(resumed.state())
     releases(third, range(6, ROUNDS + 1))
     assert third.ledger.epsilon(1e-5) == pytest.approx(both)
+
+
+@pytest.mark.parametrize(
+    "noise", [LambdaCGD(Z), Banded(Z, bands=2), BLT(Z), Tree(Z)], ids=lambda noise: noise.name
+)
+def test_a_round_without_replies_is_a_round_of_zeros(tmp_path: Path, noise: Noise) -> None:
+    grid = LocalGrid(Fixed(torch.zeros(CLIENTS, D)))
+    ends, spent = [], []
+    for lost in (None, 3):
+        strategy = strategy_of(tmp_path / f"{lost}.jsonl", 5, noise=noise)
+        arrays = array_record({"w": torch.zeros(D)})
+        for number in range(1, ROUNDS + 1):
+            asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+            replies = grid.send_and_receive(asked)
+            made, _ = strategy.aggregate_train(number, [] if number == lost else replies)
+            assert made is not None
+            arrays = made
+        ends.append(arrays.to_numpy_ndarrays()[0])
+        spent.append(strategy.ledger.epsilon(1e-5))
+    # Noise was added, and taken away, in the lost round as in any other.
+    assert np.array_equal(*ends)
+    assert spent[0] == spent[1]
 
 
 def test_the_secret_of_a_plan_is_in_its_state_alone(tmp_path: Path) -> None:
