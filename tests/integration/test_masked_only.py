@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array
 
 from fedsim.config import RunConfig
 from fedsim.deploy.bundle import CLIENT_APP, write_app
@@ -61,17 +60,12 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[s
 
 
 def test_nothing_but_four_stages_of_masking_is_received(received) -> None:
-    training = [content for kind, content in received if kind.startswith("train")]
     stages = Counter()
-    for content in training:
+    for kind, content in received:
+        assert kind.startswith("train")
         assert set(content) == {"secagg"}
         stages[OF_STAGES.index(set(content["secagg"]))] += 1
     assert stages == dict.fromkeys(range(4), CLIENTS * ROUNDS)
-    # What else arrives, which is no training, has no arrays.
-    others = [content for kind, content in received if not kind.startswith("train")]
-    values = [value for c in others for record in c.values() for value in record.values()]
-    assert values
-    assert not any(isinstance(value, Array) for value in values)
 
 
 def test_masked_words_are_uniform_and_no_two_are_alike(received) -> None:
