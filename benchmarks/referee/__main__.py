@@ -83,7 +83,8 @@ def environment(requirement: str) -> str:
     (packages / "zz_lent.pth").write_text(f"{lent}\n")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     without = ["--no-deps"] if requirement.startswith("opacus") else []
-    subprocess.run([*pip, *without, requirement], check=True)
+    # What it says of conflicts is of packages that are lent.
+    subprocess.run([*pip, *without, requirement], check=True, capture_output=True, text=True)
     ready.touch()
     return str(python)
 
@@ -114,8 +115,11 @@ def line(row: Row, seed: int, seconds: float) -> dict[str, Any]:
     told: dict[str, Any] = {"row": f"{row.package} {row.version}".strip(), "name": row.name}
     try:
         verdict = audited(row, seed, seconds)
-    except (FedsimError, subprocess.CalledProcessError) as error:
+    except FedsimError as error:
         return told | {"verdict": "not tested", "why": str(error), "causes": {}}
+    except subprocess.CalledProcessError as error:
+        why = f"{row.requirement} cannot be installed: {str(error.stderr).strip()[-200:]}"
+        return told | {"verdict": "not tested", "why": why, "causes": {}}
     named = causes(verdict)
     held = "held" if verdict.accepted else "as documented"
     violated = not verdict.accepted and not (named and named.keys() <= set(row.documented))
