@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.tables import Choice, ConfigTable
 from fedsim.engines import LocalGrid
 from fedsim.runs.data_split import DatasetCache, resolve_data
 from fedsim.runs.metrics import Row
@@ -33,6 +34,7 @@ from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.runner import drive
 from fedsim.runs.runner import run as run_config
+from fedsim.settings import settings_of
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
 
@@ -205,13 +207,20 @@ def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOf
 
 def chosen(config: RunConfig) -> dict[str, Scalar]:
     """The keys that differ from their defaults, but for where the data lie."""
-    flat, defaults = config.to_run_config(), RunConfig().to_run_config()
-    keys = {key: value for key, value in flat.items() if value != defaults.get(key)}
-    # What is named by a key may have defaults of its own, such as an algorithm's rate.
-    again = RunConfig.from_run_config(keys).to_run_config()
-    keys |= {key: value for key, value in flat.items() if again.get(key) != value}
-    keys.pop("data.dir", None)
-    return keys
+    defaults = {**dict(_defaults(config)), "data.dir": config.data.dir}
+    flat = config.to_run_config()
+    return {key: value for key, value in flat.items() if value != defaults.get(key)}
+
+
+def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
+    """Each dotted key of a table, and of what it names, with its default."""
+    own = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
+    for setting in (*settings_of(table), *own):
+        value = getattr(table, setting.name)
+        if isinstance(value, ConfigTable):
+            yield from _defaults(value)
+        else:
+            yield table.key(setting.key), setting.write(setting.default)
 
 
 def _trained(config: RunConfig, data: Path, out: Path) -> Path:

@@ -85,7 +85,7 @@ class Judgement(Section):
     """
 
     title: str
-    paper_of: Literal["koskela", "xu", "das", "pichapati", "plans"]
+    paper_of: Literal["koskela", "xu", "das", "pichapati", "plans", "niid"]
     about: str
     not_run: str = ""
     remarks: list[str] = Field(default_factory=list)

@@ -41,6 +41,10 @@ PAPERS = {
         "After the papers: correlated noise (Choquette-Choo et al. 2023) and random allocation "
         "(Feldman and Shenfeld 2025)"
     ),
+    "niid": (
+        "Li, Diao, Chen and He, Federated Learning on Non-IID Data Silos: An Experimental Study, "
+        "arXiv 2102.02079"
+    ),
 }
 NOT_MEASURED = "Not measured: nothing here is judged."
 EARLIER = (

@@ -1,0 +1,1 @@
+"""NIID-Bench: federated averaging and its variants on clients that differ."""
