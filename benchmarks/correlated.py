@@ -28,6 +28,7 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     from fedsim.federation.engines.process import use_one_thread
     from fedsim.federation.noise_sources import NoiseSources
     from fedsim.mechanisms import Clipping, Releaser
+    from fedsim.mechanisms.base import State
     from fedsim.privacy.plan import ReleasePlan
     from fedsim.randomness import Randomness
     from fedsim.registry import find
@@ -43,7 +44,8 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     )
     layout = Layout.of({"weight": torch.empty(1, dtype=torch.float32).expand(weights)})
     releaser, sources = Releaser(plan, layout), NoiseSources(Randomness(1), plan.noise)
-    before, state = resident("VmRSS"), {}
+    before = resident("VmRSS")
+    state: State = {}
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     seconds = 0.0
     for number in range(1, rounds + 1):
