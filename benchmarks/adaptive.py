@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
+from statistics import median
+from typing import Any
 
 import numpy as np
 
-from benchmarks.jobs import JOBS, LR, data_of, trainer_of
+from benchmarks.jobs import BATCH, EXAMPLES, JOBS, LR, data_of, trainer_of
+from benchmarks.turns import in_turns, ratio
 from fedsim.clients import SGD, AdadpLR
+from fedsim.training import Trainer
 
 __all__ = ["compare_adaptive"]
 
 
-def compare_adaptive(clients: int = 25, repeats: int = 8) -> dict[str, float]:
-    """CPU milliseconds a gradient evaluation of each, and their ratio; the best of a few."""
-    data, ids = data_of(clients), np.arange(clients)
-    trainers = {
-        "sgd ms": trainer_of(JOBS["mlp"], data, algorithm=SGD(lr=LR)),
-        "adadp ms": trainer_of(JOBS["mlp"], data, algorithm=AdadpLR(lr=LR)),
+def compare_adaptive(clients: int = 25, pairs: int = 15) -> dict[str, Any]:
+    """CPU milliseconds a gradient evaluation of each, and their ratio."""
+    data = data_of(clients)
+    sides = {
+        name: partial(_round, trainer_of(JOBS["mlp"], data, algorithm=algorithm), clients)
+        for name, algorithm in (("sgd ms", SGD(lr=LR)), ("adadp ms", AdadpLR(lr=LR)))
     }
-    best = dict.fromkeys(trainers, float("inf"))
-    for t in range(1, repeats + 1):
-        for name, trainer in trainers.items():
-            vector = trainer.initial()
-            began = time.process_time()
-            for _ in trainer.train(vector, ids, t):
-                pass
-            if t > 1:
-                milliseconds = (time.process_time() - began) / (clients * 6) * 1e3
-                best[name] = min(best[name], milliseconds)
-    return best | {"ratio": best["adadp ms"] / best["sgd ms"]}
+    seconds = {name: turns[1:] for name, turns in in_turns(sides, pairs + 1).items()}
+    gradients = clients * EXAMPLES // BATCH
+    return {
+        **{name: median(turns) / gradients * 1e3 for name, turns in seconds.items()},
+        "ratio": ratio(seconds["adadp ms"], seconds["sgd ms"]),
+    }
+
+
+def _round(trainer: Trainer, clients: int, t: int) -> None:
+    for _ in trainer.train(trainer.initial(), np.arange(clients), t):
+        pass

@@ -6,9 +6,8 @@
 What is measured is local training: ten steps of SGD a client, on the path that the rule chooses.
 The loop sets parameters in place once a client and takes `torch.autograd.grad` and one
 `torch._foreach_add_` a step on the same examples; where there are images it runs with channels
-first and with channels last, and the faster counts. The sides take turns; the ratio of a turn is of
-CPU time. The median of the turns' ratios is printed with an interval that covers the true median
-with at least 95 %.
+first and with channels last, and the faster counts. What is compared is CPU time
+(`benchmarks.turns`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from math import comb
+from functools import partial
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import LR, SEED
 from benchmarks.ordinary_networks import TASKS, Task
+from benchmarks.turns import Ratio, Side, in_turns, ratio
 from fedsim.clients import SGD
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
@@ -41,7 +40,7 @@ from fedsim.training.paths.choice import KernelName, PathName
 
 STEPS, MOST_CLIENTS, TURN = 10, 8, 0.4
 """Steps a client, clients at most, and about how many CPU seconds a side of a turn should take."""
-CONFIDENCE, AIM = 0.95, 1.05
+AIM = 1.05
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ class Row:
     batch, clients, pairs : int
     fedsim, loop : float
         Median CPU milliseconds a client.
-    ratio, low, high : float
-        Median of the turns' ratios, and its interval.
+    ratio : Ratio
     difference : float
         L2 norm of what updates differ by, beside that of the loop's updates.
     """
@@ -68,9 +66,7 @@ class Row:
     pairs: int
     fedsim: float
     loop: float
-    ratio: float
-    low: float
-    high: float
+    ratio: Ratio
     difference: float
 
 
@@ -116,13 +112,6 @@ def loops(task: Task, model: nn.Module, data: ClientData) -> Iterator[Work]:
         yield lambda clients, t: lean_loop(task, last, images, clients, t)
 
 
-def cpu_seconds(work: Work, clients: int, t: int) -> float:
-    """Of this process, in which all is done."""
-    began = time.process_time()
-    work(clients, t)
-    return time.process_time() - began
-
-
 def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathName) -> Row:
     """The trainer beside the loop, turn by turn."""
     torch.manual_seed(SEED)
@@ -133,37 +122,24 @@ def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathNa
         model, SGD(lr=LR), data, batch_size=batch, steps=STEPS, loss=task.loss, path=path,
         kernel=kernel, randomness=Randomness(SEED),
     )  # fmt: skip
-    plain = list(loops(task, model, data))
-    sides = [lambda clients, t: fedsim_loop(trainer, clients, t), *plain]
-    ours, *theirs = (torch.stack(side(2, 1)) for side in sides)
-    difference = float((ours - theirs[0]).norm() / theirs[0].norm())
-    one = min(cpu_seconds(side, 2, 2) for side in plain) / 2
+    works: dict[str, Work] = {"fedsim": lambda clients, t: fedsim_loop(trainer, clients, t)}
+    works |= {f"loop {number}": loop for number, loop in enumerate(loops(task, model, data))}
+    ours, theirs = (torch.stack(works[name](2, 1)) for name in ("fedsim", "loop 0"))
+    difference = float((ours - theirs).norm() / theirs.norm())
+    once = in_turns({name: partial(work, 2) for name, work in works.items()}, 1)
+    one = min(once[name][0] for name in works if name != "fedsim") / 2
     clients = int(np.clip(TURN / one, 2, MOST_CLIENTS))
-    seconds = np.empty((pairs, len(sides)))
-    for turn in range(pairs):
-        # The side that runs first finds the caches as the other one left them.
-        order = range(len(sides)) if turn % 2 else reversed(range(len(sides)))
-        for side in order:
-            seconds[turn, side] = cpu_seconds(sides[side], clients, 3 + turn) / clients
-    fastest = 1 + int(np.argmin(np.median(seconds[:, 1:], axis=0)))
-    ratios = sorted((seconds[:, 0] / seconds[:, fastest]).tolist())
-    low, high = interval(ratios)
+    sides: dict[str, Side] = {name: partial(work, clients) for name, work in works.items()}
+    seconds = in_turns(sides, pairs, first=3)
+    took = {name: median(turns) / clients for name, turns in seconds.items()}
+    fastest = min((name for name in works if name != "fedsim"), key=took.__getitem__)
+    over = ratio(seconds["fedsim"], seconds[fastest])
     chosen = trainer.stepper.path
     used = getattr(chosen, "compiled", None)
-    ours_ms, loop_ms = (1e3 * float(np.median(seconds[:, side])) for side in (0, fastest))
     return Row(
         task.name, chosen.name, "-" if used is None else "compiled" if used else "eager",
-        batch, clients, pairs, ours_ms, loop_ms, median(ratios), low, high, difference,
+        batch, clients, pairs, 1e3 * took["fedsim"], 1e3 * took[fastest], over, difference,
     )  # fmt: skip
-
-
-def interval(ordered: list[float]) -> tuple[float, float]:
-    """Order statistics between which the true median lies with `CONFIDENCE`, or the outermost."""
-    n, rank, outside = len(ordered), 0, 2 / 2 ** len(ordered)
-    while rank < (n - 1) // 2 and outside + 2 * comb(n, rank + 1) / 2**n <= 1 - CONFIDENCE:
-        rank += 1
-        outside += 2 * comb(n, rank) / 2**n
-    return ordered[rank], ordered[n - 1 - rank]
 
 
 def main() -> None:
@@ -181,7 +157,7 @@ def main() -> None:
     asked = parser.parse_args()
     use_one_thread()
     table = Table(title=f"{STEPS} steps a client, CPU ms, one thread; at most {AIM:g} of the loop")
-    for column in ("model", "batch", "path", "kernel", "fedsim", "loop", "ratio", "95 %", "differ"):
+    for column in ("model", "batch", "path", "kernel", "fedsim", "loop", "ratio (95 %)", "differ"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for task in TASKS:
         for batch in asked.batch if task.name in asked.models else ():
@@ -190,8 +166,7 @@ def main() -> None:
                 print(json.dumps(asdict(row)), flush=True)
             table.add_row(
                 row.model, str(row.batch), row.path, row.kernel, f"{row.fedsim:.2f}",
-                f"{row.loop:.2f}", f"{row.ratio:.2f}", f"{row.low:.2f} to {row.high:.2f}",
-                f"{row.difference:.0e}",
+                f"{row.loop:.2f}", str(row.ratio), f"{row.difference:.0e}",
             )  # fmt: skip
     if asked.json:
         return
