@@ -30,9 +30,10 @@ from fedsim.kernels.convolutions import (
 from fedsim.rows.packing import channels_last
 
 # Places a window times places of a kernel, from which on sums over winners take less time than
-# products over all places. Below (3 x 3, pooled by 2 x 2) they take up to twice as long, as their
-# sums are short; above (5 x 5, pooled by 2 x 2) .7 to .9 of it, whatever the batch and channels.
-SPARSE = 64
+# products over all places, on each processor that was measured. With AVX2 they take .3 to .65 of it
+# (3 x 3, pooled by 3 x 3 with stride 2, and 5 x 5, pooled by 2 x 2). Below (3 x 3, pooled by 2 x 2)
+# .35 to .8 there, but up to twice as long with AVX-512.
+SPARSE = 40
 
 Result = TypeVar("Result")
 
