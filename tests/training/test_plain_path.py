@@ -27,11 +27,12 @@ def images(channels: int) -> ClientData:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_filters_that_are_copied_with_channels_last_train_as_in_a_plain_loop(
-    channels: int, momentum: float
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.GroupNorm(2, 6)])
+def test_filters_with_channels_last_or_first_train_as_in_a_plain_loop(
+    channels: int, momentum: float, norm: nn.Module
 ) -> None:
     model = nn.Sequential(
-        nn.Conv2d(channels, 6, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(channels, 6, 3, padding=1), copy.deepcopy(norm), nn.ReLU(), nn.AvgPool2d(2),
         nn.Conv2d(6, 6, 3, groups=3), nn.Flatten(), nn.Linear(24, 3),
     ).double()  # fmt: skip
     data = images(channels)
