@@ -80,4 +80,4 @@ def shares_of(
         layout,
         sources=noise,
         sides=sides,
-    )
+    ).values()

@@ -40,7 +40,7 @@ class OneReleaser:
             layout,
             sources=sources,
             sides=sides,
-        )
+        ).values()
         releaser = Releaser(plan_of(mechanism, noise, 7.0), layout)
         total = releaser.start(state)
         add_shares(total, sent)

@@ -249,4 +249,4 @@ def test_noise_that_is_correlated_is_refused_where_c_changes_and_with_shares():
             {},
             layout,
             sources=sources(0, 1),
-        )
+        ).values()

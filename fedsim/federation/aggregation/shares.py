@@ -13,7 +13,7 @@ shares are made here, from the draws that each client would have used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -64,6 +64,35 @@ class Shares:
     rows: Tensor
     sides: Mapping[str, Tensor]
     usable: Tensor
+
+
+@dataclass(frozen=True)
+class SharesInUnits:
+    """The same as whole numbers, by what is summed: each in units of its sum's grid.
+
+    Attributes
+    ----------
+    sums : PartialSum
+        Of n owners, with the grids.
+    units : mapping of name to float64 ``[n, ...]``
+    usable : bool ``[n]``
+    """
+
+    sums: PartialSum
+    units: Mapping[str, Tensor]
+    usable: Tensor
+
+    def values(self) -> Shares:
+        """As numbers, to be sent in the clear."""
+        grids = self.sums.grids
+        values = {name: units * grids[name].unit[:, None] for name, units in self.units.items()}
+        rows = self.sums.joined([values.pop(s.segment.prefix + "sum") for s in self.sums.segments])
+        return Shares(rows, {name: column[:, 0] for name, column in values.items()}, self.usable)
+
+    def words(self) -> npt.NDArray[np.uint64]:
+        """As whole numbers modulo 2^64 ``[n, ...]``, one sum after another, to be masked."""
+        vectors = [self.units[name].cpu().numpy() for name in summed_grids(self.sums)]
+        return np.concatenate(vectors, axis=1).astype(np.int64).view(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -134,11 +163,11 @@ def share(
     *,
     sources: Sequence[NoiseSource],
     sides: Mapping[str, Weights] | None = None,
-) -> Shares:
+) -> SharesInUnits:
     """Bound and noise the rows of n clients, on the clients' side.
 
     Each share is a sum of one row with noise of variance ``z^2 C^2 / asked``, from that
-    client's own source.
+    client's own source. Of a row that is not finite there is noise alone.
 
     Parameters
     ----------
@@ -146,37 +175,6 @@ def share(
     bounding : State
         `Mechanism.bounding_state`: the part of the mechanism's state that clients receive.
     sources : sequence of n NoiseSource
-
-    Raises
-    ------
-    FedsimError
-        As `shares_in_units` does.
-    """
-    total, units, usable = shares_in_units(
-        request, block, bounding, layout, sources=sources, sides=sides
-    )
-    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
-    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
-    scalars = {name: column[:, 0] for name, column in values.items()}
-    return Shares(rows, scalars, usable)
-
-
-def shares_in_units(
-    request: ShareRequest,
-    block: Tensor,
-    bounding: State,
-    layout: Layout,
-    *,
-    sources: Sequence[NoiseSource],
-    sides: Mapping[str, Weights] | None = None,
-) -> tuple[PartialSum, dict[str, Tensor], Tensor]:
-    """The same by what is summed, as whole numbers ``[n, ...]`` in units of its grid.
-
-    Returns
-    -------
-    tuple
-        The sums with their grids, these numbers by name, and whose rows were finite, bool ``[n]``:
-        of the others there is noise alone.
 
     Raises
     ------
@@ -206,7 +204,7 @@ def shares_in_units(
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.asked))
-    return total, units, masks.usable[:, 0]
+    return SharesInUnits(total, units, masks.usable[:, 0])
 
 
 def _require_state(bounding: State, own: State) -> None:
@@ -278,32 +276,62 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     return masks.usable
 
 
-class ClientShares(ServerSum):
-    """Each client asked sends its bounded row with noise of variance ``z^2 C^2 / asked``.
+class ShareSum(ServerSum):
+    """What aggregations of shares have in common: how clients are asked for one, and make it.
 
-    What missing clients would have added the server adds, so that the total is the same.
+    Parameters
+    ----------
+    settings : AggregationSettings
+    pending : PendingRound
+    parts : int
+        Into how many shares the noise of the release is divided.
     """
 
     on_workers: ClassVar[bool] = False
 
-    def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
+    def __init__(self, settings: AggregationSettings, pending: PendingRound, parts: int) -> None:
         super().__init__(settings, pending)
-        # Of those of them who send nothing the server adds the noise.
-        self.shares_asked = asked = len(pending.asked.client_ids)
-        release = settings.randomness.release or ""
-        plan = self.plan
-        self._request = ShareRequest(plan.bound, plan.noise, plan.denominator, asked, release)
+        release, plan = settings.randomness.release or "", self.plan
+        self.share_request = ShareRequest(plan.bound, plan.noise, plan.denominator, parts, release)
         self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
 
-    def request(self, instructions: Instructions) -> Instructions:
+    def request(self, instructions: Instructions) -> Iterable[Message]:
         """The round's instructions, the noise of a share, and the state that bounds a row."""
-        asked = super().request(instructions)
-        assert isinstance(asked, Instructions)
+        return self.share_instructions(instructions)
+
+    def share_instructions(self, instructions: Instructions) -> Instructions:
+        """The same, whole."""
+        whole = super().request(instructions)
+        assert isinstance(whole, Instructions)
         return replace(
-            asked,
-            config=ConfigRecord({**asked.config, **self._request.entries()}),
+            whole,
+            config=ConfigRecord({**whole.config, **self.share_request.entries()}),
             records={STATE_RECORD: array_record(self._bounding)},
         )
+
+    def shares_of(self, block: Block) -> SharesInUnits:
+        """The shares that a block's clients would send, from the draws that they would use."""
+        assert block.rows is not None
+        noise, number = self.settings.noise, self.pending.round
+        return share(
+            self.share_request,
+            block.rows,
+            self._bounding,
+            self.pending.layout,
+            sources=[noise.share(number, client) for client in block.client_ids.tolist()],
+            sides=self.summing.sides(block),
+        )
+
+
+class ClientShares(ShareSum):
+    """Each sampled client sends its bounded row with noise of variance ``z^2 C^2 / asked``.
+
+    What missing clients would have added the server adds, so that the total is the same.
+    """
+
+    def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
+        self.shares_asked = asked = len(pending.asked.client_ids)
+        super().__init__(settings, pending, asked)
 
     def expected(self) -> ExpectedReply:
         """A share, and whether its row was finite."""
@@ -317,24 +345,12 @@ class ClientShares(ServerSum):
             block = self.without_failed(self.summing.checked(block))
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
-        shares = self._made(block) if reply.content is None else _sent(block)
-        usable = add_shares(total, shares, asked=self._request.asked)
+        shares = _sent(block) if reply.content is not None else self.shares_of(block).values()
+        usable = add_shares(total, shares, asked=self.share_request.asked)
         # That its row was not finite a client says; anything else its share cannot be.
         self.tally.doubt(block.client_ids, usable, "malformed")
         self.tally.doubt(block.client_ids, shares.usable, "non-finite")
         return replace(reply, block=replace(block, rows=None, usable=usable))
-
-    def _made(self, block: Block) -> Shares:
-        assert block.rows is not None
-        noise, number = self.settings.noise, self.pending.round
-        return share(
-            self._request,
-            block.rows,
-            self._bounding,
-            self.pending.layout,
-            sources=[noise.share(number, k) for k in block.client_ids.tolist()],
-            sides=self.summing.sides(block),
-        )
 
 
 def _sent(block: Block) -> Shares:
@@ -356,31 +372,54 @@ def asks_for_share(message: Message) -> ConfigRecord | None:
     return None
 
 
-def share_reply(
+def requested_share(
+    message: Message,
     mechanism: Mechanism,
     row: Tensor,
     layout: Layout,
-    reported: dict[str, float],
-    message: Message,
-    request: ConfigRecord,
+    reported: Mapping[str, float],
     randomness: Randomness,
     client: int,
-) -> RecordDict:
-    """Content of the reply.
+) -> SharesInUnits:
+    """The share that a message asks one client for.
 
     Parameters
     ----------
+    message : Message
+    mechanism : Mechanism
+        The client's own.
     row : Tensor ``[d]``
         The client's update, in this layout.
     reported : mapping of name to float
-        From which the mechanism's side scalars are taken; the rest stays here.
+        From which the mechanism's side scalars are taken.
     randomness : Randomness
         Where the client's noise comes from.
+
+    Raises
+    ------
+    FedsimError
+        If the message asks for none, or as `share` does.
     """
-    asked, block, bounding, sources, sides = _asked(
-        mechanism, row, reported, message, request, randomness, client
+    entries = asks_for_share(message)
+    if entries is None:
+        raise FedsimError("the server asks for a masked update that is no share; it must be.")
+    request = ShareRequest.read(entries, mechanism)
+    # Of the strategy's release: an engine in its process would have made the same share.
+    generator = Randomness(randomness.seed, request.release or None).generator(
+        Purpose.SHARE, level="client", round=_whole(entries, "server-round"), client=client
     )
-    shares = share(asked, block, bounding, layout, sources=sources, sides=sides)
+    return share(
+        request,
+        row.unsqueeze(0),
+        message.content.array_records[STATE_RECORD].to_torch_state_dict(),
+        layout,
+        sources=[NoiseSource(generator, hardened=request.noise.hardened)],
+        sides={name: np.array([reported[name]]) for name in mechanism.side_names},
+    )
+
+
+def share_reply(shares: Shares) -> RecordDict:
+    """Content of the reply of one client, of whose data it says nothing else."""
     metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
     return RecordDict(
         {
@@ -390,47 +429,7 @@ def share_reply(
     )
 
 
-def share_words(
-    mechanism: Mechanism,
-    row: Tensor,
-    layout: Layout,
-    reported: dict[str, float],
-    message: Message,
-    request: ConfigRecord,
-    randomness: Randomness,
-    client: int,
-) -> npt.NDArray[np.uint64]:
-    """The same share as whole numbers modulo 2^64, one sum after another, to be masked."""
-    asked, block, bounding, sources, sides = _asked(
-        mechanism, row, reported, message, request, randomness, client
-    )
-    total, units, _ = shares_in_units(asked, block, bounding, layout, sources=sources, sides=sides)
-    vectors = [units[name][0].cpu().numpy() for name in summed_grids(total)]
-    return np.concatenate(vectors).astype(np.int64).view(np.uint64)
-
-
 def summed_grids(total: PartialSum) -> dict[str, GridSum]:
     """What shares are summed in, in a fixed order; what has infinite noise is never sent."""
     split = total.terms.split
     return {name: total.grids[name] for name in sorted(total.grids) if split[name] < math.inf}
-
-
-def _asked(
-    mechanism: Mechanism,
-    row: Tensor,
-    reported: Mapping[str, float],
-    message: Message,
-    request: ConfigRecord,
-    randomness: Randomness,
-    client: int,
-) -> tuple[ShareRequest, Tensor, State, list[NoiseSource], dict[str, Weights]]:
-    """What a message asks of one client: the request, its row, and what bounds and noises it."""
-    bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
-    asked = ShareRequest.read(request, mechanism)
-    # Of the strategy's release: an engine in its process would have made the same share.
-    generator = Randomness(randomness.seed, asked.release or None).generator(
-        Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
-    )
-    sources = [NoiseSource(generator, hardened=asked.noise.hardened)]
-    sides: dict[str, Weights] = {n: np.array([reported[n]]) for n in mechanism.side_names}
-    return asked, row.unsqueeze(0), bounding, sources, sides

@@ -22,14 +22,13 @@ from fedsim.federation.aggregation.shares import (
     SIDE_PREFIX,
     STATE_RECORD,
     USABLE,
+    SharesInUnits,
     asks_for_share,
+    requested_share,
     share_reply,
-    share_words,
 )
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
-from fedsim.randomness import Randomness
-from fedsim.rows import Layout
 from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult
@@ -40,9 +39,6 @@ NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX
 
 TrainerFor = Callable[[Context], Trainer]
 MechanismFor = Callable[[Context], Mechanism]
-ShareParts = tuple[
-    Mechanism, Tensor, Layout, dict[str, float], Message, ConfigRecord, Randomness, int
-]
 
 
 def client_app(
@@ -109,11 +105,11 @@ def _trained(
     message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
 ) -> Message:
     """All parameters and what the client reports; or its share, where it is asked for that."""
-    trainer = trainer_for(context)
-    local, vector = _fit(trainer, message, context)
     if asks_for_share(message) is not None:
-        share = _share(message, context, trainer, local, vector, mechanism_for)
-        return Message(share_reply(*share), reply_to=message)
+        share = _share(message, context, trainer_for, mechanism_for)
+        return Message(share_reply(share.values()), reply_to=message)
+    trainer = trainer_for(context)
+    local, _ = _fit(trainer, message, context)
     # Entries that are not trained go back as they came.
     key, arrays = _arrays(message)
     row = trainer.row_layout
@@ -138,9 +134,8 @@ def _masked(
         raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
 
     def vector() -> Words:
-        trainer = trainer_for(context)
-        share = _share(message, context, trainer, *_fit(trainer, message, context), mechanism_for)
-        return share_words(*share)
+        words: Words = _share(message, context, trainer_for, mechanism_for).words()[0]
+        return words
 
     return answer(message, context, int(_client_ids(context)[0]), threshold, vector)
 
@@ -155,32 +150,26 @@ def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalRes
 
 
 def _share(
-    message: Message,
-    context: Context,
-    trainer: Trainer,
-    local: LocalResult,
-    vector: Tensor,
-    mechanism_for: MechanismFor | None,
-) -> ShareParts:
-    """What the client's share is made of.
+    message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
+) -> SharesInUnits:
+    """The client's share of the noisy sum.
 
     Raises
     ------
     FedsimError
         If the client can make none, or the message asks for none.
     """
-    request = asks_for_share(message)
     if mechanism_for is None:
         raise FedsimError("this client has no mechanism to noise its own share with.")
-    if request is None:
-        raise FedsimError("the server asks for a masked update that is no share; it must be.")
-    return (
-        mechanism_for(context),
-        local.theta[0] - vector[: trainer.row_layout.d].to(local.theta),
-        trainer.row_layout,
-        _reported(local.metrics),
+    trainer = trainer_for(context)
+    local, vector = _fit(trainer, message, context)
+    layout = trainer.row_layout
+    return requested_share(
         message,
-        request,
+        mechanism_for(context),
+        local.theta[0] - vector[: layout.d].to(local.theta),
+        layout,
+        _reported(local.metrics),
         trainer.randomness,
         int(_client_ids(context)[0]),
     )

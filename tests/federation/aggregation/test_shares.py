@@ -243,7 +243,7 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
         sources=[
             NoiseSource(np.random.default_rng([asked, d, k]), hardened=True) for k in range(n)
         ],
-    )
+    ).values()
     releaser = Releaser(plan_of(mechanism, noise, 10.0), layout)
     assert add_shares(releaser.start(mechanism.init(layout)), shares, asked=asked).all()
 
@@ -263,7 +263,7 @@ def test_no_state_that_a_server_sends_takes_a_row_out_of_its_ball():
             {name: tensor.clone() for name, tensor in bounding.items()},
             layout,
             sources=[NoiseSource(np.random.default_rng(1))],
-        )
+        ).values()
 
     shared(honest)
     for factor in (1.01, 1e6):
@@ -286,4 +286,4 @@ def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
                 bounding,
                 layout,
                 sources=[NoiseSource(np.random.default_rng(1))],
-            )
+            ).values()

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -41,15 +41,12 @@ from fedsim.federation.aggregation.secagg.transcript import (
     own_purpose,
     pair_purpose,
 )
-from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
+from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound
 from fedsim.federation.aggregation.shares import (
     FARTHEST,
-    STATE_RECORD,
-    ShareRequest,
-    shares_in_units,
+    ShareSum,
     summed_grids,
 )
-from fedsim.federation.arrays import array_record
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import PartialSum, Release
@@ -101,7 +98,7 @@ class SecureAggregation:
         return self.threshold - self.colluders
 
 
-class SecureSum(ServerSum):
+class SecureSum(ShareSum):
     """Sums shares of which the server sees none: under masks, or where this process makes them.
 
     Parameters
@@ -109,22 +106,13 @@ class SecureSum(ServerSum):
     secure : SecureAggregation
     settings : AggregationSettings
     pending : PendingRound
-
     """
-
-    on_workers: ClassVar[bool] = False
 
     def __init__(
         self, secure: SecureAggregation, settings: AggregationSettings, pending: PendingRound
     ) -> None:
-        super().__init__(settings, pending)
+        super().__init__(settings, pending, secure.honest)
         self._secure = secure
-        release = settings.randomness.release or ""
-        plan = self.plan
-        self._request = ShareRequest(
-            plan.bound, plan.noise, plan.denominator, secure.honest, release
-        )
-        self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
         self._stages: Stages | None = None
         self._why_lost: str | None = None
         self._failed: list[Block] = []
@@ -134,13 +122,7 @@ class SecureSum(ServerSum):
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
         """Where clients answer messages, the first stage; else the round's own instructions."""
-        asked = super().request(instructions)
-        assert isinstance(asked, Instructions)
-        whole = replace(
-            asked,
-            config=ConfigRecord({**asked.config, **self._request.entries()}),
-            records={STATE_RECORD: array_record(self._bounding)},
-        )
+        whole = self.share_instructions(instructions)
         if self.pending.in_blocks:
             return whole
         self._stages = self._protocol(whole)
@@ -307,16 +289,8 @@ class SecureSum(ServerSum):
         block = self.without_failed(reply.block)
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
-        number, noise = self.pending.round, self.settings.noise
         if len(block.client_ids):
-            _, units, _ = shares_in_units(
-                self._request,
-                block.rows,
-                self._bounding,
-                self.pending.layout,
-                sources=[noise.share(number, k) for k in block.client_ids.tolist()],
-                sides=self.summing.sides(block),
-            )
+            units = self.shares_of(block).units
             for name, grid in summed_grids(total).items():
                 grid.add_(units[name])
         usable = _count(total, len(block.client_ids))
@@ -341,7 +315,7 @@ class SecureSum(ServerSum):
             size = grid.coarse.shape[-1]
             vector, start = units[start : start + size], start + size
             radius, unit = float(grid.radius), float(grid.unit)
-            std = radius * share_multiplier(sums.terms.split[name], self._request.asked)
+            std = radius * share_multiplier(sums.terms.split[name], self.share_request.asked)
             most = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > most:
                 raise FedsimError("it is none that so many bounded shares can have.")
