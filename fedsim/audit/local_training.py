@@ -29,8 +29,9 @@ from fedsim.audit.two_world import TwoWorlds, distinguish
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Entry
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Correlated
-from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block

@@ -21,7 +21,7 @@ from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, ClientLedgers, Event, Law, Ledger, Question, Statement
 from fedsim.privacy.adversary import DECLARED_SENTENCES
-from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import shipped_laws
 from fedsim.privacy.plan import of_user

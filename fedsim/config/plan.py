@@ -17,14 +17,15 @@ from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_table
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
-from fedsim.privacy.calibration import Extrapolation, calibrate
-from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.calibration import calibrate
+from fedsim.privacy.claims import FIXED, Extrapolation, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.laws.selection import Selection
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
-from fedsim.privacy.plan import Bounded, LocalWork, ReleasePlan, sampler_beside
+from fedsim.privacy.plan import Bounded, ReleasePlan, sampler_beside
 from fedsim.privacy.statement import Statement
 from fedsim.settings import settings_of
 

@@ -20,7 +20,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.federation.exchange import AskedClients, Instructions, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants, Replying
-from fedsim.federation.replies import ExpectedReply, Reply, read
+from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
 from fedsim.rows.block import CLIENT_STATE
@@ -208,17 +208,14 @@ class EvaluationSettings:
         Rounds from one evaluation to the next.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
         Who of those that were chosen is there to be asked.
-    weighted_by_key, arrayrecord_key, configrecord_key : str
-        As of the strategy.
+    keys : RecordKeys
     """
 
     participants: Participants
     fraction: float
     every: int
     reachable: Replying | None
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
+    keys: RecordKeys
 
     def due(self, server_round: int) -> bool:
         """Whether it is this round's turn."""
@@ -271,8 +268,7 @@ class ClientEvaluation(ABC):
             client_ids=asked.client_ids,
             node_ids=asked.node_ids,
             config=ConfigRecord({**config, "server-round": server_round}),
-            arrayrecord_key=self.settings.arrayrecord_key,
-            configrecord_key=self.settings.configrecord_key,
+            keys=self.settings.keys,
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -284,8 +280,7 @@ class ClientEvaluation(ABC):
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            keys = self.settings.arrayrecord_key, self.settings.weighted_by_key
-            expected = ExpectedReply(None, None, *keys)
+            expected = ExpectedReply(None, None, self.settings.keys)
             sent = read(replies, asked.client_of, expected, tally)
         metrics = self.metrics_sum(server_round)
         for reply in sent:
@@ -309,7 +304,7 @@ class OpenEvaluation(ClientEvaluation):
         self, settings: EvaluationSettings, aggregate: MetricsAggregator | None, *, quantiles: bool
     ) -> None:
         super().__init__(settings)
-        self._new = partial(MetricMeans, settings.weighted_by_key, aggregate, quantiles=quantiles)
+        self._new = partial(MetricMeans, settings.keys.weighted_by, aggregate, quantiles=quantiles)
 
     def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
         """A fixed number of those who are there."""

@@ -39,6 +39,7 @@ from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.private_metrics import PrivateMetrics, evaluation_of
 from fedsim.federation.private_rounds import PrivateRounds
+from fedsim.federation.replies import RecordKeys
 from fedsim.federation.round_report import Failures
 from fedsim.federation.strategy_checks import (
     allowed_fraction,
@@ -264,10 +265,8 @@ evaluate_metrics_aggr_fn
             believed=self.protects and not plan.private,
         )
         self._failures = Failures(None if self.protects else max_failed_rounds)
-        self._configrecord_key = configrecord_key
-        self._aggregation_settings = AggregationSettings(
-            summed, self.randomness, weighted_by_key, arrayrecord_key, counts
-        )
+        keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
+        self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
         self._participants = Participants(
             plan.sampler,
             self.randomness,
@@ -277,15 +276,7 @@ evaluate_metrics_aggr_fn
             amplified=plan.amplified,
         )
         self.evaluation = evaluation_of(
-            EvaluationSettings(
-                self._participants,
-                fraction,
-                evaluate_every,
-                reachable,
-                weighted_by_key,
-                arrayrecord_key,
-                configrecord_key,
-            ),
+            EvaluationSettings(self._participants, fraction, evaluate_every, reachable, keys),
             private_metrics,
             plan.sampler,
             lambda: self._accounting,

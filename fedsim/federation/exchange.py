@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedsim.federation.arrays import LazyArray, same_arrays, tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
+from fedsim.federation.replies import RecordKeys
 from fedsim.federation.row_sums import RowSum
 from fedsim.rows.block import Block, Ids, Reason
 
@@ -69,6 +70,7 @@ class Instructions(Iterable[Message]):
         The sampled clients by their ids, and the Flower node that each of them is.
     config : ConfigRecord
         Goes with every message.
+    keys : RecordKeys
     records : mapping of name to ArrayRecord
         Further arrays that go with every message.
     numbers : mapping of name to sequence of int ``[n]``
@@ -84,8 +86,7 @@ class Instructions(Iterable[Message]):
     client_ids: Ids
     node_ids: NodeIds
     config: ConfigRecord
-    arrayrecord_key: str = "arrays"
-    configrecord_key: str = "config"
+    keys: RecordKeys = field(default_factory=RecordKeys)
     records: Mapping[str, ArrayRecord] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     row_size: int | None = None
@@ -108,8 +109,8 @@ class Instructions(Iterable[Message]):
         config = ConfigRecord(dict(self.config))
         for name, values in self.numbers.items():
             config[name] = values[index]
-        content = RecordDict({self.configrecord_key: config})
-        for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
+        content = RecordDict({self.keys.config: config})
+        for key, record in {self.keys.arrays: self.arrays, **self.records}.items():
             content[key] = same_arrays(record)
         return Message(content, node_id, self.message_type)
 
@@ -164,7 +165,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
             continue
         content = RecordDict()
         if block.rows is not None:
-            content[instructions.arrayrecord_key] = _parameters(
+            content[instructions.keys.arrays] = _parameters(
                 shapes, instructions.vector[: block.rows.shape[1]] + block.rows[index]
             )
         content["metrics"] = MetricRecord(

@@ -85,7 +85,6 @@ class PrivateRounds(ResumableStrategy):
     _extras: dict[str, Extra]
     _vectors: NamedVectors | None
     _failures: Failures
-    _configrecord_key: str
 
     def __init__(self) -> None:
         self.rounds_done = 0
@@ -136,8 +135,7 @@ class PrivateRounds(ResumableStrategy):
             client_ids=asked.client_ids,
             node_ids=asked.node_ids,
             config=config,
-            arrayrecord_key=self._aggregation_settings.arrayrecord_key,
-            configrecord_key=self._configrecord_key,
+            keys=self._aggregation_settings.keys,
             row_size=layout.d,
         )
         for extra in self._extras.values():

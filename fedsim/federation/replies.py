@@ -41,6 +41,15 @@ _SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
 
 
 @dataclass(frozen=True)
+class RecordKeys:
+    """How the records of messages are named, and the metric by which clients are weighed."""
+
+    weighted_by: str = "num-examples"
+    arrays: str = "arrays"
+    config: str = "config"
+
+
+@dataclass(frozen=True)
 class ExpectedReply:
     """What a usable reply of a round is like.
 
@@ -48,7 +57,7 @@ class ExpectedReply:
     ----------
     layout, vector : Layout and Tensor ``[d]``, or None
         To compute updates against; None for an evaluation, whose replies carry no arrays.
-    arrayrecord_key, weighted_by_key : str
+    keys : RecordKeys
     shares : bool
         Whether the clients bound and noise their own rows: ``rows`` are then those shares.
     needed : tuple of str
@@ -57,8 +66,7 @@ class ExpectedReply:
 
     layout: Layout | None
     vector: Tensor | None
-    arrayrecord_key: str
-    weighted_by_key: str
+    keys: RecordKeys
     shares: bool = False
     needed: tuple[str, ...] = ()
 
@@ -188,11 +196,11 @@ def _number(value: object) -> float:
 
 def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> None:
     """Refuse a reply without the numbers that its part in the sum depends on."""
-    examples = numbers.get(expected.weighted_by_key, 0.0)
+    examples = numbers.get(expected.keys.weighted_by, 0.0)
     if not 0 <= examples <= MOST_EXAMPLES:
         raise _UnusableError(
             "malformed",
-            f"its '{expected.weighted_by_key}' is {examples}, not from 0 to {MOST_EXAMPLES:g}.",
+            f"its '{expected.keys.weighted_by}' is {examples}, not from 0 to {MOST_EXAMPLES:g}.",
         )
     for name in expected.needed:
         if name not in numbers:
@@ -202,7 +210,7 @@ def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> Non
 
 
 def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: Tensor) -> Tensor:
-    arrays = _arrays_of(content, "arrays" if expected.shares else expected.arrayrecord_key)
+    arrays = _arrays_of(content, "arrays" if expected.shares else expected.keys.arrays)
     if expected.shares:
         if set(arrays) != {SHARE}:
             raise _UnusableError(

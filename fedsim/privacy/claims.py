@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -335,3 +335,48 @@ def _chain(accountant: Accountant, size: int, delta: float) -> float:
         return bool(math.log(one) + terms <= math.log(delta))
 
     return size * bisected(holds, 1e-4, LARGEST / size, accountant.epsilon(delta))[1]
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """A figure that no release of the run has: it never stands without the run's own.
+
+    With a cohort of expected size m, and noise of standard deviation ``z C m / M`` on its sum, the
+    mean has the noise that it would have with a cohort of M and multiplier z.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+        Of as many releases with the larger cohort.
+    size : float
+        M, its expected size.
+    population : int
+        That it would be drawn from.
+    noise_multiplier : float
+        z.
+    """
+
+    epsilon: float
+    delta: float
+    size: float
+    population: int
+    noise_multiplier: float
+
+    @classmethod
+    def of(
+        cls, law: Law, population: int, noise_multiplier: float, releases: int, delta: float
+    ) -> Self:
+        """Of so many releases over what a sampler of this law would draw."""
+        event = Event(noise_multiplier=noise_multiplier, law=law)
+        cost = Accountant([event.times(releases)] if releases else []).cost(delta)
+        return cls(cost.epsilon, delta, law.rate * population, population, noise_multiplier)
+
+    def sentence(self) -> str:
+        """In plain words."""
+        return (
+            f"Extrapolated epsilon: {self.epsilon:.4g} at delta = {self.delta:g}, if in each "
+            f"release {self.size:g} clients out of {self.population:,} had taken part with a noise "
+            f"multiplier of {self.noise_multiplier:g} (noise.cohort-size). This run has added that "
+            "run's noise on the mean, which is less than its own cohort needs for it: the "
+            "extrapolated figure is no guarantee of this run."
+        )

@@ -25,7 +25,6 @@ from fedsim.privacy.laws import (
     Participation,
     Poisson,
     Sampler,
-    ShuffledPasses,
     declared_population,
 )
 from fedsim.privacy.laws.correlated import CorrelatedLaw
@@ -33,81 +32,6 @@ from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import Gt, check_settings
-
-
-@dataclass(frozen=True)
-class LocalWork:
-    """How a client goes through its examples.
-
-    Parameters
-    ----------
-    batch_size : int
-        Examples a step; 0 takes all of a client's examples every step.
-    epochs, steps : int or None
-        Passes over the client's data, or gradient evaluations; one epoch if neither is given.
-
-    Raises
-    ------
-    FedsimError
-        If both are given, or one is below 1.
-    """
-
-    batch_size: int
-    epochs: int | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 0:
-            raise FedsimError(
-                f"client.batch-size is {self.batch_size}; it must be 0 (all) or more."
-            )
-        if self.epochs is not None and self.steps is not None:
-            raise FedsimError(
-                f"client.epochs = {self.epochs} and client.steps = {self.steps}; set one of them."
-            )
-        if self.epochs is None and self.steps is None:
-            object.__setattr__(self, "epochs", 1)
-        for key, value in (("epochs", self.epochs), ("steps", self.steps)):
-            if value is not None and value < 1:
-                raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
-
-    def counted(self, count: int) -> LocalWork:
-        """The same with another number of epochs, or of steps where it has those."""
-        if self.epochs is None:
-            return replace(self, steps=count)
-        return replace(self, epochs=count)
-
-    def batch_of(self, size: int) -> int:
-        """Examples a step of a client with ``size``: the batch size, or all it has."""
-        return min(self.batch_size or size, size)
-
-    def steps_of(self, size: int) -> int:
-        """Gradient evaluations of a client with ``size`` examples (0 without data)."""
-        if size == 0:
-            return 0
-        if self.epochs is None:
-            assert self.steps is not None
-            return self.steps
-        return self.epochs * -(-size // self.batch_of(size))
-
-    def examples_of(self, size: int) -> int:
-        """Examples that such a client goes through, on average where batches are drawn."""
-        if self.epochs is None:
-            return self.steps_of(size) * self.batch_of(size) if size else 0
-        return self.epochs * size
-
-    def poisson(self, size: int) -> Poisson | Full:
-        """Sampler of Poisson batches of a client with ``size`` examples, 1 or more.
-
-        Neighbours are zero-out: ``size`` is public. A batch of all examples needs no draw.
-        """
-        batch = self.batch_of(size)
-        return Full(size) if batch == size else Poisson(batch / size, size, adjacency="zero-out")
-
-    def passes(self, size: int, *, one_order: bool = False) -> ShuffledPasses | Full:
-        """Sampler of the batches of shuffled passes, perhaps all in one; else as `poisson`."""
-        batch = self.batch_of(size)
-        return Full(size) if batch == size else ShuffledPasses(batch, size, one_order)
 
 
 def sampler_beside(sampler: Sampler, rate: float) -> Sampler:

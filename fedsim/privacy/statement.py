@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
-from fedsim.privacy.calibration import Extrapolation
-from fedsim.privacy.claims import FIXED, GroupCost, Stopping, costliest, group_cost
+from fedsim.privacy.claims import FIXED, Extrapolation, GroupCost, Stopping, costliest, group_cost
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.ledger_file import LedgerFile
@@ -23,10 +22,6 @@ _ADJACENCIES: dict[Adjacency, str] = {
     "replace-one": "replacing one {row} by any other",
 }
 
-_MODELS = "the sequence of global models"
-_BESIDE = {
-    "evaluation": "the noisy metrics of clients' evaluations",
-}
 
 _METHODS = {
     "analytic": "the exact curve of the Gaussian mechanism",
@@ -225,7 +220,12 @@ class Statement:
         if not self.cost.releases:
             return ["Nothing was released."]
         if not self.private:
-            return [*self._no_guarantee(), *self._archive(), *self._written()]
+            return [
+                "No privacy guarantee: at least one release was made without sufficient noise, so "
+                f"epsilon is infinite at {self.level} level.",
+                *self._archive(),
+                *self._written(),
+            ]
         return [
             *self._guarantee(),
             self.tradeoff.sentence(),
@@ -252,7 +252,7 @@ class Statement:
         laws = sorted({entry.event.law for entry in self.charged}, key=lambda law: law.name)
         sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
-            f"{self.covers[:1].upper()}{self.covers[1:]} ({cost.epsilon:.4g}, {cost.delta:g})-"
+            f"{self.covers[:1].upper()}{self.covers[1:]} is ({cost.epsilon:.4g}, {cost.delta:g})-"
             f"differentially private at {self.level} level{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
             f"{releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
@@ -283,12 +283,10 @@ class Statement:
 
     @property
     def covers(self) -> str:
-        """What was released, with its verb."""
-        kinds = {entry.kind for entry in self.charged}
-        beside = [words for kind, words in _BESIDE.items() if kind in kinds]
-        if not beside:
-            return f"{_MODELS} is"
-        return f"{_MODELS}, with {' and '.join(beside)}, is"
+        """What was released."""
+        evaluated = any(entry.kind == "evaluation" for entry in self.charged)
+        metrics = " with the noisy metrics of clients' evaluations" if evaluated else ""
+        return f"the sequence of global models{metrics}"
 
     def _end(self) -> list[str]:
         times, left = self.stopping.times, self.stopping.left
@@ -306,12 +304,6 @@ class Statement:
                 "attacks and groups are for all planned rounds, or a smaller budget."
             ]
         return []
-
-    def _no_guarantee(self) -> list[str]:
-        return [
-            "No privacy guarantee: at least one release was made without sufficient noise, "
-            f"so epsilon is infinite at {self.level} level."
-        ]
 
     def _archive(self) -> list[str]:
         if self.this_run is None:
@@ -376,7 +368,7 @@ class Statement:
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
             "stops": self.stopping.times,
-            "covers": self.covers.removesuffix(" is"),
+            "covers": self.covers,
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),
             "not-covered": list(NOT_COVERED),

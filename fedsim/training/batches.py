@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import draw_poisson
 from fedsim.privacy.laws.shuffle import ShuffledPasses, draw_passes
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import scratch_copy

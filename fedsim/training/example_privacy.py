@@ -22,8 +22,9 @@ from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.laws import Participation, Sampler
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent, Noise
-from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss

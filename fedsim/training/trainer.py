@@ -16,7 +16,7 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.privacy import ClientLedgers
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.block import RUN, Block, ClientStates
 from fedsim.rows.layout import Layout

@@ -13,7 +13,7 @@ from fedsim.audit.verdict import findings
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.laws.poisson import draw_poisson
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.local_work import LocalWork
 from fedsim.training import ExamplePrivacy
 
 WORK = LocalWork(6, epochs=1)

@@ -8,8 +8,9 @@ import pytest
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.privacy.laws import FixedSize, Full, Poisson, ShuffledPasses
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.privacy.plan import ReleasePlan
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from fedsim.mechanisms import Clipping, QuantileClipping
 from fedsim.privacy import Accountant, Event
 from fedsim.privacy.laws import shuffle
 from fedsim.privacy.laws.base import Participation
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.noise.banded import Banded
 from fedsim.privacy.noise.bisr import BISR
 from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
-from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Purpose, Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 

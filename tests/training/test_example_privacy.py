@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization
 from fedsim.privacy import Ledger, epsilon
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.packing import Packing

@@ -15,7 +15,7 @@ from torch import nn
 
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.batches import plan_batches, width

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import AskedClients, Instructions, Replies
 from fedsim.federation.noise_sources import NoiseSources
-from fedsim.federation.replies import ExpectedReply, Reply, read
+from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, RowSum, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
@@ -79,8 +79,7 @@ class AggregationSettings:
     plan : ReleasePlan
     randomness : Randomness
         Where a run's draws come from.
-    weighted_by_key, arrayrecord_key : str
-        Of clients' replies.
+    keys : RecordKeys
     example_counts : float64 ``[population]``, optional
         Declared by client id; they weigh in place of what clients report.
 
@@ -92,8 +91,7 @@ class AggregationSettings:
 
     plan: ReleasePlan[Mechanism]
     randomness: Randomness
-    weighted_by_key: str
-    arrayrecord_key: str
+    keys: RecordKeys
     example_counts: Floats | None = None
     noise: NoiseSources = field(init=False, repr=False, compare=False)
     _releasers: dict[tuple[Layout, str], Releaser] = field(
@@ -148,7 +146,7 @@ class ServerSum:
             settings.plan,
             pending.layout,
             pending.state,
-            settings.weighted_by_key if settings.plan.bound.weighting == "num-examples" else None,
+            settings.keys.weighted_by if settings.plan.bound.weighting == "num-examples" else None,
             None if counts is None else (ids, counts[ids]),
             asked=len(ids),
         )
@@ -202,8 +200,7 @@ class ServerSum:
         return ExpectedReply(
             self.pending.layout,
             self.pending.vector,
-            self.settings.arrayrecord_key,
-            self.settings.weighted_by_key,
+            self.settings.keys,
             needed=self.summing.reported,
         )
 

@@ -8,9 +8,9 @@ costs no more than k times in one of ``floor(T / k)`` (Feldman and Shenfeld 2025
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from scipy.special import gammaln, logsumexp, ndtr
@@ -20,8 +20,7 @@ from fedsim.privacy.laws.base import (
     Ids,
     Law,
     Participation,
-    Sampler,
-    SamplerState,
+    RememberingSampler,
     check_population,
     declared_population,
 )
@@ -281,7 +280,7 @@ def _product(one: Array, other: Array) -> Array:
 
 @register("cohort", "allocation")
 @dataclass(frozen=True)
-class Allocation(Sampler):
+class Allocation(RememberingSampler):
     """Each client takes part in exactly so many rounds of the plan, at random.
 
     Guarantee: add-remove or zero-out, for the plan as a whole: it is charged before its first
@@ -309,7 +308,6 @@ class Allocation(Sampler):
         bool,
         Doc("Whether a client takes part once in each of `participations` equal parts of the run."),
     ] = False
-    _left: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
@@ -333,15 +331,15 @@ class Allocation(Sampler):
         FedsimError
             If the round is not the next one of the plan.
         """
-        if not self._left:
+        if not self.memory:
             left = np.full(declared_population(self), self.participations)
-            self._left.update(round=0, left=left)
-        if round != self._left["round"] + 1 or round > self.rounds:
+            self.memory.update(round=0, left=left)
+        if round != self.memory["round"] + 1 or round > self.rounds:
             raise FedsimError(
-                f"round {round} follows round {self._left['round']} of a random allocation; its "
+                f"round {round} follows round {self.memory['round']} of a random allocation; its "
                 f"{self.rounds} rounds must be drawn once each, in turn."
             )
-        left = self._left["left"]
+        left = self.memory["left"]
         length = self.rounds // self.participations if self.blocks else self.rounds
         before = (round - 1) % length
         if self.blocks and not before:
@@ -350,7 +348,7 @@ class Allocation(Sampler):
         numbers = draws.generator(round, step).random(len(left))
         ids: Ids = np.flatnonzero(numbers * (length - before) < left)
         left[ids] -= 1
-        self._left["round"] = round
+        self.memory["round"] = round
         return ids
 
     def law(self) -> AllocationLaw:
@@ -369,14 +367,3 @@ class Allocation(Sampler):
     def participation(self, rounds: int) -> Participation:
         """Any rounds, but no more than the participations."""
         return Participation(rounds, most=self.participations)
-
-    def state(self) -> SamplerState:
-        """The last round, and how many each client has left."""
-        return {name: np.copy(value) for name, value in self._left.items()}
-
-    def restore(self, state: SamplerState) -> None:
-        """Continue from these."""
-        self._left.clear()
-        if state:
-            left = np.array(state["left"], dtype=np.int64)
-            self._left.update(round=int(state["round"]), left=left)

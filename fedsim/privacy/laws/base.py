@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -309,6 +309,28 @@ class Sampler(ABC):
                 f"the state holds {', '.join(sorted(state))} of a sampler, but "
                 f"{type(self).__name__} remembers nothing; it must be of a run with this cohort."
             )
+
+
+@dataclass(frozen=True)
+class RememberingSampler(Sampler):
+    """A sampler whose draws follow from earlier ones.
+
+    Attributes
+    ----------
+    memory : dict of str to int64 arrays and int
+        Filled by the first draw and changed by each; a checkpoint has all of it.
+    """
+
+    memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def state(self) -> SamplerState:
+        """The memory; empty before the first draw."""
+        return {name: np.copy(value) for name, value in self.memory.items()}
+
+    def restore(self, state: SamplerState) -> None:
+        """Continue from what `state` gave, perhaps in another process."""
+        self.memory.clear()
+        self.memory.update({n: np.array(value, dtype=np.int64) for n, value in state.items()})
 
 
 def check_population(population: int | None) -> None:

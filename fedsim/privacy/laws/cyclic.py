@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -12,8 +12,7 @@ from fedsim.privacy.laws.base import (
     Ids,
     Law,
     Participation,
-    Sampler,
-    SamplerState,
+    RememberingSampler,
     check_population,
     declared_population,
 )
@@ -88,7 +87,7 @@ class CyclicLaw(Law):
 
 @register("cohort", "cyclic")
 @dataclass(frozen=True)
-class Cyclic(Sampler):
+class Cyclic(RememberingSampler):
     """Clients in groups, drawn once; in round t, group t modulo their number takes part.
 
     A client that takes part is not in the next ``groups - 1`` rounds, which noise that is
@@ -113,13 +112,10 @@ class Cyclic(Sampler):
         float, Gt(0), Le(1.0), Doc("Of the group whose round it is, the share that takes part.")
     ] = 1.0
     population: int | None = None
-    _of_clients: dict[int, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
         check_population(self.population)
-        if not 0 < self.rate <= 1:
-            raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
 
     @property
     def expected_size(self) -> float:
@@ -128,11 +124,11 @@ class Cyclic(Sampler):
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids."""
-        if 0 not in self._of_clients:
+        if not self.memory:
             # One number a client, in the order of their ids: one client more moves no other.
             numbers = draws.generator(0, 0).random(declared_population(self))
-            self._of_clients[0] = (numbers * self.groups).astype(np.int64)
-        members = np.flatnonzero(self._of_clients[0] == (round - 1) % self.groups)
+            self.memory["groups"] = (numbers * self.groups).astype(np.int64)
+        members = np.flatnonzero(self.memory["groups"] == (round - 1) % self.groups)
         if self.rate == 1:
             return members
         return members[draws.generator(round, step).random(len(members)) < self.rate]
@@ -144,13 +140,3 @@ class Cyclic(Sampler):
     def participation(self, rounds: int) -> Participation:
         """Every so many rounds as there are groups."""
         return Participation(rounds, self.groups)
-
-    def state(self) -> SamplerState:
-        """Which group each client is in, once that was drawn."""
-        return {"groups": self._of_clients[0]} if self._of_clients else {}
-
-    def restore(self, state: SamplerState) -> None:
-        """Continue with these groups."""
-        self._of_clients.clear()
-        if state:
-            self._of_clients[0] = np.asarray(state["groups"], dtype=np.int64)

@@ -136,8 +136,6 @@ class Poisson(Sampler):
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
-        if not 0 < self.rate <= 1:
-            raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
         check_population(self.population)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -12,8 +12,7 @@ from fedsim.privacy.laws.base import (
     Ids,
     Law,
     Participation,
-    Sampler,
-    SamplerState,
+    RememberingSampler,
     check_population,
     declared_population,
 )
@@ -63,7 +62,7 @@ class SeparatedLaw(Law):
 
 @register("cohort", "separated")
 @dataclass(frozen=True)
-class Separated(Sampler):
+class Separated(RememberingSampler):
     """Of those who were in none of the last ``separation - 1`` rounds, each with probability rate.
 
     Noise that is correlated over rounds counts on the separation. Before round 1 clients are as
@@ -95,13 +94,10 @@ class Separated(Sampler):
     max_participations: Annotated[
         int, Ge(0), Doc("In how many rounds a client takes part at most; 0 for any number.")
     ] = 0
-    _kept: dict[str, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
         check_population(self.population)
-        if not 0 < self.rate <= 1:
-            raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
 
     @property
     def expected_size(self) -> float:
@@ -110,10 +106,10 @@ class Separated(Sampler):
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids; rounds are drawn in turn."""
-        if not self._kept:
-            last = self._before(draws.generator(0, 0).random(declared_population(self)))
-            self._kept.update(last=last, count=np.zeros_like(last))
-        last, count = self._kept["last"], self._kept["count"]
+        if not self.memory:
+            last = self._stationary(draws.generator(0, 0).random(declared_population(self)))
+            self.memory.update(last=last, count=np.zeros_like(last))
+        last, count = self.memory["last"], self.memory["count"]
         free = np.flatnonzero(round - last >= self.separation)
         ids: Ids = free[draws.generator(round, step).random(len(free)) < self.rate]
         if self.max_participations:
@@ -122,8 +118,8 @@ class Separated(Sampler):
         count[ids] += 1
         return ids
 
-    def _before(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
-        """The last round of each, 0 or less, by the chain's stationary law."""
+    def _stationary(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
+        """The last round of each before round 1, by the stationary distribution of their waiting."""
         waiting = 1 + (self.separation - 1) * self.rate
         # 0 to 1: free; then one state for each round that is still to be waited for.
         place = np.ceil((numbers * waiting - 1) / self.rate).clip(0, self.separation - 1)
@@ -136,12 +132,3 @@ class Separated(Sampler):
     def participation(self, rounds: int) -> Participation:
         """So many rounds apart, and no more than the limit."""
         return Participation(rounds, self.separation, self.max_participations or None)
-
-    def state(self) -> SamplerState:
-        """The last round of each client and its number of rounds, once they were drawn."""
-        return {name: value.copy() for name, value in self._kept.items()}
-
-    def restore(self, state: SamplerState) -> None:
-        """Continue from these rounds."""
-        self._kept.clear()
-        self._kept.update({name: np.array(state[name], dtype=np.int64) for name in state})
