@@ -15,17 +15,18 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.runs.statistics import StatisticsFound
+    from fedsim.runs.statistics import StatisticsResult
 
 
 def stats(
     config: ConfigFile,
     set_: Overrides = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="What all of the statistics together may cost.")
+        float | None, typer.Option(help="The epsilon that all statistics together may cost.")
     ] = None,
     multiplier: Annotated[
-        float | None, typer.Option(help="In its place: the noise multiplier of the one release.")
+        float | None,
+        typer.Option(help="In its place: the noise multiplier of the release."),
     ] = None,
     inputs: Annotated[
         str | None,
@@ -33,18 +34,18 @@ def stats(
     ] = None,
     targets: Annotated[
         str | None,
-        typer.Option(metavar="LOW,HIGH", help="That of targets, where they are numbers."),
+        typer.Option(metavar="LOW,HIGH", help="The range of targets that are numbers."),
     ] = None,
     together: Annotated[
         bool,
-        typer.Option("--together", help="All inputs as one, not each feature by itself."),
+        typer.Option("--together", help="Pool all entries of an input, rather than each feature."),
     ] = False,
     quantiles: Annotated[
         bool, typer.Option("--quantiles", help="Histograms and quantiles too.")
     ] = False,
     examples: Annotated[
         int,
-        typer.Option(min=0, help="Also the mean number of examples, of so many a client at most."),
+        typer.Option(min=0, help="Also the mean number of examples, clamped to so many a client."),
     ] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the ledger and the rest; `runs/<name>`.")
@@ -52,46 +53,46 @@ def stats(
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace a run that is there; its ledger is archived, and counts."
+            "--overwrite", help="Replace an existing run; its ledger is archived and still counts."
         ),
     ] = False,
 ) -> None:
     """Release statistics of clients' data with noise, charged to a ledger.
 
     Means and standard deviations of inputs and of targets that are numbers, shares of classes, and
-    with --quantiles histograms: all of them are one release over all clients of a config, each
-    counting the same, at client level. Numbers are clamped to ranges that you declare without
-    having looked at the data. From what comes of it, normalisation and ranges can be declared:
+    with --quantiles histograms: together they are one release at client level, in which each
+    client of the config counts the same. Numbers are clamped to ranges that you declare without
+    looking at the data. A run may then declare normalisation and ranges from these statistics:
 
         fedsim stats digits.toml --epsilon 1 --inputs 0,1 --together
 
         fedsim stats house.toml --epsilon 1 --inputs=-5,5 --targets 0,100 --quantiles
 
-    The release is written down like a run's, in the directory that `fedsim run` would use. A run
-    there, with --overwrite, archives that ledger and counts it in its own statement.
+    The ledger goes to the directory that `fedsim run` would use. A later run with --overwrite
+    archives it and counts it in its own statement.
     """
     settings = RunConfig.load(config, set_ or [])
-    given = {"inputs": _range("--inputs", inputs), "targets": _range("--targets", targets)}
     from fedsim.privacy.durable import replace as write
     from fedsim.reports.plots import save
     from fedsim.reports.statistics import draw
     from fedsim.runs.data_split import resolve_data
     from fedsim.runs.runner import run
-    from fedsim.runs.statistics import Asked, StatisticsPlan
+    from fedsim.runs.statistics import StatisticsPlan, StatisticsRequest
 
-    asked = Asked(
+    request = StatisticsRequest(
         target_epsilon=epsilon,
         multiplier=multiplier,
         together=together,
         quantiles=quantiles,
         examples=examples,
-        **given,
+        inputs=_range("--inputs", inputs),
+        targets=_range("--targets", targets),
     )
     dataset = resolve_data(settings.replace(**{"engine.device": "cpu"})).dataset
-    plan = StatisticsPlan.of(settings, asked, dataset)
+    plan = StatisticsPlan.of(settings, request, dataset)
     directory = out or Path("runs") / settings.name
     result = run(plan.config, out=directory, overwrite=overwrite)
-    statistics = plan.found(result)
+    statistics = plan.result_of(result)
     console = Output()
     console.print(_table(statistics))
     for statement in result.statements:
@@ -120,7 +121,7 @@ def _range(option: str, text: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def _table(statistics: StatisticsFound) -> Table:
+def _table(statistics: StatisticsResult) -> Table:
     table = Table(title=f"over {statistics.clients:,} clients, each counting the same")
     for name in ("statistic", "estimate", "error"):
         table.add_column(name, justify="left" if name == "statistic" else "right")

@@ -25,7 +25,7 @@ from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
-from fedsim.privacy.plan import Bounded, ReleasePlan, sampler_beside
+from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
 from fedsim.privacy.statement import Statement
 from fedsim.settings import settings_of
 
@@ -135,7 +135,7 @@ def evaluation_event(config: RunConfig) -> Event | None:
     evaluate, noise = config.evaluate, config.noise
     if not evaluate.private:
         return None
-    sampler, multiplier = sampler_beside(cohort(config), evaluate.fraction), evaluate.multiplier
+    sampler, multiplier = evaluation_sampler(cohort(config), evaluate.fraction), evaluate.multiplier
     if multiplier is None:
         assert noise.target_epsilon is not None
         multiplier = calibrate(

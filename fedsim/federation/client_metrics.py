@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
-from fedsim.federation.exchange import AskedClients, Instructions, Replies
+from fedsim.federation.exchange import Instructions, Recipients, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
@@ -186,18 +186,18 @@ class TrainMetrics(Extra):
 
 
 class MetricsSum(Protocol):
-    """What becomes of the metrics of one evaluation."""
+    """The aggregate of the metrics of one evaluation."""
 
     def add(self, reply: Reply) -> None:
         """Take in what clients report, none of whom failed."""
 
     def record(self) -> MetricRecord | None:
-        """What is shown of them; None for nothing."""
+        """What is shown of them, if anything."""
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Who evaluates how often, and how messages are read.
+    """Which clients evaluate, how often, and how their messages are read.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ class EvaluationSettings:
     every : int
         Rounds from one evaluation to the next.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Who of those that were chosen is there to be asked.
+        Which of the chosen clients can be reached.
     keys : RecordKeys
     """
 
@@ -218,31 +218,31 @@ class EvaluationSettings:
     keys: RecordKeys
 
     def due(self, server_round: int) -> bool:
-        """Whether it is this round's turn."""
+        """Whether clients evaluate in this round."""
         return self.fraction > 0 and server_round % self.every == 0
 
 
 class ClientEvaluation(ABC):
-    """Asks clients every so many rounds how the model does on their examples.
+    """Has clients evaluate the model on their examples every so many rounds.
 
-    Subclasses say who is asked, and what takes the metrics.
+    A subclass says which clients, and what aggregates their metrics.
     """
 
     def __init__(self, settings: EvaluationSettings) -> None:
         self.settings = settings
-        self._asked: AskedClients | None = None
+        self._recipients: Recipients | None = None
 
     @abstractmethod
-    def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
-        """Who is asked in this round."""
+    def evaluators(self, server_round: int, grid: Grid) -> Recipients:
+        """Which clients evaluate in this round."""
 
     @abstractmethod
     def metrics_sum(self, server_round: int) -> MetricsSum:
-        """What takes their metrics."""
+        """What aggregates their metrics."""
 
     @property
     def accounting(self) -> Accounting | None:
-        """Of its releases; None where nothing of it is charged."""
+        """Of its releases; None where metrics are shown without noise, and nothing is charged."""
         return None
 
     def stops(self, server_round: int) -> str | None:
@@ -254,34 +254,34 @@ class ClientEvaluation(ABC):
     def configure(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Messages for this round's evaluators; none when it is not their turn."""
-        self._asked = None
+        """Messages for this round's evaluators; none in rounds without an evaluation."""
+        self._recipients = None
         if not self.settings.due(server_round):
             return []
-        self._asked = asked = self.evaluators(server_round, grid)
+        self._recipients = recipients = self.evaluators(server_round, grid)
         server = tensors(arrays)
         return Instructions(
             message_type="evaluate",
             round=server_round,
             arrays=arrays,
             vector=Layout.of(server).flatten(server),
-            client_ids=asked.client_ids,
-            node_ids=asked.node_ids,
+            client_ids=recipients.client_ids,
+            node_ids=recipients.node_ids,
             config=ConfigRecord({**config, "server-round": server_round}),
             keys=self.settings.keys,
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What is shown of the metrics; None where it is not their turn."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        """What is shown of the metrics; None in rounds without an evaluation."""
+        recipients, self._recipients = self._recipients, None
+        if recipients is None:
             return None
-        tally = Tally(asked.client_ids)
+        tally = Tally(recipients.client_ids)
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
             expected = ExpectedReply(None, None, self.settings.keys)
-            sent = read(replies, asked.client_of, expected, tally)
+            sent = read(replies, recipients.client_of, expected, tally)
         metrics = self.metrics_sum(server_round)
         for reply in sent:
             metrics.add(replace(reply, block=tally.take(reply.block)))
@@ -306,8 +306,8 @@ class OpenEvaluation(ClientEvaluation):
         super().__init__(settings)
         self._new = partial(MetricMeans, settings.keys.weighted_by, aggregate, quantiles=quantiles)
 
-    def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
-        """A fixed number of those who are there."""
+    def evaluators(self, server_round: int, grid: Grid) -> Recipients:
+        """A fixed share of the available clients."""
         fraction, reachable = self.settings.fraction, self.settings.reachable
         return self.settings.participants.evaluators(server_round, grid, fraction, reachable)
 

@@ -33,15 +33,15 @@ NodeIds = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class AskedClients:
-    """The clients of a round.
+class Recipients:
+    """The clients that are sent messages in a round.
 
     Attributes
     ----------
     client_ids, node_ids : int64 and uint64 ``[a]``
-        Those who are there and are asked, sorted, and the Flower node each of them is.
+        Sorted, and the Flower node of each.
     absent : int
-        How many others were drawn.
+        How many other clients were sampled, and are not available.
     """
 
     client_ids: Ids

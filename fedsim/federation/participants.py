@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
-from fedsim.federation.exchange import AskedClients
+from fedsim.federation.exchange import Recipients
 from fedsim.privacy.laws import SamplerState, declared_population
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
@@ -112,9 +112,7 @@ class Participants:
         if strangers:
             _log.warning("%d nodes beyond the population have no part in the run.", strangers)
 
-    def drawn(
-        self, server_round: int, grid: Grid, replying: Replying | None = None
-    ) -> AskedClients:
+    def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> Recipients:
         """Draw this round's cohort, of which those take part that are there and ``replying``.
 
         Raises
@@ -126,14 +124,14 @@ class Participants:
 
     def present(
         self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None = None
-    ) -> AskedClients:
+    ) -> Recipients:
         """Those of a ``cohort`` that are there and ``replying``, to be asked."""
         nodes, present = self.nodes(grid), cohort
         if not isinstance(nodes, ConsecutiveNodes) or len(nodes) < self.population:
             present = cohort[[client in nodes for client in cohort.tolist()]]
         if replying is not None:
             present = present[replying(server_round, present)]
-        return AskedClients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
+        return Recipients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there.
@@ -164,7 +162,7 @@ class Participants:
 
     def evaluators(
         self, server_round: int, grid: Grid, fraction: float, reachable: Replying | None
-    ) -> AskedClients:
+    ) -> Recipients:
         """``fraction`` of those who are there, at least one, but for those who are out of reach."""
         nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
@@ -172,7 +170,7 @@ class Participants:
         chosen = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
         if reachable is not None:
             chosen = chosen[reachable(server_round, chosen)]
-        return AskedClients(chosen, _node_ids(chosen, nodes))
+        return Recipients(chosen, _node_ids(chosen, nodes))
 
 
 def _node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:

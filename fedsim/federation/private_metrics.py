@@ -1,4 +1,4 @@
-"""Metrics that clients report, released as one noisy sum: evaluation within the guarantee."""
+"""Evaluation within the guarantee: metrics that clients report, released as one noisy sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedsim.federation.client_metrics import (
     MetricsAggregator,
     OpenEvaluation,
 )
-from fedsim.federation.exchange import AskedClients
+from fedsim.federation.exchange import Recipients
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoiseSource, Releaser
 from fedsim.mechanisms.bounded_values import (
@@ -28,11 +28,11 @@ from fedsim.mechanisms.bounded_values import (
     ValueRange,
     joint_norm,
     joint_rows,
-    separate,
+    split_sums,
 )
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import ReleasePlan, sampler_beside
+from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 
@@ -68,7 +68,7 @@ class PrivateMetrics:
         """What one evaluation releases, by this fraction of a cohort's population."""
         return ReleasePlan(
             level="client",
-            sampler=sampler_beside(cohort, fraction),
+            sampler=evaluation_sampler(cohort, fraction),
             bound=Clipping(joint_norm(self.ranges)),
             noise=Independent(self.noise_multiplier, self.hardened),
         )
@@ -119,8 +119,8 @@ class PrivateEvaluation(ClientEvaluation):
             self._rounds(), kind="evaluation", plan=self.plan, randomness=self._randomness
         )
 
-    def evaluators(self, server_round: int, grid: Grid) -> AskedClients:
-        """Everybody independently, at the rate that is charged."""
+    def evaluators(self, server_round: int, grid: Grid) -> Recipients:
+        """Each client independently, at the rate that is charged."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         drawn = self.plan.sampler.draw(server_round, draws)
         participants, reachable = self.settings.participants, self.settings.reachable
@@ -139,14 +139,14 @@ def evaluation_of(
     aggregate: MetricsAggregator | None,
     quantiles: bool,
 ) -> ClientEvaluation:
-    """With noise where there are private metrics, and without elsewhere."""
+    """With noise if there are private metrics, else without."""
     if metrics is None:
         return OpenEvaluation(settings, aggregate, quantiles=quantiles)
     return PrivateEvaluation(settings, metrics, cohort, rounds)
 
 
 class MetricsRelease:
-    """One evaluation's sum: the ledger has its line before anything of it is said.
+    """One evaluation's sum: the ledger has its line before anything of it is released.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class MetricsRelease:
         self._total = self._releaser.start({})
 
     def add(self, reply: Reply) -> None:
-        """Take in what clients report; those without examples count for nothing."""
+        """Add what clients report; those without examples add zeros."""
         block = reply.block
         if not len(block.client_ids):
             return
@@ -182,14 +182,14 @@ class MetricsRelease:
         self._total.add(DenseRows(torch.from_numpy(rows)))
 
     def record(self) -> MetricRecord | None:
-        """Noisy means and quantiles, within their ranges; None where the noise left none.
+        """Noisy means and quantiles within their ranges; None if too few clients seem to be in.
 
         Raises
         ------
         BudgetSpentError
             As `release` does.
         """
-        sums = separate(self._ranges, self.release())
+        sums = split_sums(self._ranges, self.release())
         means = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
         names = [name for name in sorted(means) if not math.isnan(means[name])]
         return MetricRecord({name: means[name] for name in names}) if names else None

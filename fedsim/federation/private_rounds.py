@@ -123,17 +123,17 @@ class PrivateRounds(ResumableStrategy):
         layout = self.take_layout(server)
         attempt = self._accounting.attempt(server_round)
         self._aggregation_settings.noise.begin(server_round, attempt)
-        asked = self._participants.drawn(server_round, grid, self.replying)
+        recipients = self._participants.drawn(server_round, grid, self.replying)
         vector = self._model.flatten(server)
-        if self._stops(self._budgets.exceeded(vector, asked.client_ids, server_round)):
+        if self._stops(self._budgets.exceeded(vector, recipients.client_ids, server_round)):
             return []
         instructions = Instructions(
             message_type="train",
             round=server_round,
             arrays=arrays,
             vector=vector,
-            client_ids=asked.client_ids,
-            node_ids=asked.node_ids,
+            client_ids=recipients.client_ids,
+            node_ids=recipients.node_ids,
             config=config,
             keys=self._aggregation_settings.keys,
             row_size=layout.d,
@@ -144,7 +144,7 @@ class PrivateRounds(ResumableStrategy):
         own = {**instructions.config, **run, "server-round": server_round}
         pending = PendingRound(
             round=server_round,
-            asked=asked,
+            recipients=recipients,
             server=server,
             vector=instructions.vector[: layout.d],
             layout=layout,
@@ -211,7 +211,7 @@ class PrivateRounds(ResumableStrategy):
         if aggregation.lost is not None:
             self.log.warning("round %s is lost, and charged: %s.", server_round, aggregation.lost)
             return None, None
-        lost = summed == 0 and len(pending.asked.client_ids) > 0
+        lost = summed == 0 and len(pending.recipients.client_ids) > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:

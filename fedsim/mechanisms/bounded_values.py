@@ -87,15 +87,15 @@ class ValueRange:
 
     def rows(self, values: Floats) -> Floats:
         """Rows ``[n, size]`` of numbers ``[n]``; of what is NaN, zeros."""
-        there = ~np.isnan(values)
+        present = ~np.isnan(values)
         scaled = (np.clip(values, self.low, self.high) - self.low) / (self.high - self.low)
-        scaled = np.where(there, scaled, 0.0)
+        scaled = np.where(present, scaled, 0.0)
         rows = np.zeros((len(values), self.size))
         rows[:, 0], rows[:, 1] = scaled, 1.0 - scaled
         if self.quantiles:
             bins = np.minimum((scaled * BINS).astype(np.int64), BINS - 1)
             rows[:, 2:] = _square_root().T[bins]
-        rows[~there] = 0.0
+        rows[~present] = 0.0
         return rows
 
     def count(self, sums: Floats) -> float:
@@ -180,16 +180,16 @@ class Moments:
 
     def coded(self, values: Tensor) -> Tensor:
         """Mean rows ``[..., size]`` of numbers ``[..., n]``; of what is NaN, zeros."""
-        there = ~values.isnan()
+        present = ~values.isnan()
         scaled = ((values - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
-        scaled = torch.where(there, scaled, 0.0)
+        scaled = torch.where(present, scaled, 0.0)
         square = (2 * scaled - 1).square()
         parts = [torch.stack([scaled, 1 - scaled], -1)]
         if self.quantiles:
             columns = torch.from_numpy(_square_root().T.copy()).to(values)
             parts.append(columns[(scaled * BINS).long().clamp_max(BINS - 1)])
         parts.append(torch.stack([square, 1 - square], -1))
-        rows = torch.cat(parts, -1) * there[..., None]
+        rows = torch.cat(parts, -1) * present[..., None]
         return rows.mean(-2)
 
     def deviation(self, sums: Floats) -> float:
@@ -212,7 +212,7 @@ def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count
     return np.concatenate(parts, axis=1)
 
 
-def separate(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
+def split_sums(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
     """The sums of each one's part of the rows, by its name."""
     ends = np.cumsum([one.size for one in ranges])
     parts = np.split(sums, ends[:-1])

@@ -34,7 +34,7 @@ from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import Gt, check_settings
 
 
-def sampler_beside(sampler: Sampler, rate: float) -> Sampler:
+def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
     """Who takes part in a release beside the rounds: as many at this rate, of the same neighbours.
 
     Everybody independently, or a fixed number where replace-one neighbours ask for that.

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedsim.runs.statistics import Estimate, Histogram, StatisticsFound
+    from fedsim.runs.statistics import Estimate, Histogram, StatisticsResult
 
 MOST_HISTOGRAMS = 12
 """In one picture; the file has all of them."""
 
 
-def draw(statistics: StatisticsFound, name: str) -> Figure:
+def draw(statistics: StatisticsResult, name: str) -> Figure:
     """Bars of means and of shares, each with the noise's standard deviation, and histograms."""
     kinds = ("mean", "share")
     groups = [[e for e in statistics.estimates if e.name.endswith(f": {kind}")] for kind in kinds]

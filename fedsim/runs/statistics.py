@@ -1,4 +1,4 @@
-"""Private statistics of clients' data, before any training: one noisy sum and what follows.
+"""Private statistics of clients' data before any training, from one noisy sum.
 
 They are a run of one round, on whichever engine a config names: its model is the sums
 (`fedsim.models.statistics`), so that bounds, noise, ledger and budget are those of any other run.
@@ -24,27 +24,28 @@ from fedsim.rows import Layout
 from fedsim.runs.factories import release_plan
 from fedsim.runs.record import RunResult
 
-KEPT = ("name", "seed", "data", "partition", "engine")
-"""Tables and keys of a config that say whose examples there are, and where they are."""
+DATA_KEYS = ("name", "seed", "data", "partition", "engine")
+"""Tables and keys of a config that say which clients there are, and where their examples are."""
 EXAMPLES = "num-examples"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Which statistics, and for how much privacy.
+class StatisticsRequest:
+    """Which statistics are released, and what they may cost.
 
     Parameters
     ----------
     target_epsilon, multiplier : float or None
-        One of them: of the one release that all of them are.
+        One of them is given: all statistics are one release.
     inputs, targets : pair of float, or None
-        The ranges to which these are clamped; None for nothing of inputs, and of targets that are
-        numbers. Shares of classes need none.
+        Ranges to which they are clamped; with None they are left out. Shares of classes need no
+        range.
     together : bool
-        Whether all inputs are one number of many examples, and not each feature or channel one.
+        Whether all entries of an input are pooled into one statistic; else each feature or channel
+        has its own.
     quantiles : bool
     examples : int
-        The most examples that a client counts with; 0 for no number of examples.
+        Where the number of examples of a client is clamped to estimate its mean; 0 to leave it out.
     """
 
     target_epsilon: float | None = None
@@ -64,9 +65,9 @@ class Estimate:
     ----------
     name : str
     value : float
-        NaN where the noise leaves none.
+        NaN where the noise is too large for one.
     error : float
-        Standard deviation of what the noise moves it by; NaN where no formula says it.
+        Standard deviation that the noise gives it; NaN where no formula is known.
     """
 
     name: str
@@ -96,31 +97,31 @@ class StatisticsPlan:
     outputs: int
 
     @classmethod
-    def of(cls, config: RunConfig, asked: Asked, dataset: Dataset) -> Self:
+    def of(cls, config: RunConfig, request: StatisticsRequest, dataset: Dataset) -> Self:
         """Of a config's clients.
 
         Raises
         ------
         FedsimError
-            If nothing is asked for, or something that these data have not.
+            If no statistic is requested, or one that these data do not have.
         """
-        classes = _asks_classes(asked, dataset)
+        classes = _has_classes(request, dataset)
         model = Statistics(
-            "none" if asked.inputs is None else "together" if asked.together else "each",
-            *(asked.inputs or (0.0, 1.0)),
-            asked.quantiles,
-            "classes" if classes else "none" if asked.targets is None else "numbers",
+            "none" if request.inputs is None else "together" if request.together else "each",
+            *(request.inputs or (0.0, 1.0)),
+            request.quantiles,
+            "classes" if classes else "none" if request.targets is None else "numbers",
         )
-        targets = asked.targets and Moments("targets", *asked.targets, asked.quantiles)
+        targets = request.targets and Moments("targets", *request.targets, request.quantiles)
         columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
         moments = columns + outputs * (targets is not None)
         parts = classes + moments * sum(one.parts for one in model.moments.ranges)
-        run = _config(config, asked, model, targets, math.sqrt(max(parts, 1)))
-        return cls(run, model, targets, columns, outputs)
+        of_sums = _config(config, request, model, targets, math.sqrt(max(parts, 1)))
+        return cls(of_sums, model, targets, columns, outputs)
 
-    def found(self, result: RunResult) -> StatisticsFound:
-        """What follows from the release of that run."""
-        arrays, plan = tensors(result.arrays), release_plan(self.config)
+    def result_of(self, run: RunResult) -> StatisticsResult:
+        """The statistics that follow from the release of that run."""
+        arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, bound = Layout.of(arrays), plan.bound
         assert isinstance(bound, Mechanism)
         split = bound.noise_multipliers(plan.noise.multiplier, plan.denominator, layout)
@@ -137,64 +138,70 @@ class StatisticsPlan:
         if bound.sides:
             (side,) = bound.sides
             error = split[side.name] * side.scalar.half / plan.denominator
-            mean = float(result.metrics[-1][side.name])
+            mean = float(run.metrics[-1][side.name])
             reader.estimates.append(Estimate("examples of a client", mean, error))
         clients = self.config.partition.clients
-        return StatisticsFound(reader.estimates, reader.histograms, clients)
+        return StatisticsResult(reader.estimates, reader.histograms, clients)
 
 
-def _asks_classes(asked: Asked, dataset: Dataset) -> bool:
+def _has_classes(request: StatisticsRequest, dataset: Dataset) -> bool:
     """Whether shares of classes are released.
 
     Raises
     ------
     FedsimError
-        If something is asked for that these data have not, or nothing.
+        If a statistic is requested that these data do not have, or none.
     """
     y = dataset.train.y
     classes = bool(dataset.num_classes) and y.dim() == 1
-    if classes and asked.targets is not None:
+    if classes and request.targets is not None:
         raise FedsimError("--targets is a range, and these targets are classes; leave it out.")
-    if asked.targets is not None and not y.is_floating_point():
+    if request.targets is not None and not y.is_floating_point():
         raise FedsimError("--targets is a range, and these targets are no numbers; leave it out.")
-    if dataset.vocabulary and asked.inputs is not None:
+    if dataset.vocabulary and request.inputs is not None:
         raise FedsimError("--inputs is a range, and these inputs are tokens; leave it out.")
-    if not classes and (asked.inputs, asked.targets) == (None, None):
-        raise FedsimError("nothing is asked for; give --inputs LOW,HIGH or --targets LOW,HIGH.")
+    if not classes and (request.inputs, request.targets) == (None, None):
+        raise FedsimError(
+            "no statistic is requested; give --inputs LOW,HIGH or --targets LOW,HIGH."
+        )
     return classes
 
 
 def _config(
-    config: RunConfig, asked: Asked, model: Statistics, targets: Moments | None, norm: float
+    config: RunConfig,
+    request: StatisticsRequest,
+    model: Statistics,
+    targets: Moments | None,
+    norm: float,
 ) -> RunConfig:
-    """The run: whose examples, where and how noisy as the config says; all else for statistics."""
+    """The run: clients, data, engine and delta are the config's, all else is for statistics."""
     tree = config.to_tree()
-    whose: dict[str, Any] = {key: tree[key] for key in KEPT}
-    whose["data"] |= {"normalize": False, "validation": 0.0}
+    tables: dict[str, Any] = {key: tree[key] for key in DATA_KEYS}
+    tables["data"] |= {"normalize": False, "validation": 0.0}
     noise = {key: tree["noise"][key] for key in ("delta", "entropy", "hardened", "max-epsilon")}
-    price = {"multiplier": asked.multiplier, "target-epsilon": asked.target_epsilon}
-    if len([given for given in price.values() if given is not None]) != 1:
+    cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
+    if len([value for value in cost.values() if value is not None]) != 1:
         raise FedsimError("give --epsilon or --multiplier, one of them: what it may cost.")
     mechanism: dict[str, Any] = {"name": "clipping", "clip-norm": norm}
-    if asked.examples:
-        mechanism |= {"private-scalar": EXAMPLES, "private-scalar-high": float(asked.examples)}
-    loss: dict[str, Any] = {"loss": "statistics", "metrics": "", "quantiles": asked.quantiles}
+    if request.examples:
+        mechanism |= {"private-scalar": EXAMPLES, "private-scalar-high": float(request.examples)}
+    loss: dict[str, Any] = {"loss": "statistics", "metrics": "", "quantiles": request.quantiles}
     if targets is not None:
         loss |= {"low": targets.low, "high": targets.high}
-    # Everybody, and of the neighbours that later rounds have, so that the two add up.
+    # Of the neighbours that later rounds have, so that their costs add up.
     everybody: dict[str, Any] = {"name": "full"}
     if cohort(config).adjacency == "replace-one":
         everybody = {"name": "fixed", "size": config.partition.clients}
     return RunConfig.parse(
         {
-            **whose,
+            **tables,
             "rounds": 1,
             "model": {"name": "statistics", "dtype": "float64", **asdict(model)},
             "task": loss,
             "client": {"name": "sgd", "lr": 1.0, "batch-size": 0, "epochs": 1},
             "cohort": everybody,
             "mechanism": mechanism,
-            "noise": noise | {k: "" if value is None else value for k, value in price.items()},
+            "noise": noise | {k: "" if value is None else value for k, value in cost.items()},
             "evaluate": {"every": 0},
         }
     )
@@ -227,15 +234,15 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class StatisticsFound:
-    """What a run of statistics has found.
+class StatisticsResult:
+    """The statistics that a run has released.
 
     Attributes
     ----------
     estimates : list of Estimate
     histograms : list of Histogram
     clients : int
-        Among whom it was asked.
+        Over how many clients.
     """
 
     estimates: list[Estimate]
@@ -243,7 +250,7 @@ class StatisticsFound:
     clients: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe; what is not known is None."""
+        """JSON-safe; an unknown number is None."""
         return {
             "clients": self.clients,
             "statistics": {
@@ -265,12 +272,12 @@ class _Reader:
     """Reads estimates from noisy sums ``[d]``, each with noise of this standard deviation."""
 
     def __init__(self, sums: Floats, noise: float) -> None:
-        self._left, self._noise = sums, noise
+        self._unread, self._noise = sums, noise
         self.estimates: list[Estimate] = []
         self.histograms: list[Histogram] = []
 
     def _next(self, size: int) -> Floats:
-        sums, self._left = self._left[:size], self._left[size:]
+        sums, self._unread = self._unread[:size], self._unread[size:]
         return sums
 
     def take_moments(self, moments: Moments) -> None:

@@ -16,7 +16,7 @@ from fedsim.mechanisms.bounded_values import (
     ValueRange,
     joint_norm,
     joint_rows,
-    separate,
+    split_sums,
 )
 
 NUMBERS = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=40)
@@ -79,7 +79,7 @@ def test_noise_moves_means_and_quantiles_by_what_the_formula_says() -> None:
 def test_parts_of_a_row_come_apart_again() -> None:
     ranges = [ValueRange("b", 0.0, 1.0, quantiles=True), ValueRange("a", 0.0, 2.0)]
     rows = joint_rows(ranges, {"a": np.array([0.5, 1.5]), "b": np.array([1.0, np.nan])}, 2)
-    sums = separate(ranges, rows.sum(0))
+    sums = split_sums(ranges, rows.sum(0))
     assert ranges[1].mean(sums["a"]) == 1.0
     assert (ranges[0].count(sums["b"]), ranges[0].mean(sums["b"])) == (1.0, 1.0)
     assert joint_norm(ranges) == math.sqrt(3)

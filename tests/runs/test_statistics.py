@@ -21,7 +21,7 @@ from fedsim.mechanisms.bounded_values import BINS, Moments, joint_norm
 from fedsim.models.statistics import Statistics
 from fedsim.privacy import Ledger
 from fedsim.runs.runner import run
-from fedsim.runs.statistics import Asked, StatisticsFound, StatisticsPlan
+from fedsim.runs.statistics import StatisticsPlan, StatisticsRequest, StatisticsResult
 from fedsim.tasks.statistics import StatisticsLoss
 
 CLIENTS, EACH, FEATURES = 200, 6, 3
@@ -35,19 +35,23 @@ CONFIG = RunConfig.parse({"partition": {"clients": CLIENTS}, "cohort": {"name": 
 EXACT = 1e-3  # the least noise that there is
 
 
-def found_of(asked: Asked, data=NUMBERS, seed: int = 1, **changes: object) -> StatisticsFound:
+def found_of(
+    query: StatisticsRequest, data=NUMBERS, seed: int = 1, **changes: object
+) -> StatisticsResult:
     config = CONFIG.replace(**{"seed": seed, **changes})
-    plan = StatisticsPlan.of(config, asked, data)
-    return plan.found(run(plan.config, data=data))
+    plan = StatisticsPlan.of(config, query, data)
+    return plan.result_of(run(plan.config, data=data))
 
 
-def values(found: StatisticsFound) -> dict[str, float]:
+def values(found: StatisticsResult) -> dict[str, float]:
     return {one.name: one.value for one in found.estimates}
 
 
 def test_statistics_are_those_of_the_clamped_data_but_for_the_noise() -> None:
-    asked = Asked(multiplier=EXACT, inputs=(-4.0, 4.0), targets=(0.0, 20.0), quantiles=True)
-    found = values(found_of(asked))
+    query = StatisticsRequest(
+        multiplier=EXACT, inputs=(-4.0, 4.0), targets=(0.0, 20.0), quantiles=True
+    )
+    found = values(found_of(query))
     clamped, targets = np.clip(X, -4, 4), np.clip(Y, 0, 20)
     for name, column, width in (
         *((f"input {k}", clamped[:, k], 8.0) for k in range(FEATURES)),
@@ -61,8 +65,8 @@ def test_statistics_are_those_of_the_clamped_data_but_for_the_noise() -> None:
 
 
 def test_all_inputs_together_and_shares_of_classes() -> None:
-    asked = Asked(multiplier=EXACT, inputs=(-6.0, 6.0), together=True, examples=10)
-    found = values(found_of(asked, CLASSES))
+    query = StatisticsRequest(multiplier=EXACT, inputs=(-6.0, 6.0), together=True, examples=10)
+    found = values(found_of(query, CLASSES))
     assert found["inputs: mean"] == pytest.approx(np.clip(X, -6, 6).mean(), abs=0.01)
     shares = [found[f"class {k}: share"] for k in range(5)]
     assert shares == pytest.approx(np.bincount(LABELS) / len(LABELS), abs=1e-3)
@@ -70,9 +74,11 @@ def test_all_inputs_together_and_shares_of_classes() -> None:
 
 
 def test_estimates_are_as_wrong_as_they_say() -> None:
-    asked = Asked(multiplier=0.5, inputs=(-4.0, 4.0), examples=20)
-    runs = [found_of(asked, CLASSES, seed) for seed in range(60)]
-    exact = values(found_of(Asked(multiplier=EXACT, inputs=(-4.0, 4.0), examples=20), CLASSES))
+    query = StatisticsRequest(multiplier=0.5, inputs=(-4.0, 4.0), examples=20)
+    runs = [found_of(query, CLASSES, seed) for seed in range(60)]
+    exact = values(
+        found_of(StatisticsRequest(multiplier=EXACT, inputs=(-4.0, 4.0), examples=20), CLASSES)
+    )
     for index, one in enumerate(runs[0].estimates):
         estimates = np.array([found.estimates[index].value for found in runs])
         error = np.median([found.estimates[index].error for found in runs])
@@ -132,7 +138,9 @@ def test_statistics_add_up_with_the_rounds_of_a_later_run(
     config = RunConfig.parse(
         tree | {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 3.0}}
     ).replace(**{"task.loss": "squared-error", "task.metrics": ""})
-    plan = StatisticsPlan.of(config, Asked(target_epsilon=0.5, inputs=(-4.0, 4.0)), NUMBERS)
+    plan = StatisticsPlan.of(
+        config, StatisticsRequest(target_epsilon=0.5, inputs=(-4.0, 4.0)), NUMBERS
+    )
     alone = run(plan.config, out=tmp_path, data=NUMBERS).statements[0]
     assert alone.epsilon == pytest.approx(0.5, rel=1e-3)
     assert len(Ledger.read(tmp_path / "ledger.jsonl").entries) == 1
@@ -146,8 +154,8 @@ def test_statistics_add_up_with_the_rounds_of_a_later_run(
 def test_the_command_leaves_a_ledger_a_table_and_a_picture(tmp_path: Path) -> None:
     config, out = tmp_path / "c.toml", tmp_path / "out"
     config.write_text('name = "d"\n[partition]\nclients = 60\n')
-    asked = ["--epsilon", "2", "--inputs", "0,1", "--together", "--quantiles", "--out", str(out)]
-    made = CliRunner().invoke(app, ["stats", str(config), *asked])
+    query = ["--epsilon", "2", "--inputs", "0,1", "--together", "--quantiles", "--out", str(out)]
+    made = CliRunner().invoke(app, ["stats", str(config), *query])
     assert made.exit_code == 0, made.output
     assert "inputs: mean" in made.output
     assert "All of it together is (2, 1e-05)-differentially private" in made.output
@@ -160,17 +168,17 @@ def test_the_command_leaves_a_ledger_a_table_and_a_picture(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "data", "words"),
+    ("query", "data", "words"),
     [
-        (Asked(inputs=(0, 1)), NUMBERS, "--epsilon or --multiplier, one of them"),
-        (Asked(multiplier=1, target_epsilon=1, inputs=(0, 1)), NUMBERS, "one of them"),
-        (Asked(multiplier=1), NUMBERS, "nothing is asked for"),
-        (Asked(multiplier=1, targets=(0, 1)), CLASSES, "these targets are classes"),
+        (StatisticsRequest(inputs=(0, 1)), NUMBERS, "--epsilon or --multiplier, one of them"),
+        (StatisticsRequest(multiplier=1, target_epsilon=1, inputs=(0, 1)), NUMBERS, "one of them"),
+        (StatisticsRequest(multiplier=1), NUMBERS, "no statistic is requested"),
+        (StatisticsRequest(multiplier=1, targets=(0, 1)), CLASSES, "these targets are classes"),
     ],
 )
-def test_what_cannot_be_asked_is_said(asked: Asked, data, words: str) -> None:
+def test_what_cannot_be_asked_is_said(query: StatisticsRequest, data, words: str) -> None:
     with pytest.raises(FedsimError, match=words):
-        StatisticsPlan.of(CONFIG, asked, data)
+        StatisticsPlan.of(CONFIG, query, data)
 
 
 @pytest.mark.parametrize("text", ["1", "1,0", "a,b", "0,inf", "nan,1", "0,1,2"])

@@ -27,7 +27,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.exchange import AskedClients, Instructions, Replies
+from fedsim.federation.exchange import Instructions, Recipients, Replies
 from fedsim.federation.noise_sources import NoiseSources
 from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
 from fedsim.federation.round_report import Tally
@@ -47,8 +47,8 @@ class PendingRound:
     Attributes
     ----------
     round : int
-    asked : AskedClients
-        Those of the cohort who were available.
+    recipients : Recipients
+        Those of the cohort that are sent messages.
     server : mapping of name to Tensor
         The global parameters, entries that are not trained included.
     vector : Tensor ``[d]``
@@ -62,7 +62,7 @@ class PendingRound:
     """
 
     round: int
-    asked: AskedClients
+    recipients: Recipients
     server: dict[str, Tensor]
     vector: Tensor
     layout: Layout
@@ -140,8 +140,8 @@ class ServerSum:
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
         self.settings, self.plan, self.pending = settings, settings.plan, pending
-        self.tally = Tally(pending.asked.client_ids, absent=pending.asked.absent)
-        counts, ids = settings.example_counts, pending.asked.client_ids
+        self.tally = Tally(pending.recipients.client_ids, absent=pending.recipients.absent)
+        counts, ids = settings.example_counts, pending.recipients.client_ids
         self.summing = Summing(
             settings.plan,
             pending.layout,
@@ -176,7 +176,7 @@ class ServerSum:
         come added up already, and the replies are without.
         """
         if not isinstance(messages, Replies):
-            sent = read(messages, self.pending.asked.client_of, self.expected(), self.tally)
+            sent = read(messages, self.pending.recipients.client_of, self.expected(), self.tally)
         elif not (self.on_workers and messages.sums):
             sent = map(Reply, messages.blocks())
         else:

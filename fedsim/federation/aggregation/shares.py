@@ -330,7 +330,7 @@ class ClientShares(ShareSum):
     """
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
-        self.shares_asked = asked = len(pending.asked.client_ids)
+        self.shares_asked = asked = len(pending.recipients.client_ids)
         super().__init__(settings, pending, asked)
 
     def expected(self) -> ExpectedReply:

@@ -80,8 +80,8 @@ class Selection:
             return base + self.mean * np.array(deltas) + several
         # eta of the truncated negative binomial distribution: 0 is logarithmic, 1 geometric.
         eta = 1 if self.distribution == "geometric" else 0
-        apart = (1 - 1 / ORDERS) * base - math.log(self.gamma) / ORDERS
-        return np.asarray(base + (1 + eta) * apart.min() + several)
+        per_order = (1 - 1 / ORDERS) * base - math.log(self.gamma) / ORDERS
+        return np.asarray(base + (1 + eta) * per_order.min() + several)
 
 
 @dataclass(frozen=True, kw_only=True)

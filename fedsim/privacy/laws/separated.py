@@ -119,7 +119,7 @@ class Separated(RememberingSampler):
         return ids
 
     def _stationary(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
-        """The last round of each before round 1, by the stationary distribution of their waiting."""
+        """The last round of each before round 1, from the stationary distribution."""
         waiting = 1 + (self.separation - 1) * self.rate
         # 0 to 1: free; then one state for each round that is still to be waited for.
         place = np.ceil((numbers * waiting - 1) / self.rate).clip(0, self.separation - 1)

@@ -264,7 +264,7 @@ def test_what_clients_answer_unmasks_their_sum_and_that_alone() -> None:
 def test_a_client_unmasks_once_and_never_out_of_turn() -> None:
     parties, _ = ready()
     parties[0].ask("unmask", survivors=[0, 1, 2])
-    with pytest.raises(FedsimError, match="out of turn, or once more"):
+    with pytest.raises(FedsimError, match="out of turn, or repeated"):
         parties[0].ask("unmask", survivors=[0, 1, 3])
     assert not parties[0].context.state  # nothing of the round is left
     with pytest.raises(FedsimError, match="out of turn"):

@@ -1,7 +1,7 @@
 """What a client answers at each stage of secure aggregation.
 
-What it keeps between the stages is in its context's state, under the round's context, and is wiped
-with its last answer: whatever is asked again finds nothing.
+Between stages its secrets lie in the Flower context's state, bound to the round's context. The last
+answer deletes them: a stage that is repeated finds no secret.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedsim.federation.aggregation.secagg.transcript import (
     pair_purpose,
 )
 
-_KEPT = "fedsim.secagg"
+_STATE = "fedsim.secagg"
 
 
 def answer(
@@ -51,7 +51,7 @@ def answer(
     threshold : int
         The config's: with fewer survivors nothing is unmasked.
     vector : callable
-        What is to be masked; called at that stage alone.
+        Makes the vector that is to be masked; called at the stage "masked" alone.
 
     Raises
     ------
@@ -72,28 +72,32 @@ def answer(
     return Message(RecordDict({RECORD: ConfigRecord({**reply})}), reply_to=message)
 
 
-def _kept(entries: ConfigRecord, context: Context, stage: str) -> dict[str, Any]:
-    """What the client keeps of this round, where this stage is the next one."""
-    kept = context.state.config_records.get(_KEPT)
-    if kept is None or kept["context"] != entries.get("context") or kept["next"] != stage:
-        raise FedsimError(
-            f"the stage '{stage}' of secure aggregation is asked for out of turn, or once more."
-        )
-    return dict(kept)
+def _state_before(entries: ConfigRecord, context: Context, stage: str) -> dict[str, Any]:
+    """The client's secrets of this round, if this stage is the next one.
+
+    Raises
+    ------
+    FedsimError
+        If it is not.
+    """
+    state = context.state.config_records.get(_STATE)
+    if state is None or state["context"] != entries.get("context") or state["next"] != stage:
+        raise FedsimError(f"the stage '{stage}' of secure aggregation is out of turn, or repeated.")
+    return dict(state)
 
 
-def _keep(context: Context, kept: dict[str, Any]) -> None:
-    context.state[_KEPT] = ConfigRecord(kept)
+def _store(context: Context, state: dict[str, Any]) -> None:
+    context.state[_STATE] = ConfigRecord(state)
 
 
 def _keys(entries: ConfigRecord, context: Context) -> dict[str, bytes]:
-    """New keys, for this round alone; what was kept of an unfinished one is gone."""
+    """New keys, for this round alone; those of an unfinished round are overwritten."""
     round_context = entries.get("context")
     if not isinstance(round_context, bytes):
         raise FedsimError("a message of secure aggregation has no context.")
     mask_key, channel_key, seed = new_key(), new_key(), new_seed()
     secrets = {"mask-key": mask_key, "channel-key": channel_key, "seed": seed}
-    _keep(context, {"context": round_context, "next": "shares", **secrets})
+    _store(context, {"context": round_context, "next": "shares", **secrets})
     return {"mask-key": public_key(mask_key), "channel-key": public_key(channel_key)}
 
 
@@ -101,7 +105,7 @@ def _shares(
     entries: ConfigRecord, context: Context, client: int, threshold: int
 ) -> dict[str, list[bytes]]:
     """Shares of the client's two secrets, sealed for each of the others, and its own for itself."""
-    kept = _kept(entries, context, "shares")
+    state = _state_before(entries, context, "shares")
     clients = numbers(entries, "clients")
     mask_keys = byte_strings(entries, "mask-keys", len(clients), KEY_BYTES)
     channel_keys = byte_strings(entries, "channel-keys", len(clients), KEY_BYTES)
@@ -111,26 +115,26 @@ def _shares(
             f"secagg.threshold = {threshold}, this one included."
         )
     place = clients.index(client)
-    own = public_key(kept["mask-key"]), public_key(kept["channel-key"])
+    own = public_key(state["mask-key"]), public_key(state["channel-key"])
     distinct = len({*mask_keys, *channel_keys}) == 2 * len(clients)
     if (mask_keys[place], channel_keys[place]) != own or not distinct:
         raise FedsimError("the list of public keys has another key of this client, or one twice.")
-    round_context = kept["context"]
-    of_key = split_secret(kept["mask-key"], threshold, len(clients))
-    of_seed = split_secret(kept["seed"], threshold, len(clients))
+    round_context = state["context"]
+    of_key = split_secret(state["mask-key"], threshold, len(clients))
+    of_seed = split_secret(state["seed"], threshold, len(clients))
     sealed = []
     for number, other in enumerate(clients):
         joined = join_shares(of_key[number], of_seed[number])
         if other == client:
-            # What a client keeps for itself is no message: the server gets noughts in its place.
-            kept["own-share"] = joined
+            # A client's own shares never leave it: the server gets zeros in their place.
+            state["own-share"] = joined
             sealed.append(bytes(SEALED_BYTES))
             continue
         purpose = channel_purpose(round_context, client, other)
-        key = agreed_key(kept["channel-key"], channel_keys[number], purpose)
+        key = agreed_key(state["channel-key"], channel_keys[number], purpose)
         sealed.append(seal(key, joined, round_context))
     keys = {"mask-keys": mask_keys, "channel-keys": channel_keys}
-    _keep(context, {**kept, "next": "masked", "clients": clients, **keys})
+    _store(context, {**state, "next": "masked", "clients": clients, **keys})
     return {"sealed": sealed}
 
 
@@ -141,48 +145,48 @@ def _masked(
     threshold: int,
     vector: Callable[[], Words],
 ) -> dict[str, bytes]:
-    """The vector, with the client's own mask and one for each other client."""
-    kept = _kept(entries, context, "masked")
+    """The vector under the client's own mask and one shared with each other client."""
+    state = _state_before(entries, context, "masked")
     others = numbers(entries, "senders")
     sealed = byte_strings(entries, "sealed", len(others), SEALED_BYTES)
-    clients: list[int] = kept["clients"]
+    clients: list[int] = state["clients"]
     if not {*others} <= {*clients} - {client} or len(others) + 1 < threshold:
         raise FedsimError("the list of those who sent shares is not of this round, or too short.")
-    round_context = kept["context"]
-    mask_keys = dict(zip(clients, kept["mask-keys"], strict=True))
-    channel_keys = dict(zip(clients, kept["channel-keys"], strict=True))
+    round_context = state["context"]
+    mask_keys = dict(zip(clients, state["mask-keys"], strict=True))
+    channel_keys = dict(zip(clients, state["channel-keys"], strict=True))
     received = []
     for other, text in zip(others, sealed, strict=True):
         purpose = channel_purpose(round_context, other, client)
-        key = agreed_key(kept["channel-key"], channel_keys[other], purpose)
+        key = agreed_key(state["channel-key"], channel_keys[other], purpose)
         received.append(unseal(key, text, round_context))
     masked = vector().copy()
-    masked += mask(derived_key(kept["seed"], own_purpose(round_context)), len(masked))
+    masked += mask(derived_key(state["seed"], own_purpose(round_context)), len(masked))
     for other in others:
         purpose = pair_purpose(round_context, mask_keys[client], mask_keys[other])
-        common = mask(agreed_key(kept["mask-key"], mask_keys[other], purpose), len(masked))
+        common = mask(agreed_key(state["mask-key"], mask_keys[other], purpose), len(masked))
         masked = masked + common if client < other else masked - common
-    _keep(context, {**kept, "next": "unmask", "senders": others, "received": received})
+    _store(context, {**state, "next": "unmask", "senders": others, "received": received})
     return {"masked": masked.astype("<u8").tobytes()}
 
 
 def _unmask(
     entries: ConfigRecord, context: Context, client: int, threshold: int
 ) -> dict[str, list[bytes]]:
-    """A share of the mask of each survivor, and of the key of each of those who are gone."""
-    kept = _kept(entries, context, "unmask")
+    """Shares of the seeds of survivors, and of the mask keys of clients that have dropped out."""
+    state = _state_before(entries, context, "unmask")
     survivors = numbers(entries, "survivors")
-    senders: list[int] = [*kept["senders"], client]
+    senders: list[int] = [*state["senders"], client]
     if len(survivors) < threshold or client not in survivors or not {*survivors} <= {*senders}:
         raise FedsimError(
             f"{len(survivors)} survivors of secure aggregation; they must be at least "
             f"secagg.threshold = {threshold} of this round, this client included."
         )
-    shares = dict(zip(senders, [*kept["received"], kept["own-share"]], strict=True))
-    # Never both of one client: its vector would lie open.
+    shares = dict(zip(senders, [*state["received"], state["own-share"]], strict=True))
+    # Never both of one client: with both, the server could remove all masks of its vector.
     answers = [
         shares[other][SHARE_BYTES:] if other in survivors else shares[other][:SHARE_BYTES]
         for other in sorted(senders)
     ]
-    del context.state[_KEPT]
+    del context.state[_STATE]
     return {"shares": answers}

@@ -230,7 +230,7 @@ class SecureSum(ShareSum):
         parse: Callable[[ConfigRecord], Answer],
     ) -> dict[int, Answer]:
         """What those who were asked answered; who answers with anything else is out."""
-        client_of, left = self.pending.asked.client_of, {*asked}
+        client_of, left = self.pending.recipients.client_of, {*asked}
         answers: dict[int, Answer] = {}
         for reply in replies:
             client = client_of.get(reply.metadata.src_node_id)

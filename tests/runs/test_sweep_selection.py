@@ -94,7 +94,7 @@ def test_an_interrupted_selection_leaves_nothing(tmp_path, monkeypatch) -> None:
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedsim.runs.sweep.selecting.run_sweep", interrupted)
+    monkeypatch.setattr("fedsim.runs.sweep.selection.run_sweep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         RandomStopping(Drawn("geometric", 3.0)).run(runs(), tmp_path / "sweep")
     assert list((tmp_path / "sweep").iterdir()) == []
