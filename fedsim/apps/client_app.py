@@ -44,14 +44,14 @@ def train(message: Message, context: Context) -> Message:
         if policy is not None:
             from fedsim.config import RunConfig
             from fedsim.federation.aggregation.secagg.transcript import stage_of
-            from fedsim.federation.aggregation.shares import asks_for_share
+            from fedsim.federation.aggregation.shares import share_entries
 
             config = RunConfig.from_run_config(context.run_config)
             stage = stage_of(message)
             # Only one stage of secure aggregation has anything of the client's data.
             if stage in (None, "masked"):
                 policy.check_masked(masked=stage is not None, config=config)
-                policy.check_share(asks_for_share(message), config)
+                policy.check_share(share_entries(message), config)
                 policy.join(client_id(context.node_config))
         reply = _client()(message, context)
         if policy is not None and not policy.answers_evaluation:

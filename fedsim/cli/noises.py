@@ -1,4 +1,4 @@
-"""`fedsim privacy CONFIG --noises`: kinds of noise beside each other, at the same epsilon."""
+"""`fedsim privacy CONFIG --noises`: a comparison of kinds of noise at one epsilon."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NoisePlan:
 
     @property
     def coefficients(self) -> str:
-        """What its noise is made of, in a few characters."""
+        """The first coefficients of its noise."""
         noise = self.plan.noise
         if not isinstance(noise, Correlated):
             return ""
@@ -49,7 +49,7 @@ class NoisePlan:
 
 
 def show_noises(source: Path | None, overrides: list[str], picture: Path | None) -> None:
-    """Print the table and, if asked, draw the picture.
+    """Print the table, and draw the picture if it has a path.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
     """
     if source is None or source.suffix != ".toml":
         raise FedsimError(
-            f"--noises is of a config; {source or 'the source'} must be a .toml file."
+            f"--noises compares plans of a config; {source or 'the source'} must be a .toml file."
         )
     config = with_best_groups(RunConfig.load(source, overrides))
     if not config.private:
@@ -68,7 +68,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
         )
     delta = stopping(config.to_run_config()).planned_delta(config.noise.delta)
     epsilon = config.noise.target_epsilon or _plan_of(config).epsilon(delta)
-    plans = sorted(_plans(config, epsilon, delta), key=lambda made: made.error)
+    plans = sorted(_plans(config, epsilon, delta), key=lambda candidate: candidate.error)
     console = Output()
     title = f"epsilon {epsilon:.4g} at delta {delta:g}, {config.rounds:,} rounds"
     console.print(_table(plans, title))
@@ -100,27 +100,27 @@ def _plan_of(config: RunConfig) -> ReleasePlan[Any]:
 
 
 def _table(plans: Sequence[NoisePlan], title: str) -> Table:
-    independent = next(made.error for made in plans if made.name == "independent")
+    independent = next(candidate.error for candidate in plans if candidate.name == "independent")
     table = Table(title=title)
     for name in ("noise", "error", "of independent", "multiplier", "amplified", "coefficients"):
         table.add_column(name, justify="left" if name in ("noise", "coefficients") else "right")
-    for made in plans:
+    for candidate in plans:
         table.add_row(
-            made.name,
-            f"{made.error:.4g}",
-            f"{made.error / independent:.2f}",
-            f"{made.plan.noise.multiplier:.4g}",
-            "yes" if made.plan.amplified else "no",
-            made.coefficients,
+            candidate.name,
+            f"{candidate.error:.4g}",
+            f"{candidate.error / independent:.2f}",
+            f"{candidate.plan.noise.multiplier:.4g}",
+            "yes" if candidate.plan.amplified else "no",
+            candidate.coefficients,
         )
     return table
 
 
 def _draw(plans: Sequence[NoisePlan], title: str, path: Path) -> None:
     figure, (axes,) = grid(1, 1, title=title, width=8.0, height=4.5)
-    for made, colour in zip(plans, SERIES, strict=False):
-        rounds = np.arange(1, len(made.errors) + 1)
-        axes.plot(rounds, made.errors, label=made.name, **curve_style(colour))
+    for candidate, colour in zip(plans, SERIES, strict=False):
+        rounds = np.arange(1, len(candidate.errors) + 1)
+        axes.plot(rounds, candidate.errors, label=candidate.name, **curve_style(colour))
     axes.set_xlabel("round")
     axes.set_ylabel("standard deviation of the noise, over C")
     axes.set_ylim(bottom=0)

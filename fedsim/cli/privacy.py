@@ -195,13 +195,13 @@ def privacy(
         return
     answer = question.answer()
     console.print(_answer_table(answer, prv))
-    _print_beside(console, read, answer, group, extrapolated=rounds is None)
+    _print_further(console, read, answer, group, extrapolated=rounds is None)
 
 
-def _print_beside(
+def _print_further(
     console: Output, read: Source, answer: Answer, group: int | None, *, extrapolated: bool
 ) -> None:
-    """What stands beside an answer: groups, figures of larger cohorts, attacks."""
+    """Print what follows an answer: groups, extrapolated figures, declarations, attacks."""
     question = answer.question
     if (owned := read.group if group is None else group) != 1:
         console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))

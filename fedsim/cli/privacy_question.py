@@ -1,4 +1,4 @@
-"""What `fedsim privacy` is asked: of a plan, a config, a ledger, a run or clients' ledgers."""
+"""The questions of `fedsim privacy`: on a plan, a config, a ledger, a run or clients' ledgers."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _planned(config: RunConfig) -> Question:
 
 
 def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Event]:
-    """What a config's private evaluations cost beside so many rounds, at the question's target."""
+    """What a config's private evaluations cost in so many rounds, at the question's target."""
     if not config.evaluate.private or rounds < config.evaluate.clients_every:
         return []
     changes: dict[str, Scalar] = {"rounds": rounds}

@@ -244,12 +244,12 @@ class LocalAlgorithm(ABC):
 
     @property
     def sends(self) -> Mapping[str, Width]:
-        """Named vectors beside the update, from clients; each as wide as the model, or a number."""
+        """Named vectors that clients send with updates; each as wide as the model, or a number."""
         return {}
 
     @property
     def receives(self) -> Mapping[str, Width]:
-        """Named vectors beside the parameters, to clients; those of `sends` come first."""
+        """Named vectors that clients receive with parameters; those of `sends` come first."""
         return self.sends
 
     @property

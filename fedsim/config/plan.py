@@ -34,8 +34,8 @@ BoundOf = TypeVar("BoundOf", bound=Bounded)
 _BY_WHAT_IS_RELEASED = ("stopped", "dropped")
 
 _DEVICES = (
-    "Who is there, drops out or works how much follows from the seed or from files that are taken "
-    "to say nothing of clients' data (devices, client.work)."
+    "Which clients are available, drop out or do how much work follows from the seed or from files "
+    "that are assumed to be independent of clients' data (devices, client.work)."
 )
 
 
@@ -46,18 +46,18 @@ def cohort(config: RunConfig) -> Cohort:
 
 
 def cohort_known(config: RunConfig) -> bool:
-    """Whether the guarantee is against a server, who knows which clients it has sampled."""
+    """Whether the guarantee is against the server, which knows the sampled clients."""
     return config.secagg.threshold > 0 and config.secagg.observer == "server"
 
 
 def selection(config: RunConfig) -> Selection | None:
-    """Of how many runs the best one is published, where a config says so."""
+    """The random number of runs of which the best is published, if the config is of such a run."""
     section = config.privacy
     return Selection(section.selection, section.selection_mean) if section.selection else None
 
 
 def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
-    """The noise that a table names, at its multiplier, or at 0 where it has none."""
+    """The noise that a table names, with a multiplier of 0 where none is set."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
 
@@ -91,17 +91,17 @@ GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
 def with_best_groups(config: RunConfig) -> RunConfig:
     """A config whose ``noise.bands`` are ``auto``, with as many bands and groups as are best.
 
-    More groups leave a larger share of each to its round, whose noise is then amplified less, and
-    more bands to couple: at the target epsilon, and cohorts of the expected size that the config
-    says, those are taken whose sums over rounds have the least error.
+    With more groups more rounds can be correlated, but a round samples a larger share of its group,
+    which amplifies less. Candidates have the config's target epsilon and expected cohort size; the
+    one whose sums over rounds have the least error is taken.
 
     Raises
     ------
     FedsimError
         If the cohort has no groups, or no epsilon is aimed at.
     """
-    left = made_noise(config.noise)
-    if not isinstance(left, Banded) or left.bands != AUTO:
+    noise = made_noise(config.noise)
+    if not isinstance(noise, Banded) or noise.bands != AUTO:
         return config
     sampler = cohort(config)
     if not isinstance(sampler, Cyclic) or config.noise.target_epsilon is None:
@@ -111,7 +111,7 @@ def with_best_groups(config: RunConfig) -> RunConfig:
             "is 'cyclic' and the target set."
         )
     rate = sampler.rate / sampler.groups
-    found: list[tuple[float, RunConfig]] = []
+    candidates: list[tuple[float, RunConfig]] = []
     for groups in GROUPS:
         if groups > config.rounds or groups * rate > 1 + 1e-9:
             break
@@ -123,14 +123,14 @@ def with_best_groups(config: RunConfig) -> RunConfig:
         changed = config.replace(**changes)
         noise = release_plan(changed, config.mechanism.make()).noise
         assert isinstance(noise, Banded)
-        found.append((noise.error(), changed))
-    return min(found, key=itemgetter(0))[1]
+        candidates.append((noise.error(), changed))
+    return min(candidates, key=itemgetter(0))[1]
 
 
 def evaluation_event(config: RunConfig) -> Event | None:
-    """What one private evaluation costs; None without them.
+    """What one private evaluation costs; None without private evaluations.
 
-    Its noise is what the config says, or what costs the share of its target.
+    Its noise is the config's, or calibrated to the config's share of the target epsilon.
     """
     evaluate, noise = config.evaluate, config.noise
     if not evaluate.private:
@@ -179,7 +179,7 @@ def with_added_noise(config: RunConfig) -> RunConfig:
 
 
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
-    """What so many releases would cost with the cohort whose noise is simulated, if one is."""
+    """What so many releases would cost with the larger cohort whose noise is simulated, if any."""
     noise = config.noise
     if not noise.cohort_size:
         return None
@@ -237,11 +237,10 @@ def declares_stops(flat: Mapping[str, Scalar]) -> bool:
 def with_config_figures(
     flat: Mapping[str, Scalar], statement: Statement, ledger: Path | None
 ) -> Statement:
-    """A statement of the server's releases, with what only the config says beside.
+    """A statement of the server's releases, with the figures and assumptions of the config.
 
-    These are the figures that it asks for, and what it takes to say nothing of clients' data. Of
-    another version's config, by dotted keys, only what asks for one is looked at; its file is
-    beside the ``ledger``.
+    The config of a run of another version is read only where one of its dotted keys needs it; its
+    file lies in the directory of the ``ledger``.
 
     Raises
     ------
@@ -274,7 +273,7 @@ def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:
-    """Whether a config by dotted keys says who of those drawn is there, or works how much."""
+    """Whether a config by dotted keys has a model of devices, or of clients' work."""
     usual = DevicesSection().to_tree()
     modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
     return modelled or bool(flat.get("client.work"))
@@ -320,7 +319,7 @@ def affects_release(key: str) -> bool:
         If there is no such key.
     """
     keys = dict(_keys(RunConfig))
-    if key not in keys and not _is_a_things(key):
+    if key not in keys and not _is_of_choice(key):
         raise FedsimError(f"there is no key {key} in a config.")
     return keys.get(key, True)
 
@@ -337,8 +336,8 @@ def _of_choice(table: ConfigTable) -> list[str]:
     return ["options", *(setting.key for setting in table.own_settings(table.chosen))]
 
 
-def _is_a_things(key: str) -> bool:
-    """Whether it is a setting of something that a table may name."""
+def _is_of_choice(key: str) -> bool:
+    """Whether it is a setting of a kind that a table may name."""
     table: type[ConfigTable] | None = RunConfig
     *tables, last = key.split(".")
     for name in tables:

@@ -62,7 +62,7 @@ class Accounting:
     placement, randomness
         What else the ledger's lines say.
     public : mapping of str to str, number or bool
-        What else is public of every release, beside what the plan says.
+        What else is public of every release, besides the plan's own facts.
     kind : "release" or "evaluation"
         What is released: a round, or the clients' metrics in it.
     known : int or None

@@ -1,4 +1,4 @@
-"""Where the noise of a strategy's rounds comes from, also where rounds share draws."""
+"""Random sources of a strategy's noise, also for rounds that share draws."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedsim.randomness import Purpose, Randomness
 class NoiseSources:
     """Sources of a noise, round by round.
 
-    Noise that is correlated over rounds needs draws of earlier ones once more, also in a process
-    that resumes the run. Where draws come from the operating system they are therefore keyed by
-    one secret of the plan, of 256 bits, which is in `state` and nowhere else.
+    Noise that is correlated over rounds needs the draws of earlier rounds again, also in a process
+    that resumes the run. With entropy from the operating system all draws are therefore keyed by
+    one 256-bit secret of the plan, which is in `state` and nowhere else.
     """
 
     def __init__(self, randomness: Randomness, noise: Noise) -> None:
@@ -34,32 +34,32 @@ class NoiseSources:
         self._secret, self._randomness = secret, Randomness(0, secret)
 
     def share(self, server_round: int, client: int) -> NoiseSource:
-        """The source of a client's share of a round's noise, which no other round shares."""
+        """The source of a client's share of this round's noise."""
         generator = self._randomness.generator(
             Purpose.SHARE, level="client", round=server_round, client=client
         )
         return NoiseSource(generator, self._noise.hardened)
 
     def of_round(self, server_round: int) -> NoiseSource:
-        """The source of this round's noise; each round is asked for once."""
+        """The source of this round's noise; to be called once a round."""
         generator = self._generator(server_round, 0, 0)
         elsewhere = partial(self._generator, server_round)
         return NoiseSource(generator, self._noise.hardened, server_round, elsewhere)
 
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
         randomness = self._randomness.repeated() if age else self._randomness
-        made = server_round - age
+        drawn_in = server_round - age
         # An attempt's draws follow those of the one before.
-        part = self._attempts.get(made, 0) * NUMBERS + number
-        return randomness.generator(Purpose.NOISE, level="client", round=made, part=part)
+        part = self._attempts.get(drawn_in, 0) * NUMBERS + number
+        return randomness.generator(Purpose.NOISE, level="client", round=drawn_in, part=part)
 
     def begin(self, server_round: int, attempt: int) -> None:
-        """Draw a round that was drawn so often before, of other data, from other addresses."""
+        """Use other addresses for a round that was drawn ``attempt`` times before."""
         if attempt:
             self._attempts[server_round] = attempt
 
     def state(self) -> dict[str, Any] | None:
-        """What a resumed run needs: secret, unlike all else that a strategy's state holds."""
+        """What a resumed run needs; a secret, unlike the rest of a strategy's state."""
         if not self._noise.correlated:
             return None
         return {"secret": self._secret, "attempts": {str(r): n for r, n in self._attempts.items()}}

@@ -21,7 +21,7 @@ from fedsim.rows.block import Ids
 _log = logging.getLogger("fedsim")
 
 Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
-"""``(round, client ids [n])`` to who of them takes part, bool ``[n]``."""
+"""``(round, client ids [n])`` to which of them take part, bool ``[n]``."""
 
 
 class Participants:
@@ -45,7 +45,7 @@ class Participants:
     Attributes
     ----------
     ignored : int
-        Nodes there at the last look that are no client of the run.
+        Nodes that were connected last and are no client of the run.
     """
 
     def __init__(
@@ -71,49 +71,51 @@ class Participants:
         self.ignored = 0
 
     def nodes(self, grid: Grid) -> Mapping[int, int]:
-        """Node id of each client that is there.
+        """Node id of each available client.
 
         Raises
         ------
         FedsimError
             If the run begins with clients beyond its population, or too few came in time.
         """
-        there = self._directory.wait(grid, self._min_available)
+        available = self._directory.wait(grid, self._min_available)
         strangers: list[int] = []
         # Numbered nodes are not looped over: a client that is not asked costs nothing.
-        if not isinstance(there, ConsecutiveNodes) or len(there) > self.population:
-            strangers = [client for client in there if client >= self.population]
-            there = {client: node for client, node in there.items() if client < self.population}
+        if not isinstance(available, ConsecutiveNodes) or len(available) > self.population:
+            strangers = [client for client in available if client >= self.population]
+            available = {
+                client: node for client, node in available.items() if client < self.population
+            }
         if strangers and not self._begun:
             raise FedsimError(
                 f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
         self.ignored = self._directory.ignored.total() + len(strangers)
-        self._warn(len(there), len(strangers))
+        self._warn(len(available), len(strangers))
         if self._private:
             self._min_available = min(self._min_available, 1)
         self._begun = True
-        return there
+        return available
 
-    def _warn(self, there: int, strangers: int) -> None:
+    def _warn(self, available: int, strangers: int) -> None:
         """Warn when the population and the nodes differ, and whenever that has changed."""
-        absent = self.population - there
+        absent = self.population - available
         if (absent, strangers) == self._warned:
             return
         self._warned = (absent, strangers)
         if absent:
             _log.warning(
-                "%d of the population's %d clients are there; the others are drawn too, and count "
-                "as missing: the mean is divided by the expected cohort all the same.",
-                there,
+                "%d of the population's %d clients are available; the others are sampled too, and "
+                "count as missing: the mean is divided by the expected cohort in any case.",
+                available,
                 self.population,
             )
         if strangers:
             _log.warning("%d nodes beyond the population have no part in the run.", strangers)
 
     def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> Recipients:
-        """Draw this round's cohort, of which those take part that are there and ``replying``.
+        """Sample this round's cohort; its clients that are available and ``replying`` take part.
 
         Raises
         ------
@@ -125,7 +127,7 @@ class Participants:
     def present(
         self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None = None
     ) -> Recipients:
-        """Those of a ``cohort`` that are there and ``replying``, to be asked."""
+        """The clients of a ``cohort`` that are available and ``replying``."""
         nodes, present = self.nodes(grid), cohort
         if not isinstance(nodes, ConsecutiveNodes) or len(nodes) < self.population:
             present = cohort[[client in nodes for client in cohort.tolist()]]
@@ -134,7 +136,7 @@ class Participants:
         return Recipients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ids:
-        """Sorted ids of this round's cohort, whether or not they are there.
+        """Sorted ids of this round's cohort, available or not.
 
         Raises
         ------
@@ -163,7 +165,7 @@ class Participants:
     def evaluators(
         self, server_round: int, grid: Grid, fraction: float, reachable: Replying | None
     ) -> Recipients:
-        """``fraction`` of those who are there, at least one, but for those who are out of reach."""
+        """A ``fraction`` of the available clients, at least one; of these the ``reachable``."""
         nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)

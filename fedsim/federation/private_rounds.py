@@ -1,4 +1,4 @@
-"""A private round: draw, ask, aggregate; the ledger's line first, then the release and a step."""
+"""A private round: sample, send, aggregate, record in the ledger, release, step."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class PrivateRounds(ResumableStrategy):
     private, protects : bool
         Whether the run claims privacy at client level, and at either level.
     replying : callable, optional
-        Who of those that were drawn takes part; everybody who is there by default.
+        Which of the sampled clients take part; all that are available by default.
     evaluation : ClientEvaluation
-        Which clients evaluate, and what is shown of it.
+        Which clients evaluate, and what is released of their metrics.
     report : RoundReport or None
         What happened in the round aggregated last.
     """
@@ -102,7 +102,7 @@ class PrivateRounds(ResumableStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort; no client is asked once the budget does not allow a release.
+        """Sample the cohort; no message is sent once the budget does not allow a release.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class PrivateRounds(ResumableStrategy):
         return self._pending.request(replace(instructions, config=ConfigRecord(own)))
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
-        """What the round's clients are asked next, where its aggregation takes several stages."""
+        """The messages of the round's next stage, if its aggregation takes several."""
         return None if self._pending is None else self._pending.next_stage(replies)
 
     def aggregate_train(
@@ -238,7 +238,7 @@ class PrivateRounds(ResumableStrategy):
         return arrays, result.metrics
 
     def _stops(self, why: str | None) -> bool:
-        """Make no further release, if there is a reason."""
+        """Stop the run, if there is a reason to."""
         if why is not None:
             self.stopped = why
             self.log.warning("stopping: %s.", why)
@@ -325,7 +325,7 @@ class PrivateRounds(ResumableStrategy):
         """
         mechanism, noise = self._mechanism_state, self._aggregation_settings.noise.state()
         if self.plan.rounds is not None and self.rounds_done >= self.plan.rounds:
-            # Nothing is drawn any more, and who knew these could take noise away again.
+            # No further round needs them, and with them noise could be subtracted from releases.
             mechanism, noise = without_noise(mechanism), None
         return {
             "round": self.rounds_done,
@@ -370,7 +370,7 @@ class PrivateRounds(ResumableStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask clients to evaluate the model, where a budget allows what comes of it."""
+        """Have clients evaluate the model, if the budget allows a release of their metrics."""
         if self._stops(self.evaluation.stops(server_round)):
             return []
         return self.evaluation.configure(server_round, arrays, config, grid)
@@ -378,9 +378,9 @@ class PrivateRounds(ResumableStrategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """What is shown of the metrics: means of them, noisy ones of private metrics.
+        """What is shown of the metrics: their means, noisy ones for private metrics.
 
-        None if no client was asked or none answered, or nothing is left of them.
+        None if no client evaluated, or if the noise is too large for any of them.
         """
         try:
             return self.evaluation.aggregate(server_round, replies)

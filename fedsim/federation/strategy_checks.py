@@ -21,7 +21,7 @@ from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.rows.layout import Layout
 
 SPREAD = 10.0
-"""Standard deviations beyond its expected size that no independent cohort is seen at."""
+"""No independent cohort is larger than expected by so many standard deviations."""
 
 _INSTEAD = {
     "fraction_train": "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are "
@@ -202,7 +202,7 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
 
 
 def refuse_open_shares(secure: object, placement: str, unprotected_metrics: bool) -> None:
-    """Refuse secure aggregation of what would leave clients without noise, or beside masks.
+    """Refuse secure aggregation if the server would see the sum without noise, or clients' metrics.
 
     Raises
     ------
@@ -253,7 +253,7 @@ def refuse_private_metrics(
     private_examples: bool,
     aggregate: object,
 ) -> None:
-    """Refuse noisy metrics where they would have no budget, or be seen without noise.
+    """Refuse private metrics that have no budget, or that the server would see without noise.
 
     Raises
     ------
@@ -317,8 +317,7 @@ def allowed_fraction(fraction_evaluate: float | None, shows_clients: bool) -> fl
     if fraction_evaluate > 0 and not shows_clients:
         raise FedsimError(
             f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
-            "without noise; set it to 0, or unprotected_metrics=True to have them all the "
-            "same."
+            "without noise; set it to 0, or unprotected_metrics=True to allow that."
         )
     return fraction_evaluate
 
@@ -370,7 +369,7 @@ def refuse_running_statistics(names: Iterable[str]) -> None:
         if name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING:
             raise FedsimError(
                 f"'{name}' is a running statistic of the clients' examples, of which each client "
-                "sends the mean over its data beside what it learnt; a private run cannot have "
+                "sends the mean over its data with its update; a private run cannot have "
                 "it: use a normalisation without one, such as nn.GroupNorm, or leave it out of "
                 "the arrays that are sent."
             )

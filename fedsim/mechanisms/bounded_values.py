@@ -1,12 +1,11 @@
-"""Numbers that clients have, as rows of a noisy sum: means and quantiles over clients.
+"""Clients' numbers as rows of a noisy sum, from which means and quantiles over clients follow.
 
-A number v in [0, 1] enters as the pair (v, 1 - v), whose norm is at most 1: the sum of the first
-entries over the sum of both is the mean, and a client without a number, a row of zeros, moves
-neither. For quantiles its bin enters, as the column of a matrix C with which sums over bins, of
-which quantiles are made, carry little noise: that of a cumulative count is less than half of what
-it is with plain counts (the square root of the prefix sums: Fichtenberger, Henzinger and Upadhyay
-2023; Henzinger, Upadhyay and Upadhyay 2023). Averages of such rows are no longer than they are: a
-client's many numbers enter as their mean row.
+A number v in [0, 1] is encoded as the pair (v, 1 - v), whose norm is at most 1. The mean is the
+sum of the first entries over the sum of both; a client without a number is a row of zeros and
+changes neither. For quantiles the number's bin is encoded as a column of a matrix C, the square
+root of the prefix-sum matrix, so that cumulative counts have less than half of the noise that they
+have with plain counts (Fichtenberger, Henzinger and Upadhyay 2023; Henzinger, Upadhyay and Upadhyay
+2023). A client's many numbers enter as the mean of their rows, which is no longer than one of them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from fedsim.lazy import Tensor, torch
 Floats = npt.NDArray[np.float64]
 
 BINS = 32
-"""Into which a range is cut for quantiles."""
+"""Bins of a range, for quantiles."""
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
-"""Those that are made of a noisy sum: extremes have no estimate that one client could not move."""
+"""Quantiles that are released; minima and maxima are not, since one client could move them."""
 
 
 @cache
@@ -43,14 +42,14 @@ def _square_root() -> Floats:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """A number that each client has, by the range to which it is clamped.
+    """A number of each client, clamped to a range.
 
     Parameters
     ----------
     name : str
     low, high : float
     quantiles : bool
-        Whether there are quantiles beside the mean.
+        Whether quantiles are released with the mean.
 
     Raises
     ------
@@ -72,21 +71,21 @@ class ValueRange:
 
     @property
     def size(self) -> int:
-        """Entries of its part of a row."""
+        """Entries in a row."""
         return 2 + BINS * self.quantiles
 
     @property
     def parts(self) -> int:
-        """How many vectors of norm 1 at most these are."""
+        """How many vectors of norm at most 1 they are."""
         return 1 + self.quantiles
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names of what `summary` has."""
+        """Names of the numbers of `summary`."""
         return (self.name, *(f"{self.name}-{q}" for q in QUANTILES if self.quantiles))
 
     def rows(self, values: Floats) -> Floats:
-        """Rows ``[n, size]`` of numbers ``[n]``; of what is NaN, zeros."""
+        """Rows ``[n, size]`` of numbers ``[n]``; zeros for NaN."""
         present = ~np.isnan(values)
         scaled = (np.clip(values, self.low, self.high) - self.low) / (self.high - self.low)
         scaled = np.where(present, scaled, 0.0)
@@ -99,11 +98,11 @@ class ValueRange:
         return rows
 
     def count(self, sums: Floats) -> float:
-        """How many clients there were, of sums of rows ``[size]``."""
+        """The estimated number of clients, from sums ``[size]`` of rows."""
         return float(sums[0] + sums[1])
 
     def mean(self, sums: Floats) -> float:
-        """The mean; NaN where fewer than one client seems to have had a number."""
+        """The mean; NaN if the estimated number of clients is below 1."""
         count = self.count(sums)
         if count < 1:
             return math.nan
@@ -126,12 +125,12 @@ class ValueRange:
         below = np.cumsum(np.linalg.solve(_square_root(), sums[2:]))
         count = max(self.count(sums), 1.0)
         shares = np.clip(np.concatenate([[0.0], below[:-1] / count, [1.0]]), 0.0, 1.0)
-        # Midway between the least curve above that rises and the largest one below.
+        # Midway between the least increasing curve above the shares and the largest one below.
         rising = np.maximum.accumulate(shares)
         return (rising + np.minimum.accumulate(shares[::-1])[::-1]) / 2
 
     def quantile(self, sums: Floats, share: float) -> float:
-        """What this share of the clients is below; NaN as of `mean`."""
+        """The value that this share of the clients is below; NaN as in `mean`."""
         if self.count(sums) < 1:
             return math.nan
         edges = np.linspace(self.low, self.high, BINS + 1)
@@ -144,7 +143,7 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean, deviation and, by quantiles, the distribution of a number that examples have.
+    """Mean, standard deviation and, with quantiles, the distribution of a number of examples.
 
     Parameters
     ----------
@@ -166,7 +165,7 @@ class Moments:
 
     @property
     def ranges(self) -> tuple[ValueRange, ValueRange]:
-        """Of the number itself, and of its squared distance from the middle of its range."""
+        """Of the number, and of its squared distance from the middle of its range."""
         half = (self.high - self.low) / 2
         return (
             ValueRange(self.name, self.low, self.high, self.quantiles),
@@ -178,8 +177,8 @@ class Moments:
         """Entries of a row."""
         return sum(one.size for one in self.ranges)
 
-    def coded(self, values: Tensor) -> Tensor:
-        """Mean rows ``[..., size]`` of numbers ``[..., n]``; of what is NaN, zeros."""
+    def encoded(self, values: Tensor) -> Tensor:
+        """Mean rows ``[..., size]`` of numbers ``[..., n]``; zeros for NaN."""
         present = ~values.isnan()
         scaled = ((values - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
         scaled = torch.where(present, scaled, 0.0)
@@ -193,7 +192,7 @@ class Moments:
         return rows.mean(-2)
 
     def deviation(self, sums: Floats) -> float:
-        """Standard deviation over examples, clients counting the same; NaN as of a mean."""
+        """Standard deviation over examples, each client counting the same; NaN as in a mean."""
         value, square = self.ranges
         mean = value.mean(sums[: value.size]) - (self.low + self.high) / 2
         variance = square.mean(sums[value.size :]) - mean**2
@@ -201,19 +200,19 @@ class Moments:
 
 
 def joint_norm(ranges: Sequence[ValueRange]) -> float:
-    """The largest norm of a row of all of them."""
+    """The largest norm of a joint row."""
     return math.sqrt(sum(one.parts for one in ranges))
 
 
 def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count: int) -> Floats:
-    """Rows ``[n, sizes together]`` of ``count`` clients' numbers; what is not given is NaN."""
+    """Joint rows ``[n, sum of sizes]`` of ``count`` clients; numbers that are missing are NaN."""
     missing = np.full(count, np.nan)
     parts = [one.rows(np.asarray(values.get(one.name, missing))) for one in ranges]
     return np.concatenate(parts, axis=1)
 
 
 def split_sums(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
-    """The sums of each one's part of the rows, by its name."""
+    """The sums of each range, by its name."""
     ends = np.cumsum([one.size for one in ranges])
     parts = np.split(sums, ends[:-1])
     return {one.name: sums for one, sums in zip(ranges, parts, strict=True)}

@@ -29,6 +29,6 @@ class Sums(nn.Module):
         inputs = self.columns * self.moments.size
         added = self.sums.new_zeros(len(x), 1)
         if self.columns:
-            rows = self.moments.coded(x.to(self.sums.dtype).reshape(len(x), self.columns, -1))
+            rows = self.moments.encoded(x.to(self.sums.dtype).reshape(len(x), self.columns, -1))
             added = rows.flatten(1) @ self.sums[:inputs, None]
         return torch.cat([added, self.sums[inputs:].expand(len(x), -1)], dim=1)

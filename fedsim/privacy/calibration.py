@@ -152,7 +152,7 @@ def rounds_within_events(
     Parameters
     ----------
     beside : callable
-        What is released beside so many rounds.
+        Further releases in so many rounds.
 
     Raises
     ------
@@ -205,7 +205,7 @@ class Question:
     past : tuple of Event
         What has been released already.
     beside : callable of the question and a number of rounds
-        What is released beside so many rounds.
+        Further releases in so many rounds.
     simulated : bool
         Whether noise follows from a config's seed, which is no secret.
     stopping : Stopping

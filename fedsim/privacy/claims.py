@@ -60,7 +60,7 @@ class Stopping:
     made : int
         Planned rounds that have been made.
     evaluation : Event or None
-        What the clients' metrics cost that are released every ``evaluation_every`` rounds.
+        What the metrics of clients cost that are released every ``evaluation_every`` rounds.
     evaluation_every : int
     max_epsilon : float or None
         The budget of a run all of whose rounds have one event.
@@ -339,7 +339,7 @@ def _chain(accountant: Accountant, size: int, delta: float) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A figure that no release of the run has: it never stands without the run's own.
+    """What a larger cohort would have cost; never shown without the run's own epsilon.
 
     With a cohort of expected size m, and noise of standard deviation ``z C m / M`` on its sum, the
     mean has the noise that it would have with a cohort of M and multiplier z.
@@ -347,11 +347,11 @@ class Extrapolation:
     Attributes
     ----------
     epsilon, delta : float
-        Of as many releases with the larger cohort.
+        Of as many releases, with the larger cohort.
     size : float
         M, its expected size.
     population : int
-        That it would be drawn from.
+        The clients that it would be sampled from.
     noise_multiplier : float
         z.
     """
@@ -366,7 +366,7 @@ class Extrapolation:
     def of(
         cls, law: Law, population: int, noise_multiplier: float, releases: int, delta: float
     ) -> Self:
-        """Of so many releases over what a sampler of this law would draw."""
+        """Of so many releases with cohorts of this law."""
         event = Event(noise_multiplier=noise_multiplier, law=law)
         cost = Accountant([event.times(releases)] if releases else []).cost(delta)
         return cls(cost.epsilon, delta, law.rate * population, population, noise_multiplier)

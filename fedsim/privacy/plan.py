@@ -35,9 +35,9 @@ from fedsim.settings import Gt, check_settings
 
 
 def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
-    """Who takes part in a release beside the rounds: as many at this rate, of the same neighbours.
+    """The sampler of evaluations at this rate, with the neighbours of the rounds' ``sampler``.
 
-    Everybody independently, or a fixed number where replace-one neighbours ask for that.
+    Poisson sampling, or a fixed number where neighbours are replace-one.
     """
     population = declared_population(sampler)
     if sampler.adjacency != "replace-one":
@@ -48,7 +48,7 @@ def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
 
 
 class Bounded(Protocol):
-    """What a plan asks of a bound: whether noise in units of its C is a guarantee."""
+    """The part of a bound that a plan needs: whether noise in units of its C gives a guarantee."""
 
     @property
     def guarantee(self) -> Literal["gaussian", "none"]:
@@ -57,12 +57,12 @@ class Bounded(Protocol):
 
 @dataclass(frozen=True)
 class DeclaredBound:
-    """A bound that is somebody else's code, of which only the user's word is known.
+    """A bound in code that is not fedsim's: the user declares that it bounds rows.
 
     Attributes
     ----------
     words : str
-        What it does, for the ledger: that one row moves the sum by at most ``clip_norm``.
+        Its description, for the ledger.
     clip_norm : float
     """
 
@@ -106,10 +106,10 @@ class ReleasePlan(Generic[BoundT]):
         example-level plan that is correlated is so over the sums of one round, and each round
         begins anew.
     selection : Selection, optional
-        Of how many runs like this the best one alone is published.
+        If only the best of a random number of such runs is published.
     cohort_known : bool
-        Whether the guarantee is against one who knows who was sampled, as a server does:
-        sampling then amplifies nothing.
+        Whether the adversary knows which clients were sampled, as a server does: sampling then
+        amplifies nothing.
 
     Raises
     ------
@@ -145,7 +145,7 @@ class ReleasePlan(Generic[BoundT]):
             object.__setattr__(self, "noise", self._fitted_noise())
 
     def _fitted_noise(self) -> Noise:
-        """The noise, made for the rounds in which a row can be.
+        """The noise with the coefficients for this sampler's participation.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class ReleasePlan(Generic[BoundT]):
         if self.level == "example":
             if not getattr(self.noise, "local", False):
                 raise FedsimError(
-                    f"client.noise.name is '{_name_of(self.noise)}', which keeps vectors of many "
+                    f"client.noise.name is '{_name_of(self.noise)}', which stores vectors of many "
                     "steps for every client; it must be 'independent', 'lambda-cgd', 'bisr' or "
                     "'tree'."
                 )
@@ -180,7 +180,7 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def declared_by_user(self) -> bool:
-        """Whether only the user's word says that its events are true of its releases."""
+        """Whether its events rest on what the user declares of the sampler or the noise."""
         return bool({"sampler", "noise"} & set(self.declared))
 
     @property
@@ -195,16 +195,15 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def public(self) -> dict[str, Fact]:
-        """What a ledger's line says of it beside the event."""
-        # Of fedsim's bounds it is proved and tested that no row leaves the ball.
+        """Its public facts in a ledger's line, besides the event."""
         return {"denominator": self.denominator, **dict.fromkeys(self.declared, DECLARED)}
 
     @property
     def declared(self) -> list[str]:
-        """Of which of "sampler", "noise" and "bound" only the user's word says what they do.
+        """Which of "sampler", "noise" and "bound" are the user's own code, and cannot be verified.
 
-        From inclusion probabilities the law follows, and an audit tests them; no audit tests how a
-        noise that is not fedsim's is distributed or correlated.
+        An `InclusionSampler` is not among them: its law follows from its inclusion probabilities,
+        which an audit tests. No audit tests the distribution of a noise that is not fedsim's.
         """
         parts = {
             "sampler": of_user(self.sampler) and not isinstance(self.sampler, InclusionSampler),
@@ -220,26 +219,26 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def closed(self) -> bool:
-        """Whether it is charged as a whole, or shares draws, so that no round may follow it."""
+        """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
         covered = self.event().law.rounds
         return (self.noise.correlated and self.level == "client") or 1 < covered == self.rounds
 
     @property
     def charged_ahead(self) -> bool:
-        """Whether the first round's charge is of all rounds, of which fewer would cost less."""
+        """Whether the first round is charged for all rounds, and fewer rounds would cost less."""
         law = self.event().law
         return self.level == "client" and isinstance(law, CorrelatedLaw) and law.rate == 1
 
     def charge(self, round: int, attempt: int = 0) -> Event:
-        """What the ledger's line of a round charges.
+        """The event in the ledger's line of a round.
 
         Parameters
         ----------
         round : int
-            From 1 on. Where rounds share draws, the first of them is charged for all, and the
-            others count 0.
+            From 1 on. Of rounds that one event covers, the first is charged, and the others have
+            count 0.
         attempt : int
-            How often the round was drawn before, of other data.
+            How often the round was drawn before with other data.
         """
         event = self.event()
         if event.law.rounds == 1:
@@ -278,8 +277,8 @@ class ReleasePlan(Generic[BoundT]):
     def epsilon(self, delta: float, *, after: int | None = None) -> float:
         """Epsilon of the whole plan, or of its first ``after`` rounds.
 
-        Of a plan that is charged as a whole, fewer rounds cost less only if their number was fixed
-        in advance: what a run may claim is the whole plan's.
+        In a plan that is charged as a whole, fewer rounds cost less only if their number was fixed
+        in advance; a run that ends early may claim the whole plan's epsilon alone.
 
         Raises
         ------
@@ -308,7 +307,7 @@ class ReleasePlan(Generic[BoundT]):
         Parameters
         ----------
         beside : sequence of Event
-            What is released beside the rounds, and planned as they are.
+            Further releases of the plan, besides the rounds.
 
         Raises
         ------
@@ -328,7 +327,7 @@ class ReleasePlan(Generic[BoundT]):
 
 @lru_cache(maxsize=4096)
 def _fitted(noise: Noise, participation: Participation) -> Noise:
-    """Kept: clients of one size have one plan, and many rounds."""
+    """Cached: clients of one size have one plan, and many rounds."""
     return noise.fitted(participation)
 
 
@@ -337,7 +336,7 @@ def _name_of(noise: Noise) -> str:
 
 
 def of_user(value: object) -> bool:
-    """Whether its class, or that of a bound that it is composed of, is not fedsim's."""
+    """Whether its class, or that of a bound in it, is not fedsim's."""
     ours = type(value).__module__.partition(".")[0] == "fedsim"
     return not ours or any(map(of_user, _bounds_in(value)))
 

@@ -22,7 +22,6 @@ _ADJACENCIES: dict[Adjacency, str] = {
     "replace-one": "replacing one {row} by any other",
 }
 
-
 _METHODS = {
     "analytic": "the exact curve of the Gaussian mechanism",
     "pld": "privacy loss distributions (PLD)",

@@ -29,7 +29,7 @@ class StatisticsLoss(ExampleLoss):
             return -inputs
         if targets.is_floating_point():
             moments = Moments("targets", self.low, self.high, self.quantiles)
-            rows = moments.coded(targets.to(sums).reshape(len(targets), -1, 1)).flatten(1)
+            rows = moments.encoded(targets.to(sums).reshape(len(targets), -1, 1)).flatten(1)
         else:
             classes = torch.arange(sums.shape[1], device=sums.device)
             rows = (targets[:, None] == classes).to(sums)

@@ -58,7 +58,9 @@ def test_running_statistics_are_refused_in_a_private_run(name):
 def test_a_population_that_differs_from_the_nodes_there_is_said(caplog):
     with caplog.at_level(logging.WARNING, logger="fedsim"):
         strategy(10).start(LocalGrid(Fixed(torch.ones(4, 2))), INITIAL, 3)
-    said = "4 of the population's 10 clients are there; the others are drawn too, and count as"
+    said = (
+        "4 of the population's 10 clients are available; the others are sampled too, and count as"
+    )
     assert caplog.text.count(said) == 1
 
 

@@ -191,7 +191,7 @@ def test_noise_is_fresh_in_every_release() -> None:
 def test_a_denominator_that_is_not_positive_is_refused(denominator: float) -> None:
     with pytest.raises(FedsimError, match="denominator"):
         Releaser(
-            ShareRequest(Clipping(1.0), Independent(1.0), denominator, asked=1),
+            ShareRequest(Clipping(1.0), Independent(1.0), denominator, parts=1),
             layout_of_rows(torch.ones(1, 2)),
         )
 

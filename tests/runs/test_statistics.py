@@ -122,7 +122,7 @@ def test_rows_of_torch_are_those_of_numpy(numbers: list[float], quantiles: bool)
     squares = np.square(np.clip(values, -2.0, 5.0) - 1.5)
     expected = np.concatenate([value.rows(values), square.rows(squares)], axis=1)
     assert square.high == half**2
-    coded = moments.coded(torch.from_numpy(values)[:, None])
+    coded = moments.encoded(torch.from_numpy(values)[:, None])
     np.testing.assert_allclose(coded.numpy(), expected, atol=1e-9)
     assert np.linalg.norm(coded.numpy(), axis=1).max() <= joint_norm(moments.ranges) + 1e-9
 

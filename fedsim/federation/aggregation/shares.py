@@ -3,11 +3,11 @@
 Together the shares of a round have the noise of its release, so that no server need see a row
 without noise; what missing clients would have added, the server adds.
 
-The strategy says with what noise (``share-*`` entries of the message's config), and what of the
-mechanism's state it takes to bound a row (an array record named `STATE_RECORD`); the client
-bounds and noises its row and replies that, an array record with the one entry ``share``, and
-nothing else about its data. Clients of fedsim's engines in this process make no messages: their
-shares are made here, from the draws that each client would have used.
+A message has the noise of a share (``share-*`` entries of its config) and the part of the
+mechanism's state that bounding a row needs (an array record named `STATE_RECORD`). The client's
+reply has its bounded and noised row (an array record with the one entry ``share``) and nothing else
+about its data. Engines that train clients in this process send no messages: the shares are then
+made here, from the draws that each client would have used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STATE_RECORD = "mechanism-state"
 USABLE = "share-usable"
 SIDE_PREFIX = "share-side."
 
-# No honest share lies so many standard deviations of its noise beyond its bound, in one entry
+# No honest share is so many standard deviations of its noise beyond its bound, in one entry
 # (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
 FARTHEST = 40.0
 ROUNDING = 1e-9
@@ -48,7 +48,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Shares:
-    """What clients send where they bound and noise their own rows.
+    """Rows that clients have bounded and noised themselves, as they send them.
 
     Attributes
     ----------
@@ -68,12 +68,12 @@ class Shares:
 
 @dataclass(frozen=True)
 class SharesInUnits:
-    """The same as whole numbers, by what is summed: each in units of its sum's grid.
+    """The same as whole numbers in units of the grids of the sums that they enter, by their names.
 
     Attributes
     ----------
     sums : PartialSum
-        Of n owners, with the grids.
+        Of n owners; it has the grids.
     units : mapping of name to float64 ``[n, ...]``
     usable : bool ``[n]``
     """
@@ -97,14 +97,14 @@ class SharesInUnits:
 
 @dataclass(frozen=True)
 class ShareRequest:
-    """The noisy sum of which each client asked is to send its share.
+    """The noisy sum of which each sampled client is to send its share.
 
     Attributes
     ----------
     bound, noise, denominator
         Of the round's release plan.
-    asked : int
-        Number of clients asked in the round: each share has ``z^2 C^2 / asked`` of the noise.
+    parts : int
+        Into how many shares the noise is divided: each has the variance ``z^2 C^2 / parts``.
     release : str
         Digest that keys the shares' noise beside the seed; empty without one.
     """
@@ -112,7 +112,7 @@ class ShareRequest:
     bound: Mechanism
     noise: Noise
     denominator: float
-    asked: int
+    parts: int
     release: str = ""
 
     @classmethod
@@ -127,15 +127,15 @@ class ShareRequest:
         noise = Independent(
             _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
         )
-        denominator, asked = _number(entries, "share-denominator"), _whole(entries, "share-asked")
-        return cls(bound, noise, denominator, asked, str(entries["share-release"]))
+        denominator, parts = _number(entries, "share-denominator"), _whole(entries, "share-asked")
+        return cls(bound, noise, denominator, parts, str(entries["share-release"]))
 
     def entries(self) -> dict[str, float | int | str]:
         """The config entries from which `read` makes the same request."""
         return {
             "share-noise-multiplier": self.noise.multiplier,
             "share-denominator": self.denominator,
-            "share-asked": self.asked,
+            "share-asked": self.parts,
             "share-hardened": self.noise.hardened,
             "share-release": self.release,
         }
@@ -166,7 +166,7 @@ def share(
 ) -> SharesInUnits:
     """Bound and noise the rows of n clients, on the clients' side.
 
-    Each share is a sum of one row with noise of variance ``z^2 C^2 / asked``, from that
+    Each share is a sum of one row with noise of variance ``z^2 C^2 / parts``, from that
     client's own source. Of a row that is not finite there is noise alone.
 
     Parameters
@@ -203,12 +203,12 @@ def share(
     ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
-    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.asked))
+    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.parts))
     return SharesInUnits(total, units, masks.usable[:, 0])
 
 
 def _require_state(bounding: State, own: State) -> None:
-    """Refuse a mechanism's state that is another's: the server's word, taken from a message."""
+    """Refuse a state that is not this mechanism's: it comes from a message, unchecked."""
     for name, tensor in own.items():
         found = bounding.get(name)
         if found is None or found.numel() != tensor.numel():
@@ -220,7 +220,7 @@ def _require_state(bounding: State, own: State) -> None:
 
 
 def _require_bounded(total: PartialSum) -> None:
-    """Refuse rows that have left their ball: the state that shapes them is the server's word."""
+    """Refuse rows longer than their bound, which a server's made-up state could give."""
     for summed in total.segments:
         grid = summed.grids["sum"]
         norms = torch.linalg.vector_norm(grid.on_grid(), dim=-1) * grid.unit
@@ -232,7 +232,7 @@ def _require_bounded(total: PartialSum) -> None:
 
 
 def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
-    """Add to the one sum what clients bounded and noised; which of it is usable, bool ``[n]``.
+    """Add shares to the one sum; which of them are usable, bool ``[n]``.
 
     A share counts in all its vectors and scalars or in none: only then is one top-up right
     for all of them. One that its bound and noise cannot have made is dropped like one that
@@ -245,15 +245,14 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     total : PartialSum
     shares : Shares
     asked : int
-        Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
+        Number of clients asked in this round: each adds noise of variance ``z^2 C^2 / asked``.
     """
     device, split = total.terms.device, total.terms.split
     rows = DenseRows(shares.rows.to(device, torch.float64))
     masks = RowMasks(shares.usable.shape, device)
     masks.usable &= shares.usable.to(device)
     missing = torch.full(shares.usable.shape, torch.nan)
-    # What has infinite noise is never sent.
-    grids = {name: grid for name, grid in total.grids.items() if split[name] < math.inf}
+    grids = summed_grids(total)
     sent = {
         segment.prefix + "sum": segment.part_of(rows).dense() for segment in total.terms.segments
     }
@@ -277,7 +276,7 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
 
 
 class ShareSum(ServerSum):
-    """What aggregations of shares have in common: how clients are asked for one, and make it.
+    """Base of aggregations of shares: how clients are asked for theirs, and how they make them.
 
     Parameters
     ----------
@@ -340,14 +339,14 @@ class ClientShares(ShareSum):
     def add(self, reply: Reply) -> Reply:
         """Add the clients' shares; the reply of those who could make one."""
         block = reply.block
-        # A share has its client's scalars in it; those of a block are still bare.
+        # A share contains its client's scalars; those of a block are still without noise.
         if reply.content is None:
             block = self.without_failed(self.summing.checked(block))
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
         shares = _sent(block) if reply.content is not None else self.shares_of(block).values()
-        usable = add_shares(total, shares, asked=self.share_request.asked)
-        # That its row was not finite a client says; anything else its share cannot be.
+        usable = add_shares(total, shares, asked=self.share_request.parts)
+        # That its row was not finite, a client says itself; otherwise its share is impossible.
         self.tally.doubt(block.client_ids, usable, "malformed")
         self.tally.doubt(block.client_ids, shares.usable, "non-finite")
         return replace(reply, block=replace(block, rows=None, usable=usable))
@@ -364,8 +363,8 @@ def _sent(block: Block) -> Shares:
     return Shares(block.rows, sides, torch.from_numpy(block.metrics[USABLE] > 0))
 
 
-def asks_for_share(message: Message) -> ConfigRecord | None:
-    """The config record that asks for a share, if there is one."""
+def share_entries(message: Message) -> ConfigRecord | None:
+    """The config record that asks for a share, if the message has one."""
     for record in message.content.config_records.values():
         if "share-asked" in record:
             return record
@@ -400,7 +399,7 @@ def requested_share(
     FedsimError
         If the message asks for none, or as `share` does.
     """
-    entries = asks_for_share(message)
+    entries = share_entries(message)
     if entries is None:
         raise FedsimError("the server asks for a masked update that is no share; it must be.")
     request = ShareRequest.read(entries, mechanism)
@@ -430,6 +429,6 @@ def share_reply(shares: Shares) -> RecordDict:
 
 
 def summed_grids(total: PartialSum) -> dict[str, GridSum]:
-    """What shares are summed in, in a fixed order; what has infinite noise is never sent."""
+    """The sums of shares, in a fixed order; a sum with infinite noise is never sent."""
     split = total.terms.split
     return {name: total.grids[name] for name in sorted(total.grids) if split[name] < math.inf}

@@ -23,7 +23,7 @@ from fedsim.federation.aggregation.shares import (
     STATE_RECORD,
     USABLE,
     SharesInUnits,
-    asks_for_share,
+    share_entries,
     requested_share,
     share_reply,
 )
@@ -104,8 +104,8 @@ def client_app(
 def _trained(
     message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
 ) -> Message:
-    """All parameters and what the client reports; or its share, where it is asked for that."""
-    if asks_for_share(message) is not None:
+    """All parameters and what the client reports; or its share, if the message asks for one."""
+    if share_entries(message) is not None:
         share = _share(message, context, trainer_for, mechanism_for)
         return Message(share_reply(share.values()), reply_to=message)
     trainer = trainer_for(context)
@@ -129,7 +129,7 @@ def _masked(
     mechanism_for: MechanismFor | None,
     threshold: int,
 ) -> Message:
-    """The answer to a stage of secure aggregation; the client trains at one of them."""
+    """The reply to a stage of secure aggregation; the client trains in one of the stages."""
     if threshold < 2:
         raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
 
@@ -141,7 +141,7 @@ def _masked(
 
 
 def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
-    """What the client has learnt, and from where it began, ``[d]``."""
+    """What local training gives, and the parameters ``[d]`` that it began with."""
     ids = _client_ids(context)
     vector = trainer.received_layout.flatten(_arrays(message)[1].to_torch_state_dict())
     trainer.receive(_config(message))
@@ -189,7 +189,7 @@ def _require_declared(examples: int, config: Mapping[str, object]) -> None:
 def _without_exit(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Let code that exits fail alone: in a simulation it would take its worker's clients along."""
+    """Turn an exit of the client's code into its own failure: its process serves others too."""
     try:
         return call_next(message, context)
     except SystemExit as ended:
@@ -197,7 +197,7 @@ def _without_exit(
 
 
 def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
-    """Let code that hangs fail alone: it would keep the round, or a worker others wait for."""
+    """Turn a client that hangs into its own failure: a round or a worker would wait for it."""
 
     def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         seconds = seconds_for(context)
@@ -242,9 +242,9 @@ def _metrics(values: dict[str, float]) -> MetricRecord:
 
 
 class TimeIsUp(BaseException):
-    """Raised where a client is when its time is over.
+    """Raised in a client's code when its time is over.
 
-    No `Exception`: code that continues after its own errors would otherwise continue after this.
+    Not an `Exception`, so that code that catches its own errors does not catch this.
     """
 
 

@@ -52,16 +52,16 @@ class Inclusion:
 
 @dataclass(frozen=True)
 class Participation:
-    """The rounds of a plan that one row can be in.
+    """In which rounds of a plan one row can be.
 
     Attributes
     ----------
     rounds : int
         T, of the plan.
     separation : int
-        A row that is in one round is in none of the next ``separation - 1``; 1 for no such rule.
+        A row that is in one round is in none of the next ``separation - 1``; 1 for any rounds.
     most : int or None
-        How many rounds a row can be in, where that is fewer than the separation leaves.
+        How many rounds a row can be in, if that is limited besides.
 
     Raises
     ------
@@ -137,15 +137,15 @@ class Law(ABC):
 
     @property
     def rounds(self) -> int:
-        """How many rounds one event covers: more than 1 where these are not drawn independently.
+        """How many rounds one event covers: more than 1 if they are not independent.
 
-        It is charged before the first of them, and the others add nothing.
+        It is charged before the first of them; the others then cost nothing.
         """
         return 1
 
     @property
     def redrawn(self) -> Law | None:
-        """What it costs to make one of several rounds once more; None for a plain Gaussian."""
+        """What repeating one of several rounds with other data costs; None for a plain Gaussian."""
         return None
 
     def gaussian(self, noise_multiplier: float) -> float | None:
@@ -193,7 +193,7 @@ class Law(ABC):
 
     @property
     def is_gaussian(self) -> bool:
-        """Whether a draw is one Gaussian against who knows the sample: all of fedsim's own are."""
+        """Whether a draw is one Gaussian if the sample is known, as of all fedsim's own laws."""
         return True
 
     @property
@@ -313,7 +313,7 @@ class Sampler(ABC):
 
 @dataclass(frozen=True)
 class RememberingSampler(Sampler):
-    """A sampler whose draws follow from earlier ones.
+    """A sampler whose draws depend on earlier draws.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The law of noise that is correlated over rounds: one Gaussian over several rounds at once."""
+"""The law of noise that is correlated over rounds: several rounds together are one Gaussian."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedsim.privacy.losses import Array, DominatingPair
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedLaw(Law):
-    """What rounds together cost whose noise is ``C^-1 Z``, for a lower triangular matrix C.
+    """The cost of several rounds with noise ``C^-1 Z``, for a lower triangular matrix C.
 
     They are one Gaussian on ``C X``, X being the rounds' sums: one draw of ``base`` of rows whose
     norm is `sensitivity` times that of a row (Choquette-Choo et al. 2023; Li et al. 2015).
@@ -21,7 +21,7 @@ class CorrelatedLaw(Law):
     Attributes
     ----------
     base : Law
-        How rows are drawn in these rounds: `FullLaw` where no sampling is counted on.
+        How rows are drawn in these rounds: `FullLaw` if sampling amplifies nothing.
     noise : str
         The noise, as in a config's ``noise.name``.
     coefficients : str
@@ -30,7 +30,7 @@ class CorrelatedLaw(Law):
         The most that one row moves ``C X``, over the bound of a row in one round.
     rounds : int
     again : float
-        The same for one round that is made once more, of other data.
+        The same for one round that is repeated with other data.
     """
 
     name: ClassVar[str] = "correlated"
@@ -55,7 +55,7 @@ class CorrelatedLaw(Law):
 
     @property
     def redrawn(self) -> Law:
-        """One row of C more, over which no round's sampling is counted on."""
+        """One further row of C, without amplification by sampling."""
         base = FullLaw(adjacency=self.adjacency, population=self.population)
         return replace(self, base=base, sensitivity=self.again, rounds=1)
 
@@ -65,7 +65,7 @@ class CorrelatedLaw(Law):
         return self.base.rate
 
     def gaussian(self, noise_multiplier: float) -> float | None:
-        """Sensitivity in standard deviations, where no sampling is counted on."""
+        """Sensitivity in standard deviations, if sampling amplifies nothing."""
         return self.base.gaussian(noise_multiplier / self.sensitivity)
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
@@ -77,7 +77,7 @@ class CorrelatedLaw(Law):
         return self.base.rdp(noise_multiplier / self.sensitivity)
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of draws, where any sampling is counted on."""
+        """What an audit may test of draws, if sampling amplifies."""
         return None if self.rate == 1 else self.base.inclusion(population)
 
     def comparable(self, other: Law) -> bool:

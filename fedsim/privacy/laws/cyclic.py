@@ -1,4 +1,4 @@
-"""Groups in turn: each client belongs to one of b groups for ever, and every b-th round is its."""
+"""Cyclic groups: each client belongs to one of b groups, which take part in turn."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fedsim.settings import Doc, Ge, Gt, Le, check_settings
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicLaw(Law):
-    """One round out of ``groups`` is a row's, and in that it is in with probability ``in_group``.
+    """A row can be in one round out of ``groups``, and is in it with probability ``in_group``.
 
-    Adding a row moves no other: the group of each follows from a draw of its own.
+    Adding a row changes the group of no other row, since each group is drawn independently.
     """
 
     name: ClassVar[str] = "cyclic"
@@ -45,12 +45,12 @@ class CyclicLaw(Law):
 
     @property
     def rounds(self) -> int:
-        """As many as there are groups: each row has one of them."""
+        """The number of groups: each row can be in one of so many rounds."""
         return self.groups
 
     @property
     def rate(self) -> float:
-        """In the round of a row's group: that the group is another's is not counted on."""
+        """Within the group: that a row's group is secret too amplifies nothing."""
         return self.in_group
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
@@ -64,7 +64,7 @@ class CyclicLaw(Law):
         return poisson_rdp(self.in_group, noise_multiplier)
 
     def inclusion(self, population: int) -> None:
-        """None: who is in follows from the groups, which stay."""
+        """None: draws of several rounds are dependent, since groups stay."""
 
     @property
     def label(self) -> str:
@@ -79,8 +79,8 @@ class CyclicLaw(Law):
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round, for a report."""
         return (
-            f"Clients belong to {self.groups} groups, which take part in turn; of the group whose "
-            f"round it is each takes part with probability {self.in_group:g}: about "
+            f"Clients belong to {self.groups} groups, which take turns; each client of the group "
+            f"whose turn it is takes part with probability {self.in_group:g}: about "
             f"{self.in_group * population / self.groups:,.4g} of {population:,}."
         )
 
@@ -88,14 +88,14 @@ class CyclicLaw(Law):
 @register("cohort", "cyclic")
 @dataclass(frozen=True)
 class Cyclic(RememberingSampler):
-    """Clients in groups, drawn once; in round t, group t modulo their number takes part.
+    """Clients in randomly drawn groups; in round t, group t modulo their number takes part.
 
-    A client that takes part is not in the next ``groups - 1`` rounds, which noise that is
-    correlated over rounds counts on.
+    A client that takes part is not in the next ``groups - 1`` rounds, which bounds the sensitivity
+    of noise that is correlated over rounds.
 
-    Guarantee: add-remove (groups are drawn for each client by itself, and their sizes are random);
-    in the round of its group a client is in with probability ``rate``, with the amplification of
-    Poisson sampling.
+    Guarantee: add-remove (each client's group is drawn independently, so that group sizes are
+    random). In its group's round a client is in with probability ``rate``, with the amplification
+    of Poisson sampling.
 
     Parameters
     ----------
@@ -138,5 +138,5 @@ class Cyclic(RememberingSampler):
         return CyclicLaw(groups=self.groups, in_group=self.rate, population=self.population)
 
     def participation(self, rounds: int) -> Participation:
-        """Every so many rounds as there are groups."""
+        """Rounds that are a multiple of the number of groups apart."""
         return Participation(rounds, self.groups)

@@ -1,8 +1,7 @@
 """The best of a random number of runs: what publishing it alone costs.
 
-A number K is drawn, so many runs are made, and only the best of them is published. That costs a
-little more than one run, and far less than all of them together (Liu and Talwar 2019; Papernot
-and Steinke 2022).
+A random number K of runs is made, and only the best is published. That costs little more than one
+run, and far less than publishing all K (Liu and Talwar 2019; Papernot and Steinke 2022).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Distribution = Literal["logarithmic", "geometric", "poisson"]
 
 @dataclass(frozen=True)
 class Selection:
-    """How many runs are made, of which the best is published.
+    """The distribution of the number of runs of which the best is published.
 
     Attributes
     ----------
     distribution : "logarithmic", "geometric" or "poisson"
-        Of their number. Poisson costs least for few runs, and its number may be 0.
+        Poisson costs least for few runs; the number may then be 0.
     mean : float
-        Of their number, above 1.
+        Above 1.
 
     Raises
     ------
@@ -55,7 +54,7 @@ class Selection:
         if self.distribution == "geometric":
             return 1 / self.mean
 
-        def is_small(log: float) -> bool:  # that is, whether the mean is large enough
+        def is_small(log: float) -> bool:  # a small parameter is a large mean
             return math.expm1(log) / log >= self.mean
 
         return math.exp(-bisected(is_small, most=1e4, tolerance=1e-12)[1])
@@ -113,7 +112,9 @@ class SelectionLaw(Law):
         super().__post_init__()
         Selection(self.distribution, self.mean)
         if self.base.adjacency != self.adjacency or min(self.invocations, self.rounds) < 1:
-            raise FedsimError("a selection among runs has rounds, and its runs' neighbours.")
+            raise FedsimError(
+                "a selection among runs needs rounds, and the neighbours of its runs."
+            )
 
     @property
     def rate(self) -> float:
@@ -124,7 +125,7 @@ class SelectionLaw(Law):
         """Never: the best of several runs is no Gaussian."""
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Rényi curve of the published run, all its releases together."""
+        """Rényi curve of all releases of the published run together."""
         return _selected(self, noise_multiplier)
 
     @property
@@ -149,7 +150,7 @@ class SelectionLaw(Law):
         """How a ``row`` is drawn, and how the run was chosen, for a statement."""
         return (
             f"{self.base.sentence(row)}; the best of a random number of such runs was published, "
-            f"{self.mean:g} on average ({self.distribution}), and the others are seen by nobody"
+            f"{self.mean:g} on average ({self.distribution}), and the others are not revealed"
         )
 
     def round_sentence(self, population: int) -> str:

@@ -1,4 +1,4 @@
-"""A least separation: who was in stays out for some rounds, and is then drawn at random."""
+"""Minimum separation: a sampled client is not sampled in some rounds after, and then at random."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedsim.settings import Doc, Ge, Gt, Le, check_settings
 
 @dataclass(frozen=True, kw_only=True)
 class SeparatedLaw(Law):
-    """A row is in at most one of any ``separation`` rounds; no sampling is counted on."""
+    """A row is in at most one of any ``separation`` rounds in a row; sampling amplifies nothing."""
 
     name: ClassVar[str] = "separated"
     separation: int = 1
@@ -35,11 +35,11 @@ class SeparatedLaw(Law):
 
     @property
     def rounds(self) -> int:
-        """Any so many, of which a row is in one."""
+        """So many rounds in a row, of which a row is in at most one."""
         return self.separation
 
     def inclusion(self, population: int) -> None:
-        """None: who is in depends on who was in before."""
+        """None: a draw depends on the draws before it."""
 
     @property
     def label(self) -> str:
@@ -63,11 +63,11 @@ class SeparatedLaw(Law):
 @register("cohort", "separated")
 @dataclass(frozen=True)
 class Separated(RememberingSampler):
-    """Of those who were in none of the last ``separation - 1`` rounds, each with probability rate.
+    """Each client that was in none of the last ``separation - 1`` rounds, with probability rate.
 
-    Noise that is correlated over rounds counts on the separation. Before round 1 clients are as
-    far from their last round as in the long run, so that all rounds are equally large on average,
-    until clients leave that have taken part as often as they may.
+    The separation bounds the sensitivity of noise that is correlated over rounds. The process
+    starts in its stationary state, so that all rounds have the same expected size (until clients
+    reach ``max_participations``).
 
     Guarantee: add-remove or zero-out, without amplification.
 
@@ -79,8 +79,8 @@ class Separated(RememberingSampler):
     population : int or None
         Declared public number.
     max_participations : int
-        How often a client takes part at most, 0 for as often as it is drawn. Correlated noise
-        counts on it; independent noise is charged as if there were no limit.
+        How often a client takes part at most; 0 for no limit. It lowers the sensitivity of
+        correlated noise; independent noise is charged as if there were no limit.
     """
 
     name: ClassVar[str] = "separated"
@@ -130,5 +130,5 @@ class Separated(RememberingSampler):
         return SeparatedLaw(separation=self.separation, population=self.population)
 
     def participation(self, rounds: int) -> Participation:
-        """So many rounds apart, and no more than the limit."""
+        """At least so many rounds apart, and at most so many rounds."""
         return Participation(rounds, self.separation, self.max_participations or None)

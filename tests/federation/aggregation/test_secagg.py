@@ -298,7 +298,7 @@ def test_keys_and_shares_that_were_changed_are_refused() -> None:
     parties, seen = ready(until="masked")
     others = [1, 2, 3]
     received = [seen["sealed"][k][0] for k in others]
-    with pytest.raises(FedsimError, match="changed on its way"):
+    with pytest.raises(FedsimError, match="changed in transit"):
         parties[0].ask("masked", senders=others, sealed=[received[1], received[0], received[2]])
     with pytest.raises(FedsimError, match="not of this round, or too short"):
         parties[0].ask("masked", senders=[1], sealed=received[:1])
@@ -328,9 +328,9 @@ def test_keys_agree_and_seals_hold() -> None:
     sealed = seal(key, b"text", b"context")
     assert unseal(key, sealed, b"context") == b"text"
     for wrong in (sealed[:-1] + bytes([sealed[-1] ^ 1]), b"", sealed[1:]):
-        with pytest.raises(FedsimError, match="changed on its way"):
+        with pytest.raises(FedsimError, match="changed in transit"):
             unseal(key, wrong, b"context")
-    with pytest.raises(FedsimError, match="changed on its way"):
+    with pytest.raises(FedsimError, match="changed in transit"):
         unseal(key, sealed, b"another")
     assert (mask(key, 3) == mask(key, 5)[:3]).all()
     assert len({new_seed(), new_seed(), new_key(), new_key()}) == 4

@@ -1,4 +1,4 @@
-"""What secure aggregation is made of: key agreement, shared secrets, sealed messages and masks.
+"""The primitives of secure aggregation: key agreement, secret sharing, sealed messages, masks.
 
 Everything but the sharing of secrets is the `cryptography` package's: X25519, HKDF-SHA256,
 ChaCha20-Poly1305, ChaCha20. All secrets come from the operating system.
@@ -48,18 +48,18 @@ def new_seed() -> bytes:
 
 
 def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
-    """The key of two clients, each of whom has one's private and the other's public key.
+    """The common key of two clients, from the private key of one and the public key of the other.
 
     Raises
     ------
     FedsimError
-        If the public key is none that a key can be agreed with.
+        If the public key is invalid.
     """
     try:
         theirs = X25519PublicKey.from_public_bytes(public)
         common = X25519PrivateKey.from_private_bytes(private).exchange(theirs)
     except ValueError:
-        raise FedsimError("a public key of secure aggregation is none.") from None
+        raise FedsimError("a public key of secure aggregation is invalid.") from None
     return derived_key(common, purpose)
 
 
@@ -69,7 +69,7 @@ def derived_key(secret: bytes, purpose: bytes) -> bytes:
 
 
 def mask(key: bytes, size: int) -> Words:
-    """So many words that follow from a key: its ChaCha20 stream, each key used for one mask."""
+    """Pseudorandom words ``[size]``: the key's ChaCha20 stream. A key is used for one mask."""
     stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(stream.update(bytes(8 * size)), dtype="<u8").astype(np.uint64)
 
@@ -90,11 +90,13 @@ def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
     except InvalidTag:
-        raise FedsimError("a share of a secret was changed on its way, or is another's.") from None
+        raise FedsimError(
+            "a share of a secret was changed in transit, or is another client's."
+        ) from None
 
 
 def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
-    """Shares at the points 1 to ``count``, so many of which give the secret, and fewer nothing.
+    """Shares at the points 1 to ``count``; ``threshold`` of them give the secret, fewer nothing.
 
     Source: Shamir 1979, over the integers modulo `PRIME`.
     """
@@ -110,7 +112,7 @@ def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def join_weights(points: tuple[int, ...]) -> list[int]:
-    """What shares at these points are weighed with to give the secret: Lagrange's, at zero."""
+    """Lagrange weights at zero, with which shares at these points give the secret."""
     weights = []
     for point in points:
         above, below = 1, 1
@@ -123,12 +125,12 @@ def join_weights(points: tuple[int, ...]) -> list[int]:
 
 
 def join_secret(shares: Mapping[int, int]) -> bytes:
-    """The secret of `KEY_BYTES`, from shares by their points, as many as the threshold.
+    """The secret of `KEY_BYTES`, from as many shares as the threshold, by their points.
 
     Raises
     ------
     FedsimError
-        If they are no shares of such a secret.
+        If these are not shares of such a secret.
     """
     weights = join_weights(tuple(shares))
     value = sum(w * s for w, s in zip(weights, shares.values(), strict=True)) % PRIME

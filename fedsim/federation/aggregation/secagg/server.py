@@ -1,10 +1,10 @@
 """The aggregation of masked shares: its stages, and the sum that alone can be unmasked.
 
-Each client that is asked bounds its row and adds noise of variance ``z^2 C^2 / h``, where h is the
-number of honest survivors that every sum has: the threshold less the colluders. What leaves a
-client is that share as whole numbers modulo 2^64, under masks that cancel in the sum of those who
-survive. Engines that train clients in this process add the same shares in the clear, to the same
-bytes.
+Each sampled client bounds its row and adds noise of variance ``z^2 C^2 / h``, where h is the number
+of honest survivors that every sum has: the threshold less the colluders. It sends that share as
+whole numbers modulo 2^64, under masks that cancel in the sum over the survivors: the clients whose
+masked shares have arrived. Engines that train clients in this process add the same shares in the
+clear, to the same bytes.
 """
 
 from __future__ import annotations
@@ -62,19 +62,20 @@ Stages = Generator[list[Message], Iterable[Message], None]
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """How many clients a sum must be of.
+    """How many clients a sum must have, and how many of them may collude with the server.
 
     Parameters
     ----------
     threshold : int
         With fewer survivors nothing is unmasked, and the round is lost, and charged.
     colluders : int
-        So many of them may tell the server what they know; the noise is that of the others.
+        So many of them may give the server all that they know; the guarantee counts on the noise
+        of the others alone.
 
     Raises
     ------
     FedsimError
-        If nobody honest would be left.
+        If no client need be honest.
     """
 
     threshold: int
@@ -89,17 +90,17 @@ class SecureAggregation:
 
     @property
     def public(self) -> dict[str, int]:
-        """What a ledger's line says of it."""
+        """The facts of it in a ledger's line."""
         return {"secagg-threshold": self.threshold, "secagg-colluders": self.colluders}
 
     @property
     def honest(self) -> int:
-        """Honest survivors that every sum has: their shares' noise is what is charged."""
+        """Honest survivors of every sum: the noise of their shares is what is charged."""
         return self.threshold - self.colluders
 
 
 class SecureSum(ShareSum):
-    """Sums shares of which the server sees none: under masks, or where this process makes them.
+    """Sums shares that the server does not see: masked in messages, or made in this process.
 
     Parameters
     ----------
@@ -121,7 +122,7 @@ class SecureSum(ShareSum):
     # -- the stages ---------------------------------------------------------------------
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
-        """Where clients answer messages, the first stage; else the round's own instructions."""
+        """The first stage of the protocol; the round's instructions where this process trains."""
         whole = self.share_instructions(instructions)
         if self.pending.in_blocks:
             return whole
@@ -129,7 +130,7 @@ class SecureSum(ShareSum):
         return next(self._stages)
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
-        """The stage after these replies; None after the last, and once the round is lost."""
+        """The stage after these replies; None after the last one, or if the round is lost."""
         if self._stages is None:
             return None
         try:
@@ -139,25 +140,28 @@ class SecureSum(ShareSum):
             return None
 
     def _protocol(self, instructions: Instructions) -> Stages:
-        """Sends each stage, takes its replies, and ends with the sum or with why there is none."""
+        """The stages in turn: each yields its messages and receives the replies to them.
+
+        Ends with the sum added to `total`, or with `lost` set.
+        """
         node_of = dict(
             zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
         )
         run = str(instructions.config.get("run", ""))
         context = context_of(run, self.pending.round, secrets.token_bytes(16))
 
-        def asked(stage: str, entries: Mapping[int, Mapping[str, object]]) -> list[Message]:
-            beside = {"stage": stage, "context": context}
+        def messages(stage: str, entries: Mapping[int, Mapping[str, object]]) -> list[Message]:
+            common = {"stage": stage, "context": context}
             return [
                 Message(
-                    RecordDict({RECORD: ConfigRecord({**beside, **entry})}),  # type: ignore[dict-item]
+                    RecordDict({RECORD: ConfigRecord({**common, **entry})}),  # type: ignore[dict-item]
                     node_of[client],
                     instructions.message_type,
                 )
                 for client, entry in entries.items()
             ]
 
-        replies = yield asked("keys", {client: {} for client in node_of})
+        replies = yield messages("keys", {client: {} for client in node_of})
         keys = self._answers(
             replies,
             [*node_of],
@@ -170,7 +174,7 @@ class SecureSum(ShareSum):
             "mask-keys": [keys[client][0] for client in clients],
             "channel-keys": [keys[client][1] for client in clients],
         }
-        replies = yield asked("shares", dict.fromkeys(clients, listed))
+        replies = yield messages("shares", dict.fromkeys(clients, listed))
         sealed = self._answers(
             replies, clients, lambda r: byte_strings(r, "sealed", len(clients), SEALED_BYTES)
         )
@@ -182,7 +186,7 @@ class SecureSum(ShareSum):
             place = clients.index(client)
             received = [sealed[other][place] for other in others]
             masked_stage[client] = {"senders": others, "sealed": received}
-        replies = yield self._with_instructions(asked("masked", masked_stage), instructions)
+        replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
         sums = self.total
         size = sum(grid.coarse.shape[-1] for grid in summed_grids(sums).values())
         masked = self._answers(
@@ -192,7 +196,9 @@ class SecureSum(ShareSum):
         )
         if not self._enough(survivors := sorted(masked), "sent their masked shares"):
             return
-        replies = yield asked("unmask", {client: {"survivors": survivors} for client in survivors})
+        replies = yield messages(
+            "unmask", {client: {"survivors": survivors} for client in survivors}
+        )
         shares = self._answers(
             replies, survivors, lambda r: byte_strings(r, "shares", len(senders), SHARE_BYTES)
         )
@@ -215,7 +221,7 @@ class SecureSum(ShareSum):
     def _with_instructions(
         self, messages: list[Message], instructions: Instructions
     ) -> list[Message]:
-        """These messages, with what clients train by."""
+        """These messages, with the records that clients need to train."""
         chosen = {message.metadata.dst_node_id: message for message in messages}
         for whole in instructions:
             if (message := chosen.get(whole.metadata.dst_node_id)) is not None:
@@ -229,14 +235,14 @@ class SecureSum(ShareSum):
         asked: list[int],
         parse: Callable[[ConfigRecord], Answer],
     ) -> dict[int, Answer]:
-        """What those who were asked answered; who answers with anything else is out."""
-        client_of, left = self.pending.recipients.client_of, {*asked}
+        """Parsed replies by client; a client whose reply cannot be parsed is out of the round."""
+        client_of, waiting = self.pending.recipients.client_of, {*asked}
         answers: dict[int, Answer] = {}
         for reply in replies:
             client = client_of.get(reply.metadata.src_node_id)
-            if client is None or client not in left:
+            if client is None or client not in waiting:
                 continue
-            left.discard(client)
+            waiting.discard(client)
             try:
                 if reply.has_error():
                     raise FedsimError(str(reply.error.reason))
@@ -248,7 +254,7 @@ class SecureSum(ShareSum):
         return answers
 
     def _enough(self, clients: list[int], what: str) -> bool:
-        """Whether so many are left that the sum may be unmasked."""
+        """Whether enough clients remain for the sum to be unmasked; else the round is lost."""
         if len(clients) >= self._secure.threshold:
             return True
         self._why_lost = self._too_few(len(clients), what)
@@ -264,13 +270,13 @@ class SecureSum(ShareSum):
 
     @property
     def lost(self) -> str | None:
-        """Why there is no sum, where that is so."""
+        """Why the round has no sum, if it has none."""
         if self.pending.in_blocks and self.total.count < self._secure.threshold:
             return self._too_few(self.total.count, "sent their shares")
         return self._why_lost
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """Blocks where this process trains; else who is in the sum, of whom no more is known."""
+        """Blocks where this process trains; else the clients in the sum, without their rows."""
         if self.pending.in_blocks:
             yield from super().replies(messages)
             return
@@ -280,8 +286,9 @@ class SecureSum(ShareSum):
                 yield Reply(taken)
 
     def add(self, reply: Reply) -> Reply:
-        """Add the shares that a block's clients would have sent, whether their rows were finite
-        or not: who sends a row that is not adds noise alone, and nobody else learns of it.
+        """Add the shares that a block's clients would have sent.
+
+        A client whose row is not finite adds noise alone, as it would under masks.
         """
         if reply.block.rows is None:
             everyone = torch.ones(len(reply.block.client_ids), dtype=torch.bool)
@@ -297,7 +304,7 @@ class SecureSum(ShareSum):
         return replace(reply, block=replace(block, rows=None, usable=usable))
 
     def release(self) -> Release:
-        """The round's one release: the shares have brought all of its noise."""
+        """The round's one release: the shares contain all of its noise."""
         rows = self.sum_on(self.pending.vector.device)
         return rows.releaser.release(rows.total, self._noise_source(), asked=rows.total.count)
 
@@ -307,7 +314,7 @@ class SecureSum(ShareSum):
         Raises
         ------
         FedsimError
-            If so many shares cannot have such a sum: some masks have not been removed.
+            If the sum is larger than so many shares can be: some mask was not removed.
         """
         start = 0
         units = torch.from_numpy(words.view(np.int64).astype(np.float64))
@@ -315,10 +322,10 @@ class SecureSum(ShareSum):
             size = grid.coarse.shape[-1]
             vector, start = units[start : start + size], start + size
             radius, unit = float(grid.radius), float(grid.unit)
-            std = radius * share_multiplier(sums.terms.split[name], self.share_request.asked)
+            std = radius * share_multiplier(sums.terms.split[name], self.share_request.parts)
             most = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > most:
-                raise FedsimError("it is none that so many bounded shares can have.")
+                raise FedsimError("it is larger than so many bounded shares can be.")
             grid.add_(vector[None])
         _count(sums, count)
 
@@ -344,26 +351,26 @@ def unmasked(
     masked : mapping of client to uint64 ``[d]``
         Of the survivors.
     shares : mapping of client to shares by their points
-        Of a survivor's seed, and of the mask key of one that is gone.
+        Of a survivor's seed, or of a dropped client's mask key.
     mask_keys : mapping of client to bytes
-        Public ones, of all who are in others' masks.
+        Public keys of all clients that masked their vectors against each other.
 
     Raises
     ------
     FedsimError
-        If shares do not fit together, or are not of the key that was announced.
+        If shares do not fit together, or give another key than was announced.
     """
     total = np.add.reduce([np.asarray(vector) for vector in masked.values()])
     size = len(total)
     for client in masked:
         seed = join_secret(shares[client])
         total = total - mask(derived_key(seed, own_purpose(context)), size)
-    for gone in mask_keys.keys() - masked.keys():
-        key = join_secret(shares[gone])
-        if public_key(key) != mask_keys[gone]:
-            raise FedsimError("shares of a key are not of the one that was announced.")
+    for dropped in mask_keys.keys() - masked.keys():
+        key = join_secret(shares[dropped])
+        if public_key(key) != mask_keys[dropped]:
+            raise FedsimError("shares of a key do not give the key that was announced.")
         for client in masked:
-            purpose = pair_purpose(context, mask_keys[gone], mask_keys[client])
+            purpose = pair_purpose(context, mask_keys[dropped], mask_keys[client])
             common = mask(agreed_key(key, mask_keys[client], purpose), size)
-            total = total - common if client < gone else total + common
+            total = total - common if client < dropped else total + common
     return np.asarray(total, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""What the messages of secure aggregation say: their stages, and keys for one purpose each."""
+"""The messages of secure aggregation: their entries, and what each derived key is for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.primitives import SHARE_BYTES
 
 RECORD = "secagg"
-"""Name of the config record that a message of the protocol has, and its reply."""
+"""Name of the config record of a message of the protocol, and of its reply."""
 Stage = Literal["keys", "shares", "masked", "unmask"]
 PREFIX = b"fedsim-secagg-1"
 MOST_CLIENTS = 100_000
@@ -23,7 +23,7 @@ def context_of(run: str, server_round: int, nonce: bytes) -> bytes:
 
 
 def channel_purpose(context: bytes, sender: int, receiver: int) -> bytes:
-    """Of the key that seals what one client has for another."""
+    """Of the key that seals what one client sends another."""
     return b"|".join([context, b"channel", str(sender).encode(), str(receiver).encode()])
 
 
@@ -66,7 +66,7 @@ def numbers(record: Mapping[str, object], name: str) -> list[int]:
     Raises
     ------
     FedsimError
-        If that is not what the record has.
+        If the record has something else.
     """
     entries = record.get(name)
     listed: list[Any] = entries if isinstance(entries, list) else [None]
@@ -82,7 +82,7 @@ def byte_strings(record: Mapping[str, object], name: str, count: int, size: int)
     Raises
     ------
     FedsimError
-        If that is not what the record has.
+        If the record has something else.
     """
     entries = record.get(name)
     listed = entries if isinstance(entries, list) else []
@@ -99,7 +99,7 @@ def byte_string(record: Mapping[str, object], name: str, size: int) -> bytes:
     Raises
     ------
     FedsimError
-        If that is not what the record has.
+        If the record has something else.
     """
     entry = record.get(name)
     if not isinstance(entry, bytes) or len(entry) != size:
@@ -112,5 +112,5 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16
 
 
 def join_shares(key_share: int, seed_share: int) -> bytes:
-    """What one client has for another: a share of its mask key, and one of its seed."""
+    """What one client sends another: a share of its mask key, and one of its seed."""
     return key_share.to_bytes(SHARE_BYTES) + seed_share.to_bytes(SHARE_BYTES)
