@@ -23,8 +23,8 @@ from fedsim.federation.aggregation.shares import (
     STATE_RECORD,
     USABLE,
     SharesInUnits,
-    share_entries,
     requested_share,
+    share_entries,
     share_reply,
 )
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
