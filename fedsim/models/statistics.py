@@ -23,22 +23,25 @@ if TYPE_CHECKING:
 @register("model", "statistics")
 @dataclass(frozen=True)
 class Statistics(Network):
-    """No predictor: sums from which means, deviations, quantiles and shares of classes follow."""
+    """Not a predictor: sums that give means, deviations, quantiles and shares of classes."""
 
     inputs: Annotated[
         Literal["none", "each", "together"],
-        Doc("Of which inputs: each feature or channel by itself, all as one, or none."),
+        Doc("Statistics of inputs: of each feature or channel, of all together, or none."),
     ] = "each"
-    low: Annotated[float, Doc("Inputs below it count as it.")] = 0.0
-    high: Annotated[float, Doc("Inputs above it count as it.")] = 1.0
-    quantiles: Annotated[bool, Doc("Whether there are histograms, and quantiles by them.")] = False
+    low: Annotated[float, Doc("The lower end to which inputs are clamped.")] = 0.0
+    high: Annotated[float, Doc("The upper end to which inputs are clamped.")] = 1.0
+    quantiles: Annotated[
+        bool, Doc("Whether histograms, and quantiles from them, are released.")
+    ] = False
     targets: Annotated[
-        Literal["none", "classes", "numbers"], Doc("What targets are; none for nothing of them.")
+        Literal["none", "classes", "numbers"],
+        Doc("What targets are; none for no statistics of them."),
     ] = "none"
 
     @property
     def moments(self) -> Moments:
-        """How an input enters the sums."""
+        """How an input is encoded in the sums."""
         return Moments("inputs", self.low, self.high, self.quantiles)
 
     def columns(self, input_shape: Sequence[int]) -> int:
@@ -51,7 +54,7 @@ class Statistics(Network):
 
     def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Build it for examples of this shape, and so many classes or numbers in a target."""
-        # Only now: what is read of a config waits for no torch.
+        # Imported here so that reading a config does not load torch.
         from fedsim.models.sums import Sums
 
         columns = self.columns(input_shape)

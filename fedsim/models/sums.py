@@ -1,4 +1,4 @@
-"""The sums that a `fedsim.models.statistics.Statistics` model is."""
+"""The torch module of a `fedsim.models.statistics.Statistics` model."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class NumberLoss(ExampleLoss):
         """The loss of each number, shaped as both."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
+        """The mean over the targets of each example that are not NaN, ``[B]``."""
         outputs = like_targets(outputs, targets)
         targets = targets.to(outputs)
         counts = ~targets.isnan()
@@ -121,7 +121,7 @@ class CrossEntropy(ExampleLoss):
     ] = 0.0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`.
+        """The cross-entropy of each example, ``[B]``.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class SquaredError(NumberLoss):
     """Mean of ``(output - target)^2`` over the targets of an example."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `NumberLoss`."""
+        """``(output - target)^2``."""
         return (outputs - targets).square()
 
 
@@ -174,7 +174,7 @@ class AbsoluteError(NumberLoss):
     """Mean of ``|output - target|`` over the targets of an example."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `NumberLoss`."""
+        """``|output - target|``."""
         return (outputs - targets).abs()
 
 
@@ -189,7 +189,7 @@ class Huber(NumberLoss):
     delta: Annotated[float, Gt(0), Doc("Beyond it an error counts by its size alone.")] = 1.0
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `NumberLoss`."""
+        """Quadratic up to delta, linear beyond."""
         gap = outputs - targets
         return torch.nn.functional.huber_loss(
             gap, torch.zeros_like(gap), reduction="none", delta=self.delta
@@ -207,7 +207,7 @@ class QuantileError(NumberLoss):
     quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `NumberLoss`."""
+        """``max(-q e, (1 - q) e)``."""
         gap = outputs - targets
         return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
 

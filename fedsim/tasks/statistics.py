@@ -1,4 +1,4 @@
-"""The loss with which a gradient is a row of statistics; see `fedsim.models.statistics`."""
+"""The loss whose gradient is an example's row of sums, for `fedsim.models.statistics`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from fedsim.tasks.losses import ExampleLoss
 @register("loss", "statistics")
 @dataclass(frozen=True)
 class StatisticsLoss(ExampleLoss):
-    """Minus the inner product of the model's sums with an example's row; of that model alone."""
+    """Minus the inner product of the model's sums with an example's row; for that model only."""
 
-    low: Annotated[float, Doc("Targets below it count as it, where they are numbers.")] = 0.0
-    high: Annotated[float, Doc("Targets above it count as it.")] = 1.0
-    quantiles: Annotated[bool, Doc("Whether there are histograms, and quantiles by them.")] = False
+    low: Annotated[
+        float, Doc("The lower end to which targets are clamped, if they are numbers.")
+    ] = 0.0
+    high: Annotated[float, Doc("The upper end to which targets are clamped.")] = 1.0
+    quantiles: Annotated[
+        bool, Doc("Whether histograms, and quantiles from them, are released.")
+    ] = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ExampleLoss`."""
+        """Minus the inner product, ``[B]``."""
         inputs, sums = outputs[:, 0], outputs[:, 1:]
         if not sums.shape[1]:
             return -inputs
