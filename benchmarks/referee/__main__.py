@@ -15,13 +15,13 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import environment
 from fedsim.audit import Verdict
 from fedsim.audit.outside import TargetClaim, audit_target, opened
 from fedsim.errors import FedsimError
@@ -67,26 +67,12 @@ def rows(pattern: str) -> Iterator[Row]:
                 yield row
 
 
-def environment(requirement: str) -> str:
-    """The interpreter of an environment with a requirement, which is made if there is none."""
-    if not requirement:
+def interpreter(row: Row) -> str:
+    """That of the row's environment."""
+    if not row.requirement:
         return sys.executable
-    directory = ENVIRONMENTS / requirement.replace("==", "-")
-    python = directory / "bin" / "python"
-    ready = directory / "ready"
-    if ready.exists():
-        return str(python)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
-    packages = next(directory.glob("lib/python*/site-packages"))
-    lent = sysconfig.get_paths()["purelib"]
-    # After the environment's own packages: what it has itself comes first.
-    (packages / "zz_lent.pth").write_text(f"{lent}\n")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    without = ["--no-deps"] if requirement.startswith("opacus") else []
-    # What it says of conflicts is of packages that are lent.
-    subprocess.run([*pip, *without, requirement], check=True, capture_output=True, text=True)
-    ready.touch()
-    return str(python)
+    directory = ENVIRONMENTS / row.requirement.replace("==", "-")
+    return environment(directory, row.requirement, dependencies=row.package != "opacus")
 
 
 def audited(row: Row, seed: int, seconds: float) -> Verdict:
@@ -101,7 +87,7 @@ def audited(row: Row, seed: int, seconds: float) -> Verdict:
     """
     claim = TargetClaim.read(None, {**row.claim, "source": row.source})
     name = f"{HERE / 'targets' / row.target}"
-    with opened(name, environment(row.requirement)) as target:
+    with opened(name, interpreter(row)) as target:
         return audit_target(target, claim, seconds=seconds, seed=1 + 1_000_000_000 * seed)
 
 

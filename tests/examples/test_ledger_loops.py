@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
-from benchmarks.referee.__main__ import environment
+from benchmarks.environments import environment
 from fedsim.audit.adapters.flower import of_strategy
 from fedsim.audit.outside import LittleFederation
 from fedsim.cohorts import FullCohort
@@ -78,8 +78,9 @@ def test_a_loop_with_opacus_ends_at_its_budget(tmp_path: Path) -> None:
 def test_a_run_of_nvflare_stops_at_its_budget(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     job = root / "examples/ledger/nvflare/job.py"
+    python = environment(Path("build/referee/nvflare-2.9.0"), "nvflare==2.9.0")
     done = subprocess.run(
-        [environment("nvflare==2.9.0"), str(job), str(tmp_path), "4"],
+        [python, str(job), str(tmp_path), "4"],
         env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "a release would exceed max-epsilon = 4.0" in done.stdout + done.stderr
