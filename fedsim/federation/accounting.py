@@ -14,7 +14,9 @@ from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import Fact, Kind
+from fedsim.privacy.events import Event
 from fedsim.privacy.ledger_lines import GENESIS
+from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Ids
@@ -34,11 +36,14 @@ def keyed(
 
     ``others`` are settings that bear on what is released, where they are set.
     """
+    noise = plan.noise
+    if isinstance(noise, Correlated):
+        noise = replace(noise, participation=None)  # of a plan that may be extended
     settings = {
         "seed": seed,
         "mechanism": plan.bound,
         "cohort": plan.sampler,
-        "noise": plan.noise,
+        "noise": noise,
         "placement": placement,
     } | {name: setting for name, setting in others.items() if setting is not None}
     return Randomness(seed, release or digest_of(settings))
@@ -105,12 +110,20 @@ class Accounting:
         since = self.ledger.entries[self.known :]
         return sum((e.kind, e.round) == (self.kind, server_round) for e in since)
 
+    def _charge(self, server_round: int) -> Event:
+        """What a round's line charges."""
+        event = self.plan.charge(server_round, self.attempt(server_round))
+        extended = self.plan.extension is not None
+        if extended and not event.count and not self.ledger.history.counts[event.once]:
+            return event.once  # its round was made again, as one of another extension
+        return event
+
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without what only its releases say."""
         return Entry(
             kind=self.kind,
             round=server_round,
-            event=self.plan.charge(server_round, self.attempt(server_round)),
+            event=self._charge(server_round),
             entropy=self.randomness.entropy,
             mechanism=str(self.plan.bound),
             release=self.release,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.ledger import privacy_spent
 from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import RUN
@@ -319,12 +321,14 @@ class PrivateRounds(ResumableStrategy):
         -------
         mapping of str to tensors, what JSON can say, and such mappings
             ``round``, the last one aggregated; ``parameters`` (names, shapes and dtypes),
-            ``mechanism``, ``noise`` (a secret, until the plan's last round), ``cohort`` (what the
-            sampler remembers), ``optimizer``, each extra's by its name, ``failures``, ``stopped``,
-            and ``ledger``: where it stands, and its lines if it is in memory only.
+            ``mechanism``, ``noise`` (a secret, until the plan's last round), ``plan`` (its rounds,
+            where they are charged together), ``cohort`` (what the sampler remembers),
+            ``optimizer``, each extra's by its name, ``failures``, ``stopped``, and ``ledger``:
+            where it stands, and its lines if it is in memory only.
         """
+        plan = self.plan
         mechanism, noise = self._mechanism_state, self._aggregation_settings.noise.state()
-        if self.plan.rounds is not None and self.rounds_done >= self.plan.rounds:
+        if self.rounds_done >= (plan.rounds or math.inf) and self.randomness.seed is None:
             # No further round needs them, and with them noise could be subtracted from releases.
             mechanism, noise = without_noise(mechanism), None
         return {
@@ -332,6 +336,7 @@ class PrivateRounds(ResumableStrategy):
             "parameters": self._parameters,
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
+            **({"plan": state_of(plan)} if plan.closed else {}),
             "cohort": self._participants.state(),
             "optimizer": self.server_optimizer.state(),
             **{n: kept for n, e in self._extras.items() if (kept := e.state()) is not None},
@@ -347,13 +352,14 @@ class PrivateRounds(ResumableStrategy):
         ------
         FedsimError
             If this strategy has done rounds of its own, or its ledger does not hold the
-            releases that the state counts.
+            releases that the state counts, or its plan does not continue the state's.
         """
         if self.rounds_done:
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        self._accounting = self._accounting.restored(state["ledger"])
+        self.plan = resumed_plan(self.plan, state)
+        self._accounting = replace(self._accounting.restored(state["ledger"]), plan=self.plan)
         self._aggregation_settings.noise.restore(state.get("noise"))
         self._participants.restore(state["cohort"])
         self._layout, self._parameters = None, state["parameters"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.events import Event
-from fedsim.privacy.laws.base import Level
+from fedsim.privacy.laws.base import Law, Level
 from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import Ge, check_settings
@@ -231,13 +231,19 @@ class History:
         Raises
         ------
         FedsimError
-            If its adjacency does not compose with what is here, or it counts 0 and nothing here
-            covers it.
+            If its adjacency does not compose with what is here, or it counts 0, or extends a plan,
+            and nothing here covers that.
         """
         if not entry.event.count and not self.counts[entry.event.once]:
             raise FedsimError(
                 f"round {entry.round} counts 0, and no line before it charges the rounds that it "
                 "is one of."
+            )
+        before = entry.event.law.continued
+        if entry.event.count and before is not None and not self._covers(entry.event, before):
+            raise FedsimError(
+                f"round {entry.round} extends a plan of {before.rounds} rounds, and no line before "
+                "it charges those."
             )
         if entry.settles and self.ends_torn:
             accountant = Accountant(charged.event for charged in self.charged[:-1])
@@ -245,6 +251,14 @@ class History:
             accountant = self.accountant.copy()
         accountant.add(entry.event)
         return accountant
+
+    def _covers(self, event: Event, law: Law) -> bool:
+        """Whether what is charged includes this law, with the noise of an event."""
+        return any(
+            made.law.covers(law) and made.noise_multiplier == event.noise_multiplier
+            for made, count in self.counts.items()
+            if count
+        )
 
     def attempts(self, entry: Entry) -> Sequence[Entry]:
         """Lines of this ledger, not of its archive, about the same round of the same run."""

@@ -171,8 +171,9 @@ def law_from_dict(data: object) -> Law:
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
     name, others = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
-    if isinstance(others.get("base"), Mapping):  # of a law around another
-        others["base"] = law_from_dict(others["base"])
+    for inner in ("base", "shorter"):  # of a law around others
+        if isinstance(others.get(inner), Mapping):
+            others[inner] = law_from_dict(others[inner])
     kind = DeclaredLaw if name == NAME else law_named(name)
     return read_record(kind, others, f"the law '{name}'")
 
@@ -254,6 +255,11 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
         return Event(noise_multiplier=noise, law=widest, count=count)
     adjacency = common_adjacency(event.adjacency for event in known)
     if all(event.law.is_gaussian for event in known):
-        return Event(noise_multiplier=noise, law=FullLaw(adjacency=adjacency), count=count)
+        least = min(
+            event.total_noise_multiplier / event.law.sensitivity
+            for event in known
+            if event.law.sensitivity
+        )
+        return Event(noise_multiplier=least, law=FullLaw(adjacency=adjacency), count=count)
     curves = [event.law.rdp(event.total_noise_multiplier) for event in known]
     return Event(noise_multiplier=noise, law=costliest_curve(curves, adjacency), count=count)

@@ -28,6 +28,7 @@ from fedsim.privacy.laws import (
     declared_population,
 )
 from fedsim.privacy.laws.correlated import CorrelatedLaw
+from fedsim.privacy.laws.extended import ExtendedLaw, Extension
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
@@ -110,6 +111,8 @@ class ReleasePlan(Generic[BoundT]):
     cohort_known : bool
         Whether the adversary knows which clients were sampled, as a server does: sampling then
         amplifies nothing.
+    extension : Extension, optional
+        Of a plan that was charged with fewer rounds at first.
 
     Raises
     ------
@@ -125,6 +128,7 @@ class ReleasePlan(Generic[BoundT]):
     releases: int = 1
     selection: Selection | None = None
     cohort_known: bool = False
+    extension: Extension | None = None
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -186,12 +190,13 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def law(self) -> Law:
         """What a sum over one sample costs, with this noise."""
-        law = self.noise.law(self.sampler.law())
+        drawn = self.sampler.law()
+        if self.cohort_known:
+            drawn = replace(unamplified(drawn), population=drawn.population)
+        law = self.noise.law(drawn)
         if self.level == "example" and isinstance(law, CorrelatedLaw):
             law = replace(law, rounds=1)  # the sums are all of one round
-        if not self.cohort_known:
-            return law
-        return replace(unamplified(law), population=law.population)
+        return law
 
     @property
     def public(self) -> dict[str, Fact]:
@@ -236,7 +241,8 @@ class ReleasePlan(Generic[BoundT]):
         ----------
         round : int
             From 1 on. Of rounds that one event covers, the first is charged, and the others have
-            count 0.
+            count 0. After an extension, the next round is charged with what the longer plan costs
+            more.
         attempt : int
             How often the round was drawn before with other data.
         """
@@ -246,7 +252,18 @@ class ReleasePlan(Generic[BoundT]):
         if attempt:
             law = event.law.redrawn or unamplified(event.law)
             return replace(event, law=law, count=1)
-        return event if (round - 1) % event.law.rounds == 0 else event.times(0)
+        begins = 1
+        if self.extension is not None and round > self.extension.after:
+            event = replace(event, law=self._beyond(self.extension.rounds))
+            begins = self.extension.after + 1
+        return event if (round - begins) % event.law.rounds == 0 else event.times(0)
+
+    def _beyond(self, rounds: int) -> ExtendedLaw:
+        """What its law costs beyond the first so many of its rounds, charged before."""
+        law, shorter = self.law, replace(self, rounds=rounds).law
+        return ExtendedLaw(
+            base=law, shorter=shorter, population=law.population, adjacency=law.adjacency
+        )
 
     def event(self) -> Event:
         """What one round costs, or as many as its law covers."""

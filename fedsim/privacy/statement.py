@@ -248,7 +248,7 @@ class Statement:
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
         if self.level == "example":
             neighbours += ", the number of each client's examples being unchanged"
-        laws = sorted({entry.event.law for entry in self.charged}, key=lambda law: law.name)
+        laws = dict.fromkeys(event.law for event in events)  # in their order in the ledger
         sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
             f"{self.covers[:1].upper()}{self.covers[1:]} is ({cost.epsilon:.4g}, {cost.delta:g})-"

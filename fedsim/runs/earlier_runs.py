@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -24,9 +24,10 @@ from fedsim.config.plan import affects_release, declares_stops, split_settings, 
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, durable
-from fedsim.privacy.claims import FIXED
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import archived
+from fedsim.privacy.plan_state import resumed_plan
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory, ending
 from fedsim.runs.factories import ledger_dir, release_plan
@@ -86,8 +87,9 @@ def resumed_config(
             "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
-    _refuse_longer(began, resumed, directory.path)
-    if stopping(began, ended=ending(directory.path)[0]) != FIXED:
+    ended = stopping(began, ended=ending(directory.path)[0])
+    _refuse_other_plan(began, resumed, state, ended, directory.path)
+    if ended != FIXED:
         _refuse_lowered(began, wanted, directory.path)
     _refuse_undeclared(began, wanted, resumed)
     has_state = resumed.client.private or resumed.client.state == "client"
@@ -107,19 +109,36 @@ def resumed_config(
     return resumed
 
 
-def _refuse_longer(began: Flat, resumed: RunConfig, path: Path) -> None:
-    """Refuse other rounds than those of a plan that is charged before its first round."""
+def _refuse_other_plan(
+    began: Flat, resumed: RunConfig, state: RunState | None, ended: Stopping, path: Path
+) -> None:
+    """Refuse what does not continue a plan that was charged before its first round."""
     for key in ("privacy.selection", "privacy.selection-mean"):
         if began[key] != (now := resumed.to_run_config()[key]):
             raise FedsimError(f"{key} = {shown(now)}; it must be {shown(began[key])}, as it was.")
     if not resumed.private or resumed.rounds == began["rounds"]:
         return
-    if release_plan(resumed).closed:
+    plan = release_plan(resumed)
+    if not plan.closed:
+        return
+    if state is None or ended != FIXED:
+        why = (
+            "before it had a checkpoint its rounds were planned and charged together"
+            if state is None
+            else "what it has released may decide when it ends, and its rounds were planned and "
+            "charged together (stop.metric, stop.callbacks)"
+        )
         raise FedsimError(
             f"rounds = {resumed.rounds}; it must be {began['rounds']} as it was when the run in "
-            f"{path} began: its rounds share draws (noise.name, cohort.name), and were planned and "
-            "charged together."
+            f"{path} began: {why}."
         )
+    longer = resumed_plan(plan, state.strategy)
+    if longer.extension is not None:
+        _log.warning(
+            "the plan is extended to %s rounds, at epsilon %.4g in place of %.4g: this holds if no "
+            "release has decided on it.", longer.rounds, plan.epsilon(resumed.noise.delta),
+            replace(plan, rounds=longer.extension.rounds).epsilon(resumed.noise.delta),
+        )  # fmt: skip
 
 
 def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:

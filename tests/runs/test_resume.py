@@ -215,13 +215,6 @@ def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, m
     assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_a_plan_keeps_its_rounds(tmp_path):
-    config = BASE.replace(**CASES["buffered noise"])
-    fedsim.run(config, out=tmp_path)
-    with pytest.raises(FedsimError, match="rounds = 8; it must be 6 as it was"):
-        fedsim.run(config.replace(rounds=8), out=tmp_path, resume=True)
-
-
 def test_after_a_row_that_could_not_be_written_no_checkpoint_counts_on_it(tmp_path, monkeypatch):
     append = MetricsFile.append
 

@@ -144,9 +144,23 @@ class Law(ABC):
         return 1
 
     @property
+    def sensitivity(self) -> float:
+        """The most that a row moves the one Gaussian that all rounds of an event may be, over C."""
+        return 1.0
+
+    @property
     def redrawn(self) -> Law | None:
         """What repeating one of several rounds with other data costs; None for a plain Gaussian."""
         return None
+
+    @property
+    def continued(self) -> Law | None:
+        """What must have been charged before, if this is only what is charged beyond it."""
+        return None
+
+    def covers(self, law: Law) -> bool:
+        """Whether all that this one's events and those before them charge includes that law."""
+        return self == law
 
     def gaussian(self, noise_multiplier: float) -> float | None:
         """Sensitivity in standard deviations where a draw is one plain Gaussian; None elsewhere.
