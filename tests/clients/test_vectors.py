@@ -148,7 +148,7 @@ def test_under_a_schedule_a_variate_is_the_mean_gradient_too() -> None:
 
 
 def quadratic_trainer(algorithm, **settings) -> Trainer:
-    """Two clients with ``f_i = a_i / 2 (w - m_i)^2``, a = (1, 2), m = (0, 3): FRONTIER's oracle."""
+    """Two clients with ``f_i = a_i / 2 (w - m_i)^2``, a = (1, 2), m = (0, 3)."""
     model = nn.Linear(1, 1, bias=False).double()
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -405,7 +405,7 @@ def test_private_scaffold_is_scaffold_of_bounded_updates(bound, size: int) -> No
 
 
 def test_private_scaffold_goes_as_worked_out_by_hand() -> None:
-    """FRONTIER's oracle again, with a bound that nothing reaches."""
+    """The same three rounds, with a bound that nothing reaches."""
     for rounds, (x, c) in enumerate([(1.265, -1.325), (1.4685, -1.0175), (1.6163275, -0.7391375)]):
         algorithm = private(Scaffold(lr=0.1), Clipping(10.0), steps=2)
         trainer = quadratic_trainer(algorithm, steps=2, state="client")

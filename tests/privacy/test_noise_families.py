@@ -26,6 +26,11 @@ from fedsim.privacy.plan import ReleasePlan
 
 ONCE_100, ONCE_1000 = Participation(100, most=1), Participation(1000, most=1)
 TEN_100, TEN_1000 = Participation(100, 10), Participation(1000, 100)
+# The first coefficients of (1 - x)^(-1/2): the square root of the matrix of sums, cut off.
+ROOT_10 = " ".join(
+    str(float(number))
+    for number in np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, 10))])
+)
 FAMILIES = [Banded, BLT, BISR, LambdaCGD, Tree]
 
 
@@ -41,21 +46,40 @@ def errors(noise: Correlated) -> tuple[float, float]:
     [
         (Banded(1.0, bands=1), ONCE_100, 7.106335, 10),
         (Banded(1.0, bands=2), ONCE_100, 5.181516, 7.215243),
+        (Banded(1.0, bands=4), ONCE_100, 3.916143, 5.339856),
         (Banded(1.0, bands=8), ONCE_100, 3.125326, 4.119954),
+        (Banded(1.0, bands=16), ONCE_100, 2.662971, 3.356898),
+        (Banded(1.0, bands=32), ONCE_100, 2.423163, 2.905914),
         (Banded(1.0, bands=100), ONCE_100, 2.319324, 2.612367),
+        (Banded(1.0, bands=1), ONCE_1000, 22.371857, 31.622777),
+        (Banded(1.0, bands=2), ONCE_1000, 15.920322, 22.454467),
+        (Banded(1.0, bands=4), ONCE_1000, 11.431001, 16.040656),
+        (Banded(1.0, bands=8), ONCE_1000, 8.351642, 11.599520),
         (Banded(1.0, bands=16), ONCE_1000, 6.278162, 8.566790),
+        (Banded(1.0, bands=32), ONCE_1000, 4.910722, 6.525263),
         (Banded(1.0, bands=100), ONCE_1000, 3.659600, 4.567558),
         (BISR(1.0, draws=100), ONCE_100, 2.370658, 2.531352),
+        (BISR(1.0, draws=1000), ONCE_1000, 3.102239, 3.265003),
         (Tree(1.0), ONCE_100, 3.733668, 5.154460),
         (Tree(1.0), ONCE_1000, 5.357328, 7.281738),
         (Banded(1.0, bands=1), TEN_100, 22.472205, 31.622777),
         (Banded(1.0, bands=4), TEN_100, 12.383932, None),
+        (Banded(1.0, bands=8), TEN_100, 9.883149, None),
         (Banded(1.0), TEN_100, 9.317657, 12.119374),
+        (Banded(1.0, coefficients=ROOT_10), TEN_100, 9.610999, 12.798394),
+        (Banded(1.0, bands=1), TEN_1000, 70.746025, 100),
+        (Banded(1.0, bands=4), TEN_1000, 36.147999, None),
+        (Banded(1.0, bands=8), TEN_1000, 26.410212, None),
         (Banded(1.0, bands=100), TEN_1000, 11.572671, 14.443887),
         (Tree(1.0), TEN_100, 16.275017, 22.836896),
         (Tree(1.0), TEN_1000, 25.261491, 35.541031),
         (BISR(1.0, draws=2), TEN_100, 13.365892, None),
+        (BISR(1.0, draws=8), TEN_100, 10.089923, None),
+        (BISR(1.0, draws=2), TEN_1000, 40.967467, None),
         (BISR(1.0, draws=8), TEN_1000, 20.916707, None),
+        (BISR(1.0, draws=100), TEN_1000, 12.703183, None),
+        (BISR(1.0, draws=100), TEN_100, 13.013974, 13.896120),
+        (BISR(1.0, draws=1000), TEN_1000, 15.716159, 16.540733),
         (BISR(1.0, draws=10), TEN_100, 10.307510, None),
         (LambdaCGD(1.0), TEN_100, 10.014565, 12.962382),
         (LambdaCGD(1.0), TEN_1000, 15.248623, 18.828057),
@@ -228,6 +252,7 @@ def test_invariants_of_families(family, rounds, separation) -> None:
         (Banded(1.0), [0.7370, 1.1994, 1.4508, 1.7601, 2.9432, 4.2263, 4.3772]),
         (BLT(1.0, buffers=1), [0.6734, 1.0293, 1.3221, 1.6307, 2.8874, 4.2287, 4.3772]),
         (LambdaCGD(1.0), [0.6280, 1.0797, 1.3252, 1.6739, 2.9066, 4.2124, 4.3772]),
+        (BISR(1.0, draws=100), [0.3948, 0.5424, 0.7414, 0.9422, 2.1626, 4.0349, 4.3772]),
     ],
 )
 def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected) -> None:
@@ -256,6 +281,7 @@ def test_more_bands_are_never_worse() -> None:
 @pytest.mark.parametrize(
     ("groups", "rate", "expected"),
     [
+        (1, 0.01, 1.8283),
         (2, 0.02, 2.7735),
         (4, 0.04, 4.1852),
         (10, 0.1, 7.0466),

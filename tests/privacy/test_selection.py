@@ -9,6 +9,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
+from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedsim.errors import FedsimError
@@ -60,16 +61,16 @@ def test_another_accountant_agrees(distribution, shape, mean) -> None:
     assert found == pytest.approx(other.get_epsilon(1e-5), rel=1e-6)
 
 
-@pytest.mark.parametrize("z", [4.0, 1.0])
-@pytest.mark.parametrize("distribution", ["geometric", "poisson", "logarithmic"])
-@pytest.mark.parametrize("mean", [2.0, 10.0, 50.0])
-def test_no_price_is_below_what_a_selected_gaussian_leaks(z, distribution, mean) -> None:
-    """The best of K draws of one Gaussian, in closed form by K's generating function."""
+def leak(distribution, mean: float, z: float, at: float) -> float:
+    """Delta at epsilon ``at`` of the best of K draws of one Gaussian, by a threshold on it.
+
+    In closed form, by the generating function of K; 0 draws are among the smallest values.
+    """
     selection = Selection(distribution, mean)
 
-    def largest(shift: float, points: np.ndarray) -> np.ndarray:
-        """Distribution function of the largest draw, 0 draws among the smallest values."""
-        below = norm.cdf(points - shift)
+    def largest(shift: float) -> np.ndarray:
+        """Distribution function of the largest draw."""
+        below = norm.cdf(np.linspace(-12, 14, 200_001) - shift)
         if distribution == "poisson":
             return np.exp(mean * (below - 1))
         p = 1 - selection.gamma
@@ -77,15 +78,40 @@ def test_no_price_is_below_what_a_selected_gaussian_leaks(z, distribution, mean)
             return selection.gamma * below / (1 - p * below)
         return np.log1p(-p * below) / math.log1p(-p)
 
-    points = np.linspace(-12, 14, 200_001)
-    without, present = largest(0.0, points), largest(1 / z, points)
-    found = epsilon(ALONE, 1, z, distribution, mean)
+    without, present = largest(0.0), largest(1 / z)
     # Events above and below a threshold, in both directions.
-    leaks = [
-        (1 - present) - math.exp(found) * (1 - without),
-        without - math.exp(found) * present,
-    ]
-    assert max(leak.max() for leak in leaks) <= 1e-5
+    above = (1 - present) - math.exp(at) * (1 - without)
+    below = without - math.exp(at) * present
+    return max(above.max(), below.max())
+
+
+@pytest.mark.parametrize("z", [4.0, 1.0])
+@pytest.mark.parametrize("distribution", ["geometric", "poisson", "logarithmic"])
+@pytest.mark.parametrize("mean", [2.0, 10.0, 50.0])
+def test_no_price_is_below_what_a_selected_gaussian_leaks(z, distribution, mean) -> None:
+    assert leak(distribution, mean, z, epsilon(ALONE, 1, z, distribution, mean)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("distribution", "mean", "z", "expected"),
+    [
+        ("geometric", 2.0, 4.0, 0.9684),
+        ("geometric", 10.0, 4.0, 1.0606),
+        ("geometric", 50.0, 4.0, 1.1463),
+        ("poisson", 50.0, 4.0, 3.6147),
+        ("geometric", 2.0, 1.0, 4.5362),
+        ("geometric", 10.0, 1.0, 4.8865),
+        ("geometric", 50.0, 1.0, 5.2141),
+        ("poisson", 50.0, 1.0, 17.91),
+    ],
+)
+def test_what_a_selected_gaussian_leaks_is_the_published_figure(
+    distribution, mean, z, expected
+) -> None:
+    found = brentq(
+        lambda at: leak(distribution, mean, z, at) - 1e-5, 0.5 * expected, 1.2 * expected
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("distribution", ["logarithmic", "geometric", "poisson"])

@@ -7,7 +7,7 @@ from scipy.stats import norm
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.privacy import Accountant, Event, tradeoff
 from fedsim.privacy.laws import PoissonLaw
-from fedsim.privacy.losses import gaussian_delta
+from fedsim.privacy.losses import gaussian_delta, gaussian_epsilon
 
 ALARMS = np.linspace(0.001, 0.999, 300)
 CASES = {
@@ -22,27 +22,31 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("event", "misses", "advantage", "mu"),
+    ("event", "misses", "advantage", "mu", "epsilon", "by_mu"),
     [
         (
             Event.of(PoissonCohort(0.1), 1.2104, count=100),
-            (0.98029, 0.90814, 0.75073, 0.62873), 0.35482, 1.2368,
+            (0.98029, 0.90814, 0.75073, 0.62873), 0.35482, 1.2368, 5.0007, 5.6093,
         ),
         (
             Event.of(PoissonCohort(0.01), 1.1, count=1000),
-            (0.99664, 0.97464, 0.89950, 0.82087), 0.14034, 0.4275,
+            (0.99664, 0.97464, 0.89950, 0.82087), 0.14034, 0.4275, 1.5156, 1.6738,
         ),
         (
             Event.of(FullCohort(), 10.0, count=100),
-            (0.98170, 0.90764, 0.74048, 0.61086), 0.38293, 1.0,
+            (0.98170, 0.90764, 0.74048, 0.61086), 0.38293, 1.0, 4.3772, 4.3772,
         ),
     ],
 )  # fmt: skip
-def test_the_curve_the_advantage_and_mu_are_those_of_the_table(event, misses, advantage, mu):
+def test_the_curve_the_advantage_and_mu_are_those_of_the_table(
+    event, misses, advantage, mu, epsilon, by_mu
+):
     curve = tradeoff([event])
     np.testing.assert_allclose(curve([0.001, 0.01, 0.05, 0.1]), misses, atol=1e-4)
     assert curve.advantage == pytest.approx(advantage, abs=1e-4)
     assert curve.mu == pytest.approx(mu, abs=2e-4)
+    assert Accountant([event]).epsilon(1e-5) == pytest.approx(epsilon, abs=2e-3)
+    assert gaussian_epsilon(curve.mu, 1e-5) == pytest.approx(by_mu, abs=2e-3)
 
 
 @pytest.mark.parametrize("mu", [0.4, 1.0, 2.5])
