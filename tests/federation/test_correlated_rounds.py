@@ -89,11 +89,36 @@ def test_a_plan_is_charged_before_its_first_round_and_ends_with_its_last(tmp_pat
     assert strategy.ledger.epsilon(1e-5) == pytest.approx(expected)
     assert [entry.event.count for entry in strategy.ledger.entries] == [1] + [0] * (ROUNDS - 1)
     assert "8 releases" in str(strategy.privacy_statement())
-    assert "noise" not in strategy.state()
+    # Nothing is secret that follows from the seed; what does not is gone with the last round.
+    assert strategy.state()["noise"]["secret"] == ""
+    drawn = strategy_of(tmp_path / "drawn.jsonl")
+    releases(drawn, range(1, ROUNDS + 1))
+    assert "noise" not in drawn.state()
     grid = LocalGrid(Fixed(torch.zeros(CLIENTS, D)))
     arrays = array_record({"w": torch.zeros(D)})
     assert list(strategy.configure_train(ROUNDS + 1, arrays, ConfigRecord(), grid)) == []
     assert "would follow a plan of 8 rounds" in (strategy.stopped or "")
+
+
+@pytest.mark.parametrize("noise", [Banded(Z, coefficients="1 .6"), BLT(Z, coefficients=".7 .5")])
+def test_a_plan_is_extended_by_a_strategy_with_more_rounds(tmp_path: Path, noise: Noise) -> None:
+    for seed in (None, 5):
+        first = strategy_of(tmp_path / f"{seed}.jsonl", seed, noise=noise)
+        made = releases(first, range(1, ROUNDS - 1))
+        longer = strategy_of(tmp_path / f"{seed}.jsonl", seed, noise=noise, rounds=ROUNDS + 3)
+        longer.restore(first.state())
+        made += releases(longer, range(ROUNDS - 1, ROUNDS + 4))
+        planned = strategy_of(seed=seed, noise=noise, rounds=ROUNDS + 3)
+        whole = planned.plan.epsilon(1e-5)
+        assert longer.ledger.epsilon(1e-5) == pytest.approx(whole, rel=1e-9)
+        assert f"extended to {ROUNDS + 3}" in str(longer.privacy_statement())
+        if seed is not None:
+            expected = releases(planned, range(1, ROUNDS + 4))
+            # But for float32 parameters, which begin at zero again.
+            assert np.abs(np.array(made) - np.array(expected)).max() < 1e-4
+    shorter = strategy_of(tmp_path / "5.jsonl", 5, noise=noise)
+    with pytest.raises(FedsimError, match=f"rounds = {ROUNDS}; it must be {ROUNDS + 3}"):
+        shorter.restore(longer.state())
 
 
 def test_a_round_that_is_made_once_more_costs_a_row_of_the_plan_more(tmp_path: Path) -> None:
