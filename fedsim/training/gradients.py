@@ -279,8 +279,9 @@ def _summed(deltas: Tensor) -> Tensor:
     """Sums over the examples ``[n, out]`` of ``deltas [n, B, out]``."""
     if deltas.is_cuda:
         return deltas.sum(1)
-    # As products: their order is known, that of a sum depends on how many outputs there are.
-    ones = deltas.new_ones(1, 1, 1).expand(len(deltas), deltas.shape[1], WIDE)
+    # As products: their order is known, that of a sum depends on how many outputs there are. Ones
+    # that are written out: `bmm` would copy expanded ones client by client.
+    ones = deltas.new_ones(len(deltas), deltas.shape[1], WIDE)
     return torch.bmm(deltas.transpose(1, 2), ones)[..., 0]
 
 

@@ -12,8 +12,8 @@ GPU, which is bound by launches, and on a CPU for small models whose parameters 
 layers, if it can take them; else plain, as the others are bound by arithmetic there.
 `fedsim tune` measures all of them.
 
-On a CPU clients with large rows (`program.SEQUENTIAL_BYTES`) take their steps one after another,
-each all of its own while its row is in the cache.
+On a CPU clients with large rows (`program.SEQUENTIAL_BYTES`) and compiled kernels take their steps
+one after another, each all of its own while its row is in the cache.
 
 The first two give all batches of a block one width, by copies of a batch's own examples whose
 weight is 0: they are for models and losses that have been read and look at each example by itself

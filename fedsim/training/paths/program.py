@@ -7,10 +7,10 @@ device, the compiled one by kernels in C where there are some for a layer (`dens
 `conv_layers`). Gradients of single examples are the same program read example by example
 (`Program.example_factors`).
 
-Clients with small rows take each step together. Batched work over clients reads every client's
-parameters in each step, though: where those of one client nearly fill the cache, and where there
-are convolutions, a client takes all its steps by itself instead, and its row stays in the cache
-(`Program.sequential`).
+Clients take each step together. Batched work over clients reads every client's parameters in each
+step, though: where compiled kernels meet those of one client that nearly fill the cache, and where
+there are convolutions, a client takes all its steps by itself instead, and its row stays in the
+cache (`Program.sequential`).
 """
 
 from __future__ import annotations
@@ -168,8 +168,10 @@ class Program:
     def sequential(self) -> bool:
         """Whether clients take their steps one after another."""
         size = self.packing.width * self.packing.layout.dtype.itemsize
+        # Operation by operation, dispatch costs more than a row that leaves the cache.
+        large = self.compiled and size >= SEQUENTIAL_BYTES
         on_gpu = self.layers[0].module.weight.is_cuda
-        return not on_gpu and (bool(self.convolutions) or size >= SEQUENTIAL_BYTES)
+        return not on_gpu and (bool(self.convolutions) or large)
 
     @property
     def by_example(self) -> bool:
