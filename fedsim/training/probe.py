@@ -23,6 +23,7 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.own_state import OwnState
 from fedsim.training.paths.examples import (
     GradientMethod,
     OneByOne,
@@ -32,7 +33,7 @@ from fedsim.training.paths.examples import (
 )
 from fedsim.training.paths.factored import Hooked, ProgramRows, owned_by_layers, product_layers
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import HiddenDraws, OwnState, exact, seeded
+from fedsim.training.side_effects import HiddenDraws, exact, seeded
 from fedsim.training.structure.reading import Reading
 
 _log = logging.getLogger(__name__)

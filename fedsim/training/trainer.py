@@ -278,7 +278,6 @@ class Trainer:
         copied = self._copy(
             model=copy.deepcopy(self.model),
             path=cast(PathName, self.path.name),
-            block_size=self.block_size,
             device=device,
             state=self.client_state.kind,
         )
@@ -383,8 +382,7 @@ class Trainer:
 
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
         """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
-        releases = self.rounds.releases
-        if releases is None:
+        if (releases := self.rounds.releases) is None:
             return None
         return releases.exceeded(round, self._starts(vector, client_ids, round))
 

@@ -29,7 +29,8 @@ from fedsim.rows import DenseRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
-from fedsim.training.side_effects import OwnState, seeded
+from fedsim.training.own_state import OwnState
+from fedsim.training.side_effects import seeded
 
 BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
 """How it is known that a row is one example's."""
