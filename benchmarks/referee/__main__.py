@@ -3,9 +3,10 @@
     python -m benchmarks.referee                  # all rows; about a minute each
     python -m benchmarks.referee --only "opacus|own loop" --seeds 5
 
-Environments are made in build/referee, from the package index, without torch, numpy and what they
-share: a path file lends them this environment's. A row is one target at one version; its claim is
-what its documentation says.
+Audits that --write NAME has made are in build/referee/NAME.jsonl, and not made again. Environments
+are made in build/referee, from the package index, without what this environment has in a version
+that suits: a path file adds it. A row is one target at one version; its claim is what its
+documentation says.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fedsim.federation.engines.process import use_one_thread
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path("build/referee")
-TABLE = HERE.parent / "results" / "referee.md"
+RESULTS = HERE.parent / "results"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Row:
     claim: dict[str, Any]
     source: str
     documented: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Package and version."""
+        return f"{self.package} {self.version}".strip()
 
     @property
     def requirement(self) -> str:
@@ -75,7 +81,7 @@ def interpreter(row: Row) -> str:
     return environment(directory, row.requirement, dependencies=row.package != "opacus")
 
 
-def audited(row: Row, seed: int, seconds: float) -> Verdict:
+def audited(row: Row, seed: int, seconds: float, runs: int) -> Verdict:
     """The verdict on one row.
 
     Raises
@@ -88,7 +94,8 @@ def audited(row: Row, seed: int, seconds: float) -> Verdict:
     claim = TargetClaim.read(None, {**row.claim, "source": row.source})
     name = f"{HERE / 'targets' / row.target}"
     with opened(name, interpreter(row)) as target:
-        return audit_target(target, claim, seconds=seconds, seed=1 + 1_000_000_000 * seed)
+        first = 1 + 1_000_000_000 * seed
+        return audit_target(target, claim, seconds=seconds, runs=runs, seed=first)
 
 
 def causes(verdict: Verdict) -> dict[str, str]:
@@ -96,73 +103,98 @@ def causes(verdict: Verdict) -> dict[str, str]:
     return {finding.cause: finding.measured for finding in reversed(verdict.failed)}
 
 
-def line(row: Row, seed: int, seconds: float) -> dict[str, Any]:
+def result(row: Row, seed: int, seconds: float, runs: int) -> dict[str, Any]:
     """What one audit says, as the table has it."""
-    told: dict[str, Any] = {"row": f"{row.package} {row.version}".strip(), "name": row.name}
+    base: dict[str, Any] = {"row": row.label, "name": row.name}
     try:
-        verdict = audited(row, seed, seconds)
+        verdict = audited(row, seed, seconds, runs)
     except FedsimError as error:
-        return told | {"verdict": "not tested", "why": str(error), "causes": {}}
+        return base | {"verdict": "not tested", "why": str(error), "causes": {}}
     except subprocess.CalledProcessError as error:
         why = f"{row.requirement} cannot be installed: {str(error.stderr).strip()[-200:]}"
-        return told | {"verdict": "not tested", "why": why, "causes": {}}
-    named = causes(verdict)
+        return base | {"verdict": "not tested", "why": why, "causes": {}}
+    found = causes(verdict)
     held = "held" if verdict.accepted else "as documented"
-    violated = not verdict.accepted and not (named and named.keys() <= set(row.documented))
-    return told | {
+    violated = not verdict.accepted and not (found and found.keys() <= set(row.documented))
+    return base | {
         "verdict": "violated" if violated else held,
         "epsilon": verdict.claim.epsilon,
         "at-least": verdict.epsilon_bound,
-        "causes": named
+        "causes": found
         or ({} if verdict.accepted else {"two worlds": ", ".join(verdict.refuting)}),
     }
 
 
-def markdown(lines: list[dict[str, Any]]) -> str:
+def markdown(results: list[dict[str, Any]]) -> str:
     """The table; a row that was audited with several seeds has its worst audit, and how many."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for told in lines:
-        rows.setdefault((told["row"], told["name"]), []).append(told)
+    for one in results:
+        rows.setdefault((one["row"], one["name"]), []).append(one)
+    alarms = sum(one["verdict"] != "held" for one in results)
+    effort = " or ".join(sorted({one["effort"] for one in results}))
+    words = f"{len(results)} audits of {len(rows)} targets, {effort} each; {alarms} do not hold."
     head = (
         "| package | target | verdict | epsilon claimed | at least | likely causes, as measured |"
     )
-    text = [head, "| --- | --- | --- | --- | --- | --- |"]
-    for told in map(_worst, rows.values()):
-        words = "; ".join(f"**{cause}** ({measured})" for cause, measured in told["causes"].items())
-        figures = [f"{told[key]:.3g}" if key in told else "" for key in ("epsilon", "at-least")]
-        cells = [told["row"], told["name"], told["verdict"], *figures, words or told.get("why", "")]
+    text = [words, "", head, "| --- | --- | --- | --- | --- | --- |"]
+    for one in map(_worst, rows.values()):
+        words = "; ".join(f"**{cause}** ({measured})" for cause, measured in one["causes"].items())
+        figures = [f"{one[key]:.3g}" if key in one else "" for key in ("epsilon", "at-least")]
+        cells = [one["row"], one["name"], one["verdict"], *figures, words or one.get("why", "")]
         text.append("| " + " | ".join(cells) + " |")
     return "\n".join(text) + "\n"
 
 
 def _worst(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     order = ("held", "as documented", "violated", "not tested")
-    worst = max(seeds, key=lambda told: (order.index(told["verdict"]), told.get("at-least", 0)))
-    alike = sum(told["verdict"] == worst["verdict"] for told in seeds)
+    worst = max(seeds, key=lambda one: (order.index(one["verdict"]), one.get("at-least", 0)))
+    alike = sum(one["verdict"] == worst["verdict"] for one in seeds)
     of = f" ({alike} of {len(seeds)})" if len(seeds) > 1 else ""
     return worst | {"verdict": worst["verdict"] + of}
 
 
 def main() -> None:
-    """Audit the rows that were asked for."""
+    """Audit all rows, or those of a pattern."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", default="", help="a regular expression for package, version, name"
     )
     parser.add_argument("--seeds", type=int, default=1, help="audits of each row")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each audit, about")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--runs", type=int, default=0, help="of each attack; as many as fit in --seconds if 0"
+    )
+    parser.add_argument(
+        "--write",
+        metavar="NAME",
+        help="write benchmarks/results/NAME.md; an earlier call of this name is continued",
+    )
+    options = parser.parse_args()
     use_one_thread()
-    lines = []
-    for row in rows(given.only):
-        for seed in range(given.seeds):
-            told = line(row, seed, given.seconds)
-            lines.append(told)
-            print(json.dumps(told), flush=True)
-    if given.write:
-        TABLE.write_text(markdown(lines))
-    print(markdown(lines))
+    log = ENVIRONMENTS / f"{options.write}.jsonl" if options.write else None
+    results = []
+    if log and log.exists():
+        results = [json.loads(line) for line in log.read_text().splitlines()]
+    finished = {(one["row"], one["name"], one["seed"]) for one in results}
+    effort = f"{options.runs} runs of each side of an attack"
+    if not options.runs:
+        effort = f"about {options.seconds:g} s"
+    for row in rows(options.only):
+        for seed in range(options.seeds):
+            if (row.label, row.name, seed) in finished:
+                continue
+            one = result(row, seed, options.seconds, options.runs)
+            results.append(one | {"seed": seed, "effort": effort})
+            print(json.dumps(results[-1]), flush=True)
+            if log:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("a") as lines:
+                    lines.write(json.dumps(results[-1]) + "\n")
+    order = {(row.label, row.name): index for index, row in enumerate(rows(""))}
+    results.sort(key=lambda one: order.get((one["row"], one["name"]), len(order)))
+    if options.write:
+        (RESULTS / f"{options.write}.md").write_text(markdown(results))
+    print(markdown(results))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,14 @@
-"""Attacks on a target: federations in which one row shows most, and what it moves in them.
-
-A target is a black box. What a row moves is a difference of means over many runs, in standard
-deviations of the noise, which the coordinates show that no row moves. Runs with and without the row
-have the same seeds: where these decide the noise, a few runs measure it to a per cent. No scale of
-the release is assumed.
-"""
+"""Attacks on a target: federations in which one row shows most."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-from scipy.special import gammaln, log_ndtr
 
-from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical, untested
+from fedsim.audit.checks import Floats
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, LittleFederation, TargetRelease
 
@@ -26,6 +18,13 @@ FAINT = 1e-6
 """Length in C of a row that adds nothing, to a target that fails where it is zero."""
 MANY = 1e3
 """Examples that a client says to have, where others have one."""
+
+TOO_LITTLE = "noise is too small, or more is sampled"
+LONG_ROWS = "rows longer than C pass"
+EACH_ARRAY = "each array is clipped by itself"
+COUNTED = "the denominator is counted"
+SUM_CLIPPED = "the sum is clipped, and not each row"
+ANOTHER_C = "rows are clipped to another C than noise has"
 
 Target = Callable[[LittleFederation], TargetRelease]
 
@@ -105,11 +104,12 @@ class Attack:
 
 
 ATTACKS = (
-    Attack("a row of length C", along(0), 0.0, 1.0, "noise is too small, or more is sampled"),
-    Attack("a longer row", along(40), 0.0, LONG, "rows longer than C pass"),
-    Attack("a longer row in all arrays", spread(), 0.0, LONG, "each array is clipped by itself"),
-    Attack("a row of zeros among others", along(1), 1.0, 0.0, "the denominator is counted"),
-    Attack("a row against all others", along(2), 1.0, -1.0, "the denominator is counted"),
+    Attack("a row of length C", along(0), 0.0, 1.0, TOO_LITTLE),
+    Attack("a longer row", along(40), 0.0, LONG, LONG_ROWS),
+    Attack("a longer row in all arrays", spread(), 0.0, LONG, EACH_ARRAY),
+    Attack("a row of zeros among others", along(1), 1.0, 0.0, COUNTED),
+    Attack("a row against all others", along(2), 1.0, -1.0, COUNTED),
+    Attack("a longer row against all others", along(6), 1.0, -LONG, SUM_CLIPPED),
     Attack(
         "a row of many examples", along(3), 0.0, 1.0,
         "rows are weighted by numbers that clients report", examples=MANY,
@@ -117,144 +117,11 @@ ATTACKS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What runs of a target released.
-
-    Attributes
-    ----------
-    moves : float64 ``[runs, rounds, d]``
-        By how much each round moved the model.
-    statistics : float64 ``[runs, rounds, k]``
-        Numbers released beside.
-    sampled : sequence of sequence of sequence of int
-        Who was in each round of each run; empty where that is not seen.
-    """
-
-    moves: Floats
-    statistics: Floats
-    sampled: Sequence[Sequence[Sequence[int]]]
-
-    @classmethod
-    def of(cls, target: Target, federations: Sequence[LittleFederation]) -> Seen:
-        """Run the target on each."""
-        released = [target(federation) for federation in federations]
-        models = np.stack([run.models for run in released])
-        names = sorted({name for run in released for name in run.statistics})
-        rounds = models.shape[1]
-        numbers = [
-            np.stack([run.statistics.get(name, np.zeros(rounds)) for name in names], axis=-1)
-            if names
-            else np.zeros((rounds, 0))
-            for run in released
-        ]
-        sampled = [run.sampled for run in released if run.sampled is not None]
-        return cls(np.diff(models, axis=1, prepend=0.0), np.stack(numbers), sampled)
-
-    @property
-    def table(self) -> Floats:
-        """Moves and statistics side by side."""
-        return np.concatenate([self.moves, self.statistics], axis=2)
-
-
-@dataclass(frozen=True, eq=False)
-class Attacked:
-    """An attack and its runs, without and with the canary."""
-
-    attack: Attack
-    claim: TargetClaim
-    without: Seen
-    present: Seen
-
-    @cached_property
-    def _lengths(self) -> tuple[Floats, Floats]:
-        """Moves along the direction, in standard deviations of the noise: a mean for each run."""
-        u = self.attack.direction
-        along = [seen.moves @ u for seen in (self.without, self.present)]
-        moves = np.concatenate([self.without.moves, self.present.moves])
-        across = moves - np.concatenate(along)[..., None] * u
-        degrees = len(u) - 1
-        if (v := self.attack.beside) is not None:
-            across -= (across @ v)[..., None] * v
-            degrees -= 1
-        variances = np.square(across).sum(-1) / degrees
-        if self.claim.adaptive:
-            # Each release's own C is its unit. The mean of one over an estimate of a standard
-            # deviation is above that of the true one.
-            high = math.exp(gammaln((degrees - 1) / 2) - gammaln(degrees / 2))
-            units = np.sqrt(variances) * high * math.sqrt(degrees / 2)
-        else:
-            # One for both sides: one that differs with the canary would hide what it moved.
-            units = np.broadcast_to(np.sqrt(variances.mean(0)), variances.shape)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            without, present = np.split((np.concatenate(along) / units).mean(1), 2)
-        return without, present
-
-    @property
-    def moved(self) -> float:
-        """By how many standard deviations of the noise the canary moved a round, on average."""
-        without, present = self._lengths
-        with np.errstate(invalid="ignore"):
-            return abs(float(present.mean() - without.mean()))
-
-    @property
-    def allowed(self) -> float:
-        """By how many it may."""
-        assert self.claim.reach is not None
-        return self.claim.reach
-
-    def finding(self) -> Finding:
-        """Whether the canary moved the model further than the claim allows, on average."""
-        without, present = self._lengths
-        looked = f"{len(without)} and {len(present)} runs of {self.claim.rounds} rounds"
-        if not (np.isfinite(without).all() and np.isfinite(present).all()):
-            return invariant(looked, "releases without any noise", "noise in every release")
-        # Runs of one seed: what of their noise is the same is not in their difference.
-        of_difference = (present - without).std(ddof=1) / math.sqrt(len(without))
-        values = self.without.moves[..., 1:].size
-        error = math.hypot(of_difference, self.moved / math.sqrt(2 * values)) or 1e-12
-
-        def p(moved: Floats, _: object) -> Floats:
-            return np.asarray(np.exp(log_ndtr(-(moved - self.allowed) / error)))
-
-        words = f"moved by {{}} std of the noise ({self.allowed:.4g} is claimed)"
-        statistic = Statistic(words, np.array([self.moved]), p, self.allowed - 3 * error)
-        return statistical(looked, statistic)
-
-    @property
-    def without_noise(self) -> bool:
-        """Whether a released number shows the canary, and is the same in all runs otherwise."""
-        sides = [seen.statistics for seen in (self.without, self.present)]
-        constant = [np.ptp(side, axis=0).max(initial=0.0) == 0 for side in sides]
-        return all(constant) and bool((sides[0][0] != sides[1][0]).any())
-
-
 OF_ADAPTIVE = (
     *(attack for attack in ATTACKS if not attack.others),
-    Attack(
-        "a row among long rows", along(4), LONG, LONG,
-        "rows are clipped to another C than noise has", beside=along(5),
-    ),
-)  # fmt: skip
+    Attack("a row among long rows", along(4), LONG, LONG, ANOTHER_C, beside=along(5)),
+)
 """Of clip norms that follow the rows, which rise or fall here in every round.
 
 One row more moves such a C, as is charged, and with it all that others add: they add nothing.
 """
-
-
-def follows_rows(silent: Seen, looked: str) -> Finding:
-    """Whether a clip norm that adapts falls while all rows are shorter than it.
-
-    The noise, which is in proportion to it, shows it.
-    """
-    if silent.moves.shape[1] < 2:
-        return untested(looked, "a clip norm that adapts shows it in two rounds or more")
-    sizes = np.log(np.sqrt(np.square(silent.moves).mean(-1)))
-    rises = sizes[:, -1] - sizes[:, 0]
-    error = max(float(rises.std(ddof=1)) / math.sqrt(len(rises)), 1e-12)
-
-    def p(rise: Floats, _: object) -> Floats:
-        return np.asarray(np.exp(log_ndtr(-rise / error)))
-
-    words = "the noise of rows of length 0 grew by a factor of exp({}) from first to last round"
-    return statistical(looked, Statistic(words, np.array([rises.mean()]), p, -3 * error))

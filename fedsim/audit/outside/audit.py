@@ -12,32 +12,26 @@ from fedsim.audit import noise_checks as noise
 from fedsim.audit import sampling_checks as sampling
 from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
-from fedsim.audit.outside.attacks import (
-    ATTACKS,
-    FAINT,
-    OF_ADAPTIVE,
-    Attack,
-    Attacked,
-    Seen,
-    Target,
-    follows_rows,
-)
+from fedsim.audit.outside import causes
+from fedsim.audit.outside.attacks import ATTACKS, EACH_ARRAY, FAINT, OF_ADAPTIVE, Attack, Target
+from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, LittleFederation
+from fedsim.audit.outside.observations import Attacked, Observations, follows_rows
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import TwoWorlds, distinguish
 from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
-FEWEST_RUNS, MOST_RUNS = 60, 1000
+FEWEST_RUNS, MOST_RUNS = 30, 1000
+PATIENCE = 20
+"""How many times ``seconds`` the fewest runs may take."""
 MOST_SILENT = 64
 """Rounds of silent federations that tests of noise look at: their pairs are many."""
 
 LOOKS_GAUSSIAN = 0.01
 """P-value of the shape of noise above which it is taken to be Gaussian."""
-SAME, CLEARLY = 1.3, 1.05
-"""Factors: rows that move a release alike, and further than is claimed."""
 
 _NOISE = (
     ("size in each layer", noise.layer_sizes, "another size in an array"),
@@ -60,9 +54,11 @@ _SAMPLES = (
     ("sampled ids", sampling.ids, "sampling with replacement"),
     ("sizes", sampling.sizes, "another sampler, or rate"),
     ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
-    ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
+    ("inclusion frequencies", sampling.frequencies, causes.FREQUENT),
     ("pairs sampled together", sampling.together, "rows are not drawn independently"),
     ("overlap of rounds", sampling.overlaps, "a draw is used again"),
+    ("rounds after being sampled", sampling.succession, causes.DEPENDENT),
+    ("periodicity", sampling.periodicity, causes.DEPENDENT),
 )
 
 
@@ -99,9 +95,9 @@ class TargetAudit:
         """
         of_zeros = self._of_zeros()
         self._silence = 0.0 if of_zeros.p_value else FAINT
-        silent = self._silent()
-        runs = self.runs or self._affordable()
         attacks = self._attacks()
+        runs = self.runs or self._affordable(2 * len(attacks))
+        silent = self._silent()
         risk = (1 - confidence) * (1 - SHARE_OF_CHECKS) / len(attacks)
         attacked: list[Attacked] = []
         two_worlds: list[TwoWorlds] = []
@@ -118,8 +114,9 @@ class TargetAudit:
                     risk,
                 )
             )
-        findings = [*self._of_noise(silent), *self._of_rows(attacked, silent)]
-        findings += [*self._of_samples([silent, attacked[0].present])]
+        samples = self._samples([silent, attacked[0].present])
+        findings = [*self._of_noise(silent), *self._of_rows(attacked, silent, samples)]
+        findings += [*self._of_samples(samples)]
         findings += [of_zeros, *self._of_epsilon()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
@@ -149,22 +146,33 @@ class TargetAudit:
         finding = invariant("one run of rows of zeros", broken, "a release like any other")
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
-    def _silent(self) -> Seen:
-        runs = max(2, MOST_SILENT // self.claim.rounds)
-        return Seen.of(self.target, [self._federation(self.seed + k) for k in range(runs)])
+    def _affordable(self, sides: int) -> int:
+        """How many runs of each side of an attack fit in the seconds."""
+        taken: list[float] = []
+        while len(taken) < 3 and sum(taken) < self.seconds:
+            started = time.perf_counter()
+            self.target(self._federation(self.seed + len(taken)))
+            taken.append(time.perf_counter() - started)
+        one = min(taken)
+        if sides * FEWEST_RUNS * one > PATIENCE * self.seconds:
+            raise FedsimError(
+                f"one run of the target takes {one:.2g} s, and an audit makes {sides} times "
+                f"{FEWEST_RUNS} at least; claim fewer rounds, or set --runs or more --seconds."
+            )
+        return int(np.clip(self.seconds / one / sides, FEWEST_RUNS, MOST_RUNS))
 
-    def _affordable(self) -> int:
-        started = time.perf_counter()
-        tried = 3
-        for k in range(tried):
-            self.target(self._federation(self.seed + k))
-        taken = (time.perf_counter() - started) / tried
-        return int(np.clip(self.seconds / taken / 2 / len(ATTACKS), FEWEST_RUNS, MOST_RUNS))
+    def _silent(self) -> Observations:
+        runs = max(2, MOST_SILENT // self.claim.rounds)
+        federations = [self._federation(self.seed + k) for k in range(runs)]
+        silent = Observations.of(self.target, federations)
+        if not np.isfinite(silent.moves).all():
+            raise FedsimError("the target released a model that is not finite, for short rows.")
+        return silent
 
     def _run(self, attack: Attack, runs: int, number: int) -> Attacked:
         first = self.seed + 10_000_000 * number
         sides = (
-            Seen.of(
+            Observations.of(
                 self.target,
                 [attack.federation(self.claim, present, first + k) for k in range(runs)],
             )
@@ -172,78 +180,73 @@ class TargetAudit:
         )
         return Attacked(attack, self.claim, *sides)
 
-    def _of_noise(self, silent: Seen) -> Iterator[Finding]:
+    def _of_noise(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
         # Rows are the same in all runs: what differs is noise.
         present = noise.presence(np.diff(moves, axis=0))
-        yield _named(present, "noise", "presence", "noise is left out")
+        yield _named(present, "noise", "presence", causes.of_absence(moves))
         if not present.p_value:
             return
-        sample = self._sample(silent)
         tests = list(_NOISE)
+        if self.claim.noise_multiplier is not None and not self.claim.adaptive:
+            tests += _GAUSSIAN
+        sample = self._sample(silent)
         if self.claim.noise_multiplier is not None:
-            tests += _GAUSSIAN if not self.claim.adaptive else ()
-            for name, test, cause in tests:
-                yield _named(test(sample), "noise", name, cause)
+            for name, finding in causes.of_noise(sample, tests):
+                yield _named(finding, "noise", name, finding.cause)
         if self.claim.adaptive:
             falls = follows_rows(silent, sample.looked_at)
             yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
 
-    def _sample(self, silent: Seen) -> NoiseSample:
-        """The noise of silent federations, whose scale is not known: in units of itself."""
+    def _sample(self, silent: Observations) -> NoiseSample:
+        """The noise of silent federations, whose scale is not known: in units of itself.
+
+        A scale that changes from round to round alike in all runs is public, as a rate is.
+        """
         ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()
         layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        axes: tuple[int, ...] = (2,) if self.claim.adaptive else (0, 1, 2)
-        squares = np.square(silent.moves).mean(axes, keepdims=True)
-        return NoiseSample.of(silent.moves / np.sqrt(np.maximum(squares, 1e-300)), layers)
+        axes = (2,) if self.claim.adaptive else (0, 2)
+        return NoiseSample.of(causes.scaled(silent.moves, axes), layers)
 
-    def _is_gaussian(self, silent: Seen) -> bool:
+    def _is_gaussian(self, silent: Observations) -> bool:
         """Whether noise is claimed to be, or where an epsilon alone is claimed, looks like it."""
         if self.claim.noise_multiplier is not None or self.claim.reach is None:
             return self.claim.reach is not None
         return noise.shape(self._sample(silent)).p_value > LOOKS_GAUSSIAN
 
-    def _too_little(self, factor: float) -> str:
-        """What it means that a row of length C moves a release so much further than it may."""
-        if self.claim.adjacency == "replace-one" and abs(factor - 2) < 0.1:
-            return "noise is for one row added or removed, and not for one replaced: half as much"
-        return f"noise is {factor:.2f} times too small, or more is sampled"
-
-    def _of_rows(self, attacked: list[Attacked], silent: Seen) -> Iterator[Finding]:
+    def _of_rows(
+        self, attacked: list[Attacked], silent: Observations, samples: Sampled | None
+    ) -> Iterator[Finding]:
         measured = self._is_gaussian(silent)
+        without_noise = float((silent.moves == 0).all((0, 1)).mean())
+        of_rows = RowCauses(attacked, causes.oversampling(samples), without_noise)
         for made in attacked:
             if measured:
-                cause = made.attack.cause
-                usual = attacked[0].moved
-                # Where a row within C moves it as far, the bound is not to blame.
-                if usual > CLEARLY * made.allowed and made.moved < SAME * usual:
-                    cause = self._too_little(usual / made.allowed)
-                yield _named(made.finding(), "bound", made.attack.name, cause)
+                yield _named(made.finding(), "bound", made.attack.name, of_rows.of(made))
+            if made.attack.cause == EACH_ARRAY and not self.claim.adaptive:
+                yield _named(made.grid(), "noise", "low bits", "noise has too few values")
             if made.present.statistics.shape[-1]:
                 broken = "a released number shows it" if made.without_noise else None
                 finding = invariant("numbers released beside", broken, "no number shows it")
                 cause = "statistics are released without noise"
                 yield _named(finding, "plan", f"what else leaves, {made.attack.name}", cause)
 
-    def _of_samples(self, seen: list[Seen]) -> Iterator[Finding]:
-        if self.claim.noise_multiplier is None:
-            return
-        population = self.claim.population
-        asked = [
-            [np.array(ids, dtype=np.int64) for ids in run] for each in seen for run in each.sampled
+    def _samples(self, observations: list[Observations]) -> Sampled | None:
+        """All cohorts, where they are known and something is claimed of them."""
+        ids = [
+            [np.array(cohort, dtype=np.int64) for cohort in run]
+            for each in observations
+            for run in each.sampled
         ]
-        if not asked:
-            return
-        event = self.claim.claim.events[0]
-        samples = Sampled.of(asked, event, population, self.claim.row + "s")
-        for name, test, cause in _SAMPLES:
-            evidence = samples if test is sampling.ids else samples.known
-            if test in (sampling.frequencies, sampling.together, sampling.overlaps):
-                evidence = samples.at_random
-            if test is sampling.spread:
-                evidence = samples.alike
-            if evidence is not None:
-                yield _named(test(evidence), "sampler", name, cause)
+        if self.claim.noise_multiplier is None or not ids:
+            return None
+        event, population = self.claim.claim.events[0], self.claim.population
+        return Sampled.of(ids, event, population, self.claim.row + "s")
+
+    def _of_samples(self, samples: Sampled | None) -> Iterator[Finding]:
+        if samples is not None:
+            for name, finding in causes.of_samples(samples, _SAMPLES):
+                yield _named(finding, "sampler", name, finding.cause)
 
     def _of_epsilon(self) -> list[Finding]:
         claim = self.claim
@@ -281,5 +284,7 @@ def audit_target(
     """
     try:
         return TargetAudit(target, claim, seconds, runs, seed).verdict(confidence)
+    except FedsimError:
+        raise
     except (ValueError, TypeError) as error:
         raise FedsimError(f"the target cannot be audited: {error}") from error

@@ -97,25 +97,33 @@ class TargetRelease:
             If it is not one model for each round.
         """
         if isinstance(result, Mapping):
-            result = cls(**{str(name): value for name, value in result.items()})
+            hooks = ("models", "sampled", "statistics")
+            if "models" not in result or not set(result) <= set(hooks):
+                known = ", ".join(hooks)
+                raise ValueError(f"released {', '.join(map(repr, result))}; known: {known}.")
+            result = cls(**result)
         if not isinstance(result, cls):
             result = cls(result)
         rounds, d = federation.rounds, federation.rows.shape[1]
-        models = np.array([flat(model) for model in result.models], dtype=np.float64)
-        if models.shape != (rounds, d):
-            raise ValueError(
-                f"released models of shape {list(models.shape)}; it must be [{rounds}, {d}]: one "
-                "after each round."
-            )
-        numbers = {
-            name: np.asarray(values, dtype=np.float64).reshape(rounds)
-            for name, values in sorted(result.statistics.items())
-        }
+        expected = f"it must be [{rounds}, {d}]: one after each round."
+        try:
+            vectors = [flat(model) for model in result.models]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"released no models ({error}); {expected}") from error
+        lengths = {len(vector) for vector in vectors}
+        if lengths != {d} or len(vectors) != rounds:
+            shape = [len(vectors), *sorted(lengths)]
+            raise ValueError(f"released models of shape {shape}; {expected}")
+        models = np.array(vectors)
+        numbers = {name: flat(values) for name, values in sorted(result.statistics.items())}
+        for name, values in numbers.items():
+            if len(values) != rounds:
+                raise ValueError(f"released {len(values)} of {name!r}; there are {rounds} rounds.")
         sampled = result.sampled
         if sampled is not None:
             sampled = [[int(client) for client in of_round] for of_round in sampled]
             if len(sampled) != rounds:
-                raise ValueError(f"said who was in {len(sampled)} rounds; there are {rounds}.")
+                raise ValueError(f"sampled in {len(sampled)} rounds; there are {rounds}.")
         return cls(models, sampled, numbers)
 
 

@@ -40,7 +40,7 @@ def opened(name: str, python: str = "") -> AbstractContextManager[Target]:
 def _here(name: str) -> Target:
     try:
         call = remote.load(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FedsimError(f"--target is {name}, which cannot be loaded: {error}.") from error
 
     def target(federation: LittleFederation) -> TargetRelease:
@@ -48,7 +48,7 @@ def _here(name: str) -> Target:
             return TargetRelease.read(call(federation), federation)
         except FedsimError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise FedsimError(
                 f"--target {name} could not be run: {type(error).__name__}: {error}"
             ) from error

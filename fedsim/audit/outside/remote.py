@@ -64,7 +64,7 @@ def serve(name: str) -> None:
     try:
         target: Callable[..., Any] | None = load(name)
         error = ""
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         target, error = None, f"{type(raised).__name__}: {raised}"
     with tempfile.TemporaryDirectory() as directory:
         for line in sys.stdin:
@@ -73,7 +73,7 @@ def serve(name: str) -> None:
             else:
                 try:
                     answer = _answer(target, federations, released, json.loads(line), directory)
-                except Exception as raised:
+                except (Exception, SystemExit) as raised:
                     answer = {"error": f"{type(raised).__name__}: {raised}"}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()

@@ -1,0 +1,196 @@
+"""What findings most likely mean: one wrong thing shows in many tests, and is named once.
+
+A cause explains a test of noise if the test passes once the noise is freed of it: without arrays
+that have none, with each array or round scaled to one size. It explains a test of samples if the
+test passes at the rate that was measured. Names decide nothing: violations are known before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedsim.audit.checks import Finding, Floats
+from fedsim.audit.noise_checks import NoiseSample, layer_sizes, round_sizes
+from fedsim.audit.outside.attacks import ANOTHER_C, COUNTED, EACH_ARRAY, LONG_ROWS, SUM_CLIPPED
+from fedsim.audit.outside.federation import SHAPES
+from fedsim.audit.outside.observations import Attacked
+from fedsim.audit.sampling_checks import Sampled
+from fedsim.privacy.laws import Inclusion
+
+CHANCE = 1e-4
+"""P-value above which a test is taken to pass."""
+CLEARLY, SAME, CLOSE = 1.05, 1.3, 0.1
+"""Factors: further than is claimed, and alike; a relative difference that errors explain."""
+
+Tests = Sequence[tuple[str, Callable[[Any], Finding], str]]
+"""A name, a test of a `NoiseSample` or of `Sampled`, and what it means alone."""
+
+AGAIN = "noise is used again"
+NO_NOISE = "an array has no noise"
+OTHER_SIZE = "another size in an array"
+CHANGES = "noise changes its size from round to round"
+NOT_GAUSSIAN = "not Gaussian"
+MORE, LESS = "more is sampled than claimed", "less is sampled than claimed"
+FREQUENT = "some are sampled more often"
+DEPENDENT = "rounds are not drawn independently"
+LATER = "what a row added is added again in later rounds, without noise"
+
+
+def of_absence(moves: Floats) -> str:
+    """Of releases ``[runs, rounds, d]``, some of which are the same in all runs."""
+    repeated = bool(moves[..., 1:].any()) and np.isfinite(moves).all()
+    return "noise is the same in every run" if repeated else "noise is left out"
+
+
+def of_noise(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]:
+    """What tests of noise find, by the name of each; a cause of several is named for all."""
+    found = {name: replace(test(sample), cause=cause) for name, test, cause in tests}
+    failing = {name for name, finding in found.items() if finding.p_value <= CHANCE}
+    by_name = {name: test for name, test, _ in tests}
+    for cause, simpler in _simpler(sample):
+        passing = {name for name in failing if by_name[name](simpler).p_value > CHANCE}
+        # Of noise that has another distribution no scale is the cause.
+        if "shape of the distribution" in failing - passing:
+            continue
+        found |= {name: replace(found[name], cause=cause) for name in passing}
+        failing -= passing
+    if "exact repeats" in failing:
+        found |= {name: replace(found[name], cause=AGAIN) for name in failing}
+    elif "shape of the distribution" in failing:
+        largest = float(np.abs(sample.z).max())
+        truncated = largest < math.sqrt(2 * math.log(sample.z.size)) - 0.5
+        cause = "noise is truncated" if truncated else NOT_GAUSSIAN
+        found |= {name: replace(found[name], cause=cause) for name in failing}
+    yield from found.items()
+
+
+def _simpler(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
+    """Noise that is freed of one cause, with that cause."""
+    silent = [not sample.z[:, :, columns].any() for columns in sample.layers]
+    if any(silent) and not all(silent):
+        chosen = [c for c, empty in zip(sample.layers, silent, strict=True) if not empty]
+        z = np.concatenate([sample.z[:, :, columns] for columns in chosen], axis=2)
+        ends = np.cumsum([columns.stop - columns.start for columns in chosen]).tolist()
+        layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        yield NO_NOISE, replace(sample, z=scaled(z, (0, 1, 2)), layers=layers)
+    if layer_sizes(sample).p_value <= CHANCE:
+        parts = [scaled(sample.z[:, :, columns], (0, 1, 2)) for columns in sample.layers]
+        yield OTHER_SIZE, replace(sample, z=np.concatenate(parts, axis=2))
+    if round_sizes(sample).p_value <= CHANCE:
+        yield CHANGES, replace(sample, z=scaled(sample.z, (2,)))
+
+
+def scaled(moves: Floats, axes: tuple[int, ...]) -> Floats:
+    """In units of their root mean square over these axes."""
+    squares = np.square(moves).mean(axes, keepdims=True)
+    return np.asarray(moves / np.sqrt(np.maximum(squares, 1e-300)))
+
+
+@dataclass(frozen=True)
+class RowCauses:
+    """Why a row moves releases too far.
+
+    Attributes
+    ----------
+    attacked : sequence of Attacked
+        The first of them of a row of length C.
+    oversampling : float
+        How many times as often rows are sampled as claimed; 1 where that is not known.
+    silent : float
+        The part of the model that has no noise.
+    """
+
+    attacked: Sequence[Attacked]
+    oversampling: float = 1.0
+    silent: float = 0.0
+
+    def of(self, made: Attacked) -> str:
+        """The likely cause, if what this attack found is a violation."""
+        usual, moved, cause = self.attacked[0].moved, made.moved, made.attack.cause
+        # Where a row within C moves it as far, the bound is not to blame.
+        if usual > CLEARLY * made.allowed and moved < SAME * usual:
+            return self._too_little(usual / made.allowed)
+        of_long = self._moved(LONG_ROWS) > SAME * usual
+        if cause == EACH_ARRAY:
+            each = math.sqrt(len(SHAPES))
+            if of_long:
+                return LONG_ROWS
+            if moved < each * (1 - CLOSE) * usual:
+                return "a part of a row is not in its norm"
+            return (
+                cause if moved < each * (1 + CLOSE) * usual else "each entry is clipped by itself"
+            )
+        if cause == SUM_CLIPPED and moved > 2 * (1 + CLOSE) * usual:
+            return LONG_ROWS
+        return COUNTED if cause == SUM_CLIPPED and self._moved(COUNTED) > SAME * usual else cause
+
+    def _moved(self, cause: str) -> float:
+        return max((a.moved for a in self.attacked if a.attack.cause == cause), default=0.0)
+
+    def _too_little(self, factor: float) -> str:
+        """What it means that a row of length C moves a release so many times too far."""
+        first = self.attacked[0]
+        if first.claim.adjacency == "replace-one" and abs(factor - 2) < CLOSE:
+            return "noise is for one row added or removed, and not for one replaced: half as much"
+        if self.oversampling > CLEARLY and abs(factor / self.oversampling - 1) < CLOSE:
+            return MORE
+        if self.silent and abs(factor * math.sqrt(1 - self.silent) - 1) < CLOSE:
+            return NO_NOISE
+        if first.grows:
+            return ANOTHER_C if first.noise_falls else LATER
+        return f"noise is {factor:.2f} times too small, or more is sampled"
+
+
+def oversampling(samples: Sampled | None) -> float:
+    """How many times as often as claimed rows are sampled."""
+    if samples is None or samples.law is None:
+        return 1.0
+    return float(samples.asked.mean()) / samples.law.one
+
+
+def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
+    """What tests of samples find, by the name of each."""
+    found = {
+        name: replace(test(evidence), cause=cause)
+        for name, test, cause in tests
+        if (evidence := _evidence(samples, name)) is not None
+    }
+    failing = {name for name, finding in found.items() if finding.p_value <= CHANCE}
+    law, (rounds, n) = samples.law, samples.asked.shape
+    if failing and not samples.broken and law is not None and law.size is None:
+        rate = float(samples.asked.mean())
+        at_rate = replace(samples, law=Inclusion(rate, rate**2, None))
+        explained = {
+            name for name, test, _ in tests if name in failing and test(at_rate).p_value > CHANCE
+        }
+        variance = rate * (1 - rate)
+        uneven = np.square(samples.asked.sum(0) - rounds * rate).mean() > rounds * variance
+        cause = MORE if rate > law.one else LESS
+        if "inclusion frequencies" in failing - explained and uneven:
+            cause = FREQUENT
+        found |= {name: replace(found[name], cause=cause) for name in explained}
+        # Cohorts of too many sizes, rows that take turns: what one draw says of another.
+        dependent = set() if uneven else {"inclusion frequencies"}
+        if samples.asked.sum(1).var() > n * variance:
+            dependent.add("spread of sizes")
+        if "rounds after being sampled" in failing - explained:
+            dependent |= {"inclusion frequencies", "overlap of rounds"}
+        for name in dependent & (failing - explained):
+            found[name] = replace(found[name], cause=DEPENDENT)
+    yield from found.items()
+
+
+def _evidence(samples: Sampled, name: str) -> Sampled | None:
+    """What a test of this name needs of samples."""
+    if name == "sampled ids":
+        return samples
+    if name == "sizes":
+        return samples.known
+    if name in ("spread of sizes", "rounds after being sampled", "periodicity"):
+        return samples.alike
+    return samples.at_random
