@@ -38,6 +38,24 @@ def experiment(
         bool, typer.Option("--quick", help="A small version, to see that everything works.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+    only: Annotated[
+        str,
+        typer.Option(metavar="PATTERN", help='Only members whose names match, such as "FedAvg *".'),
+    ] = "*",
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="At most so many members now; 0 runs none.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also members whose results its directory stores.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="engine.KEY=VALUE",
+            help="Where members run: engine.device=cuda, or engine.name=ray.",
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Judge the stored results again; nothing is computed.")
     ] = False,
@@ -45,18 +63,24 @@ def experiment(
         bool,
         typer.Option(
             "--store",
-            help="Keep results in its directory; with --check, write README and pictures again.",
+            help="Keep results in its directory, all or those so far; with --check, write README "
+            "and pictures again.",
         ),
     ] = False,
 ) -> None:
     """Reproduce a figure or a table of a paper, and say which of its claims are reproduced.
 
-    Without a name, the experiments are listed. Every one is made of independent runs whose
-    results are kept: interrupted, it resumes where it stopped, and a second time only the
-    report is written again.
+    Without a name, the experiments are listed. Every one is made of independent members, most of
+    them training runs. Those run that neither its directory nor `--out` has results of, so that a
+    table is filled over days and machines; `--again` runs them whatever the directory stores.
 
-        fedsim experiment quadratic
-        fedsim experiment das-fmnist --data ./data --workers 2
+        fedsim experiment quadratic --again
+        fedsim experiment das-fmnist --data ./data --workers 2 --again
+        fedsim experiment niid-mnist --data ./data --only "FedAvg *" --limit 1 --store
+        fedsim experiment niid-mnist --data ./data --set engine.device=cuda --store
+
+    A member that trains has a run's directory, which `fedsim privacy` and `fedsim report` read:
+    in `runs/` below `--out`, named by the digest of its settings that results.json has.
 
     Each leaves tables (.csv), pictures (.png) and `figures.csv`. To change a setting, copy the
     experiment's directory and give the copy's path instead of the name.
@@ -66,7 +90,7 @@ def experiment(
     `judgement.toml` says. `--store` keeps the results in the experiment's directory, and writes its
     README and pictures from them; `--check` judges what is kept there.
     """
-    from experiments.framework import find, keep, names, run_experiment
+    from experiments.framework import Portion, find, keep, names, run_experiment
 
     console = Output()
     if name is None:
@@ -95,13 +119,15 @@ def experiment(
                 seeds=seeds,
                 quick=quick,
                 workers=workers,
+                portion=Portion(only, limit, again),
+                engine=set_ or (),
                 observer=shown.member,
             )
         except KeyboardInterrupt:
             shown.stop()
             console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
             raise typer.Exit(130) from None
-    _show(console, outcome)
+    _show(console, outcome, name)
     if store:
         outcome.stored.save(directory)
         keep(directory)
@@ -116,7 +142,9 @@ def _check(console: Output, directory: Path, data: Path) -> None:
     if checked.report is not None:
         console.print(_claims(checked.report))
     elif not checked.faults:
-        console.print(f"{NOT_MEASURED} {checked.not_run}", highlight=False, markup=False)
+        console.print(NOT_MEASURED)
+    if checked.unrun:
+        console.print(checked.unrun, highlight=False, markup=False)
     _end(console, checked.faults)
 
 
@@ -170,12 +198,19 @@ class _Progress:
         """Show a member that has just finished; an empty name is the start."""
         self._bar.update(self._task, completed=done, total=total, description=name)
         if not self._console.is_terminal:
-            text = name or ("kept from before" if done else "to do")
+            text = name or ("of earlier runs" if done else "to do")
             self._console.print(f"{done:>4}/{total}  {text}", highlight=False)
 
 
-def _show(console: Console, outcome: Outcome) -> None:
+def _show(console: Console, outcome: Outcome, name: str) -> None:
     report = outcome.report
+    if outcome.missing:
+        console.print(
+            f"{outcome.missing} members are missing; `fedsim experiment {name}` runs them.",
+            highlight=False,
+        )
+    if report is None:
+        return
     for table in report.tables:
         if table.shown:
             console.print(_table(table))

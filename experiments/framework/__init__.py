@@ -10,8 +10,10 @@ from experiments.framework.base import (
     Settings,
     Table,
 )
+from experiments.framework.checking import Checked, check, keep
+from experiments.framework.directories import find, names
 from experiments.framework.pages import NOT_MEASURED
-from experiments.framework.run import Checked, Outcome, check, find, keep, names, run_experiment
+from experiments.framework.run import Outcome, Portion, run_experiment
 
 __all__ = [
     "NOT_MEASURED",
@@ -20,6 +22,7 @@ __all__ = [
     "ExperimentMember",
     "Outcome",
     "PaperClaim",
+    "Portion",
     "Report",
     "Settings",
     "Table",

@@ -9,6 +9,7 @@ the paper, each of which is reproduced here, not reproduced, or not decided.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments.framework.schema import Section
+from fedsim.config import Scalar
 
 __all__ = [
     "BestOfGrid",
@@ -67,10 +69,14 @@ class Context:
         The experiment's own: ``experiment.toml``, configs, ``judgement.toml``, stored results.
     data : Path
         Where data sets are kept.
+    engine : mapping of str to scalar
+        Keys ``engine.*`` of members that are runs of a config: where they run, which no result
+        depends on.
     """
 
     directory: Path
     data: Path
+    engine: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,11 @@ class ExperimentMember:
 
     name: str
     settings: Mapping[str, Any]
+
+    @property
+    def cell(self) -> str:
+        """The name without its seed: members of one cell differ in nothing else."""
+        return re.sub(r" seed=\d+$", "", self.name)
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,8 @@ class Experiment(ABC):
     """Subclasses declare `settings_type`, and annotate ``settings`` with it."""
 
     settings_type: ClassVar[type[Settings]]
+    partial: ClassVar[bool] = False
+    """Whether `followers` and `report` take the results of some of the members."""
 
     def __init__(self, settings: Settings, context: Context) -> None:
         self.settings = settings
@@ -215,7 +228,10 @@ class Experiment(ABC):
 
     @abstractmethod
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Report of the results of all members and followers, by their names."""
+        """Report of the results of all members and followers, by their names.
+
+        Where it is `partial`, of those that there are: a cell that lacks a seed is not judged.
+        """
 
 
 def seeds_text(count: int) -> str:

@@ -1,7 +1,8 @@
 """Experiments whose members are runs of one config, each with some keys changed.
 
 The config is ``run.toml`` in the experiment's directory, and a member does what ``fedsim run``
-would do with it.
+would do with it: it has a run's directory, below ``--out``, is resumed there from its checkpoint,
+and its ledger is verified before its result counts.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from experiments.framework.base import (
     Settings,
 )
 from experiments.framework.spread import over_seeds
+from experiments.framework.stored import digest
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.tables import Choice, ConfigTable
-from fedsim.engines import LocalGrid
-from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+from fedsim.reports.verification import verify_run
+from fedsim.runs.directory import RunDirectory, clients_ledgers
 from fedsim.runs.metrics import Row
-from fedsim.runs.preflight import check
+from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.runner import drive
 from fedsim.runs.runner import run as run_config
 from fedsim.settings import settings_of
 
@@ -113,10 +116,11 @@ class ConfigRuns(Experiment):
             pretraining = RunConfig.load(context.directory / settings.pretraining)
             self.pretraining = pretraining.replace(**changes)
         self.weights: Path | None = None
-        self._datasets = DatasetCache()
+        self.runs = Path("runs")
 
     def prepare(self, out: Path) -> None:
         """Train the model that members start from, unless an earlier call has."""
+        self.runs = out / "runs"
         if self.pretraining is not None:
             self.weights = _trained(self.pretraining, self.context.data, out)
 
@@ -142,28 +146,33 @@ class ConfigRuns(Experiment):
         return settings
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Run the member's config and keep what `summary` does.
+        """Run the member's config, or resume it, and keep what `summary` does.
+
+        A private run's result has, as ``ledger``, the final hash of its ledger, or a digest of
+        those of its clients' ledgers.
 
         Raises
         ------
         KeyboardInterrupt
             If the run was asked to end, by Ctrl-C or SIGTERM: what it has reached is no result.
+        FedsimError
+            If the run's files do not agree with its ledger.
         """
-        resolved = self.resolve(settings)
-        check(resolved)
-        result = drive(resolved, LocalGrid(resolved.trainer))
+        directory = self.runs / digest(settings)
+        result = run_config(self.config_of(settings), out=directory, resume=True)
         if result.ended == "interrupted":
             raise KeyboardInterrupt
-        return self.summary(result.metrics)
+        return self.summary(result.metrics) | _verified(directory)
 
     def resolve(self, settings: Mapping[str, Any]) -> Resolved:
         """What a member runs."""
-        config = self.config_of(settings)
-        return resolve(config, data=resolve_data(config, load=self._datasets.load))
+        return resolve(self.config_of(settings))
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
         """The config of a member."""
-        changes = {"data.dir": str(self.context.data)}
+        changes: dict[str, Scalar] = {"data.dir": str(self.context.data)}
+        # Members are processes of their own: one that forked workers would have too many.
+        changes |= self.context.engine or {"engine.workers": 1}
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
         return RunConfig.from_run_config({**settings["run"], **changes})
@@ -179,11 +188,15 @@ class ConfigRuns(Experiment):
 
     def scores(self, results: Mapping[str, Result]) -> dict[str, Score]:
         """Of every plan, over the seeds."""
-        return {name: self._score(self.of_plan(results, name)) for name in self.plans()}
+        by_plan = {name: self.of_plan(results, name) for name in self.plans()}
+        return {name: self._score(of_plan) for name, of_plan in by_plan.items() if of_plan}
 
     def of_plan(self, results: Mapping[str, Result], name: str) -> list[Result]:
-        """Results of one plan, seed by seed."""
-        return [results[f"{name} seed={s}"] for s in range(1, self.settings.seeds + 1)]
+        """Results of one plan, seed by seed: all, or those that there are if this is `partial`."""
+        members = (f"{name} seed={seed}" for seed in range(1, self.settings.seeds + 1))
+        if self.partial:
+            return [results[member] for member in members if member in results]
+        return [results[member] for member in members]
 
     def where(self, examples: str, rounds: str) -> str:
         """Data and scale in a few words: ``examples`` and ``rounds`` name their units."""
@@ -221,6 +234,21 @@ def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
             yield from _defaults(value)
         else:
             yield table.key(setting.key), setting.write(setting.default)
+
+
+def _verified(directory: Path) -> Result:
+    """The final hash of a run's ledgers, once all of its files agree; nothing without privacy."""
+    record = RunRecord.read(directory)
+    if not record.private:
+        return {}
+    for one in verify_run(directory):
+        if not one.passed:
+            raise FedsimError(f"{directory}: {one.subject}: {one.detail}")
+    ledgers = [RunDirectory(directory).ledger]
+    if (clients := clients_ledgers(directory, record.config)) is not None:
+        ledgers += sorted(clients.glob("client-*.jsonl"))
+    heads = [Ledger.read(path).head for path in ledgers if path.is_file()]
+    return {"ledger": heads[0] if len(heads) == 1 else digest({"heads": heads})}
 
 
 def _trained(config: RunConfig, data: Path, out: Path) -> Path:

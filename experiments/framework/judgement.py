@@ -21,7 +21,7 @@ FEWEST_SEEDS = 3
 
 _PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
 
-Cause = Literal["", "setting", "scale", "unit", "seeds", "printed", "paper"]
+Cause = Literal["", "setting", "scale", "unit", "seeds", "printed", "paper", "unrun"]
 
 
 class Panel(Section):
@@ -56,7 +56,7 @@ class Claimed(Section):
         Of what is not reproduced or not decided. Readings, which no run here shows: "setting"
         (ours), "scale" (ours is smaller), "printed" (the algorithm as printed). Facts: "unit" (it
         turns with the unit of a rate that the paper does not give), "seeds" (their spread),
-        "paper" (a calculation shows that it is the paper's).
+        "paper" (a calculation shows that it is the paper's), "unrun" (runs are missing).
     why : str
     """
 
@@ -76,7 +76,9 @@ class Judgement(Section):
     about : str
         What is run, and how; a paragraph of Markdown.
     not_run : str
-        Why there are no results, and what they would take; empty where there are some.
+        Why runs are missing; empty where none is.
+    like : str
+        An experiment whose runs take as long, where this one has none to estimate hours from.
     remarks : list of str
     paper : mapping of str to float
         Figures as printed in the paper, by the name of ours.
@@ -88,6 +90,7 @@ class Judgement(Section):
     paper_of: Literal["koskela", "xu", "das", "pichapati", "plans", "niid"]
     about: str
     not_run: str = ""
+    like: str = ""
     remarks: list[str] = Field(default_factory=list)
     panels: list[Panel] = Field(min_length=1)
     claims: dict[str, Claimed] = Field(default_factory=dict)

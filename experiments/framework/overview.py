@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from experiments.framework.base import Report, Verdict
+from experiments.framework.checking import check
+from experiments.framework.directories import find, load, names
 from experiments.framework.judgement import Judgement, Panel
 from experiments.framework.pages import CAUSES, PAPERS, RULE, about, markdown_table, sections
-from experiments.framework.run import check, find, load, names
 
 __all__ = ["overview"]
 
@@ -32,6 +33,7 @@ class _Entry:
     seeds: int
     judgement: Judgement
     report: Report | None
+    missing: str
 
 
 def overview() -> str:
@@ -52,6 +54,7 @@ def overview() -> str:
                 seeds=entry.seeds,
                 heading="####",
                 of=f" ({entry.name})",
+                missing=entry.missing,
                 pictures=f"pictures/{entry.folder}/",
             )
     return "\n\n".join(blocks) + "\n"
@@ -61,12 +64,14 @@ def _entry(name: str) -> _Entry:
     import experiments
 
     directory = find(name)
+    checked = check(directory)
     return _Entry(
         name,
         directory.relative_to(Path(experiments.__file__).parent).as_posix(),
         load(directory, data=Path("data")).settings.seeds,
         Judgement.load(directory),
-        check(directory).report,
+        checked.report,
+        checked.unrun,
     )
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from experiments.framework.base import FLAT, BestOfGrid, PaperClaim, Report, Table
+from experiments.framework.base import (
+    FLAT,
+    BestOfGrid,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Table,
+)
 from experiments.framework.judgement import Claimed, Judgement, Panel, filled
 from experiments.framework.stored import Stored
 
@@ -13,10 +21,12 @@ __all__ = [
     "NOT_MEASURED",
     "PAPERS",
     "RULE",
+    "Missing",
     "about",
     "markdown_table",
     "readme",
     "sections",
+    "unrun",
 ]
 
 PAPERS = {
@@ -59,6 +69,7 @@ CAUSES = {
     "unit": "it turns with the unit of eta_0, which the paper does not give",
     "seeds": "the spread over seeds",
     "paper": "the paper's own, by calculation",
+    "unrun": "runs are missing",
 }
 RULE = (
     "A claim about several comparisons is *reproduced* if every interval at 95 % lies on its side, "
@@ -67,11 +78,52 @@ RULE = (
 )
 
 
+@dataclass(frozen=True)
+class Missing:
+    """A member that has not been run.
+
+    Attributes
+    ----------
+    seconds : float or None
+        Of one core, that it is likely to take; None where no run like it is stored.
+    """
+
+    member: ExperimentMember
+    seconds: float | None
+
+
+def unrun(name: str, judgement: Judgement, missing: Sequence[Missing], total: int) -> str:
+    """Which of so many members are missing and why, a row a cell: hours, and the command."""
+    says = f"{len(missing):,} of {total:,} runs are missing"
+    seconds = [one.seconds for one in missing if one.seconds is not None]
+    text = f"{judgement.not_run.strip()} {says}".strip()
+    if not seconds:
+        return f"{text}."
+    cells: dict[str, list[float]] = {}
+    for one in missing:
+        cells.setdefault(one.member.cell, []).append(one.seconds or 0.0)
+    names = {one.member.name for one in missing}
+    rows: list[list[str | float | None]] = []
+    for cell, of_cell in cells.items():
+        pattern = cell if cell in names else f"{cell} *"
+        command = f'`fedsim experiment {name} --only "{pattern}" --store`'
+        rows.append([cell, len(of_cell), sum(of_cell) / 3600, command])
+    source = f"`{judgement.like}`" if judgement.like else "what is stored of runs like them"
+    table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
+    return f"{text}: {_duration(sum(seconds))} of one core, estimated from {source}.\n\n{table}"
+
+
 def readme(
-    name: str, judgement: Judgement, stored: Stored | None, report: Report | None, *, seeds: int
+    name: str,
+    judgement: Judgement,
+    stored: Stored,
+    report: Report | None,
+    *,
+    seeds: int,
+    missing: str = "",
 ) -> str:
     """README.md of an experiment; without results it says that there are none."""
-    checked = "judges the stored results again" if stored is not None else "says what it would take"
+    checked = "judges the stored results again" if stored.members else "says what it would take"
     blocks = [
         f"# {judgement.title}",
         f"    fedsim experiment {name} --data DIRECTORY\n"
@@ -79,13 +131,25 @@ def readme(
         f"{PAPERS[judgement.paper_of]}.",
         about(judgement, report, seeds),
     ]
-    if report is not None and stored is not None:
+    if stored.members:
         blocks.append(
-            f"{len(stored.results):,} runs, {_duration(stored.seconds)} on one core of a busy "
+            f"{len(stored.members):,} runs, {_duration(stored.seconds)} on one core of a busy "
             f"machine. Everything below is written from `results.json` ({stored.fingerprint}) and "
-            f"`judgement.toml`. {RULE}"
+            f"`judgement.toml`. {RULE}{_ledgers(stored)}"
         )
-    return "\n\n".join([*blocks, *sections(judgement, report, seeds=seeds, heading="##")]) + "\n"
+    panels = sections(judgement, report, seeds=seeds, heading="##", missing=missing)
+    return "\n\n".join([*blocks, *panels]) + "\n"
+
+
+def _ledgers(stored: Stored) -> str:
+    if not stored.ledgers:
+        return ""
+    return (
+        f" {stored.ledgers:,} runs are private: each had a directory of its own (`runs/` below "
+        "`--out`), named by the digest of its settings, in which `fedsim privacy RUN --verify` "
+        "found nothing wrong before its result counted; `results.json` has the final hash of each "
+        "ledger."
+    )
 
 
 def about(judgement: Judgement, report: Report | None, seeds: int) -> str:
@@ -106,6 +170,7 @@ def sections(
     heading: str,
     of: str = "",
     pictures: str = "",
+    missing: str = "",
 ) -> list[str]:
     """Every panel, the remarks, and the numbers that the paper prints, each under a heading.
 
@@ -119,13 +184,15 @@ def sections(
         What follows a heading's words.
     pictures : str
         What precedes a picture's file name in a link.
+    missing : str
+        What `unrun` says of members that have not been run.
     """
     figures = _figures(report, seeds)
     if report is None:
         panels = [
             f"- **{panel.name}{of}.** {_settings(panel, figures)}" for panel in judgement.panels
         ]
-        blocks = [f"**{NOT_MEASURED}** {judgement.not_run.strip()}", "\n".join(panels)]
+        blocks = [f"**{NOT_MEASURED}** {missing}", "\n".join(panels)]
         if judgement.earlier:
             blocks += [f"{heading} Figures of an earlier run{of}", _earlier(judgement)]
         return blocks
@@ -138,6 +205,8 @@ def sections(
         remarks.append(f"- {flat}")
     if remarks:
         blocks += [f"{heading} Remarks{of}", "\n".join(remarks)]
+    if missing:
+        blocks += [f"{heading} What was not run{of}", missing]
     if judgement.paper:
         blocks += [f"{heading} Figures that the paper prints{of}", _beside(judgement, report)]
     return blocks

@@ -1,7 +1,4 @@
-"""Run an experiment: the members that are missing, then the report and its files.
-
-`check` judges stored results again, and `keep` writes the page and pictures of them.
-"""
+"""Run an experiment: members that are missing, as many as are wanted now, then the report."""
 
 from __future__ import annotations
 
@@ -9,57 +6,25 @@ import csv
 import multiprocessing
 import os
 import time
-import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import experiments
-from experiments.framework.base import Context, Experiment, ExperimentMember, Report, Result, Table
+from experiments.framework.base import Experiment, ExperimentMember, Report, Result, Table
+from experiments.framework.directories import load
 from experiments.framework.judgement import Judgement, faults
-from experiments.framework.pages import readme
 from experiments.framework.store import Store
-from experiments.framework.stored import Stored, digest
-from fedsim import allowed_code, regular_files
+from experiments.framework.stored import Stored, StoredResult, gathered
+from fedsim import allowed_code
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.reports.plots import save
 
-__all__ = [
-    "KINDS",
-    "Checked",
-    "Observer",
-    "Outcome",
-    "check",
-    "find",
-    "keep",
-    "load",
-    "names",
-    "run_experiment",
-]
-
-KINDS = {
-    "quadratic": "experiments.das.quadratic:Quadratic",
-    "das": "experiments.das.tables:Das",
-    "das-local-steps": "experiments.das.local_steps:LocalSteps",
-    "adaclip-regression": "experiments.adaclip.regression:Regression",
-    "adaclip-mnist": "experiments.adaclip.mnist:Mnist",
-    "adaclip-whitening": "experiments.adaclip.whitening:Whitening",
-    "adaclip-pca": "experiments.adaclip.pca:Pca",
-    "xu": "experiments.xu.xu:Xu",
-    "comparison": "experiments.comparisons.comparison:Comparison",
-    "plans": "experiments.plans.plans:Plans",
-    "niid": "experiments.niid.niid:Niid",
-    "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
-    "koskela-private": "experiments.koskela.private:KoskelaPrivate",
-    "koskela-rate": "experiments.koskela.rate:KoskelaRate",
-    "koskela-scale": "experiments.koskela.scale:KoskelaScale",
-}
-"""Values of the key ``experiment``, and the class behind each."""
+__all__ = ["Observer", "Outcome", "Portion", "run_experiment"]
 
 _MARKER = ".fedsim-experiment"
 
@@ -68,119 +33,60 @@ Observer = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
+class Portion:
+    """Which members run now.
+
+    Attributes
+    ----------
+    only : str
+        Those whose names match this pattern, as file names do.
+    limit : int or None
+        At most so many.
+    again : bool
+        Also those whose results the experiment's directory stores.
+    """
+
+    only: str = "*"
+    limit: int | None = None
+    again: bool = False
+
+    def of(
+        self, members: Sequence[ExperimentMember], done: Mapping[str, StoredResult], store: Store
+    ) -> list[ExperimentMember]:
+        """Members to run, in their order."""
+        return [
+            member
+            for member in members
+            if fnmatchcase(member.name, self.only)
+            and (store.get(member) is None if self.again else member.name not in done)
+        ]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A report, where its files are, and why it cannot stand where it cannot.
 
     Attributes
     ----------
+    report : Report or None
+        None where too few members have been run for one.
     stored : Stored
-        Results of all members, as `keep` writes them.
+        Results so far, as `keep` writes them.
+    missing : int
+        How many members are known that have not been run.
     judgement : Judgement or None
         What the experiment's directory says of it.
     faults : list of str
         See `judgement.faults`.
     """
 
-    report: Report
+    report: Report | None
     stored: Stored
+    missing: int
     judgement: Judgement | None
     faults: list[str]
     files: list[Path]
     quick: bool
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What stored results say now.
-
-    Attributes
-    ----------
-    report : Report or None
-        None where nothing is stored.
-    faults : list of str
-        Sentences; none where results, judgement and page agree.
-    page : str
-        README.md as it should be.
-    not_run : str
-        Why nothing is stored and what it would take, where that is so.
-    """
-
-    report: Report | None
-    faults: list[str]
-    page: str
-    not_run: str = ""
-
-
-def find(name: str) -> Path:
-    """Directory of an experiment: a name, or a path to a directory of the user's own.
-
-    Raises
-    ------
-    FedsimError
-        If there is none.
-    """
-    known = _directories()
-    directory = Path(name)
-    if (directory / "experiment.toml").is_file():
-        return directory
-    if name not in known:
-        raise FedsimError(
-            f"there is no experiment '{name}'; it must be one of {', '.join(sorted(known))}, or a "
-            "directory with an experiment.toml."
-        )
-    return known[name]
-
-
-def names() -> list[str]:
-    """Experiments of this checkout."""
-    return sorted(_directories())
-
-
-def _directories() -> dict[str, Path]:
-    root = Path(experiments.__file__).parent
-    return {path.parent.name: path.parent for path in root.rglob("experiment.toml")}
-
-
-def load(
-    directory: Path, *, data: Path, seeds: int | None = None, quick: bool = False
-) -> Experiment:
-    """The experiment that a directory describes.
-
-    Parameters
-    ----------
-    data : path
-        Where data sets are kept.
-    seeds : int, optional
-        Instead of the file's own.
-    quick : bool
-        Apply the table ``[quick]``: a small version, to see that everything works.
-
-    Raises
-    ------
-    FedsimError
-        If anything in the file is wrong.
-    """
-    path = directory / "experiment.toml"
-    try:
-        tree = tomllib.loads(regular_files.read_text(path))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FedsimError(f"{path} cannot be read: {error}.") from None
-    smaller = tree.pop("quick", {})
-    if quick:
-        tree |= smaller
-    if seeds is not None:
-        tree["seeds"] = seeds
-    return _make(tree, Context(directory, data))
-
-
-def _make(tree: dict[str, Any], context: Context) -> Experiment:
-    key = tree.get("experiment")
-    if key not in KINDS:
-        raise FedsimError(f"experiment = {key!r}; it must be one of {', '.join(KINDS)}.")
-    module, _, name = KINDS[key].partition(":")
-    experiment: type[Experiment] = getattr(import_module(module), name)
-    allowed_code.allow([experiments.__name__])  # what their configs name is theirs
-    return experiment(experiment.settings_type.read(tree), context)
 
 
 def run_experiment(
@@ -191,18 +97,24 @@ def run_experiment(
     seeds: int | None = None,
     quick: bool = False,
     workers: int = 0,
+    portion: Portion | None = None,
+    engine: Iterable[str] = (),
     observer: Observer | None = None,
 ) -> Outcome:
-    """Run what is missing and write the tables, pictures and figures.
+    """Run what neither the directory nor ``out`` has, and write tables, pictures and figures.
 
     Parameters
     ----------
     directory : path
-        With an ``experiment.toml``; see `find`.
+        With an ``experiment.toml``, and perhaps stored results; see `find`.
     out : path
         Results of members are kept in ``out/members``.
     workers : int
         Processes; 0 is one a core.
+    portion : Portion, optional
+        Which members run; all that are missing, by default.
+    engine : iterable of str
+        ``engine.KEY=VALUE``: where members run.
     observer : callable, optional
 
     Raises
@@ -210,98 +122,43 @@ def run_experiment(
     FedsimError
         If anything in the file is wrong, or ``out`` holds what no experiment has left.
     """
-    experiment = load(directory, data=data, seeds=seeds, quick=quick)
+    experiment = load(directory, data=data, seeds=seeds, quick=quick, engine=engine)
     _claim(out)
-    store, tell = Store(out / "members"), observer or (lambda name, done, total: None)
-    members = experiment.members()
-    results = _complete(experiment, members, store, out, workers, tell)
-    if followers := experiment.followers(results):
-        results |= _complete(experiment, followers, store, out, workers, tell)
-        members = [*members, *followers]
-    report = experiment.report(results)
+    portion, tell = portion or Portion(), observer or (lambda name, done, total: None)
+    store, stored = Store(out / "members"), Stored.load(directory)
+
+    def result_of(member: ExperimentMember) -> StoredResult | None:
+        return store.get(member) or stored.get(member)
+
+    done, members = gathered(experiment, result_of)
+    tell("", len(done), len(members))
+    left = len(members) if portion.limit is None else portion.limit
+    while work := portion.of(members, done, store)[:left]:
+        experiment.prepare(out)
+        for member, result, seconds in _work(experiment, work, workers):
+            store.put(member, result, seconds)
+            done[member.name] = StoredResult("", result)
+            tell(member.name, len(done), len(members))
+        if portion.limit is not None:
+            left -= len(work)
+        # Followers are members once the results that they follow from are known.
+        done, members = gathered(experiment, result_of)
+    missing = len(members) - len(done)
+    report = None
+    if done and (not missing or experiment.partial):
+        report = experiment.report({name: one.result for name, one in done.items()})
     judged = (directory / "judgement.toml").is_file() and not quick and seeds is None
     judgement = Judgement.load(directory) if judged else None
-    stored = Stored(
-        results,
-        {member.name: digest(member.settings) for member in members},
-        sum(store.seconds(member) for member in members),
-    )
+    untimed = stored.untimed if any(one.seconds is None for one in done.values()) else 0.0
     return Outcome(
-        report, stored, judgement, faults(experiment, report, judgement), _write(out, report), quick
+        report,
+        Stored(done, untimed),
+        missing,
+        judgement,
+        faults(experiment, report, judgement) if report is not None else [],
+        _write(out, report) if report is not None else [],
+        quick,
     )
-
-
-def check(directory: Path, *, data: Path = Path("data")) -> Checked:
-    """Judge the results that are stored in an experiment's directory; nothing is computed again.
-
-    Raises
-    ------
-    FedsimError
-        If a file cannot be read.
-    """
-    checked = _judged(directory, data)
-    page, written = directory / "README.md", None
-    if page.is_file():
-        written = regular_files.read_text(page)
-    wrong = list(checked.faults)
-    if written != checked.page:
-        wrong.append(f"{page} is not what results and judgement say; --store writes it.")
-    pictures = set(checked.report.pictures) if checked.report else set()
-    for name in sorted(pictures ^ {path.stem for path in directory.glob("*.png")}):
-        word = "missing" if name in pictures else "of no figure here"
-        wrong.append(f"{directory / name}.png is {word}; --store writes the pictures.")
-    return replace(checked, faults=wrong)
-
-
-def _judged(directory: Path, data: Path) -> Checked:
-    """What stored results and judgement say, whatever page and pictures there are."""
-    experiment, judgement = load(directory, data=data), Judgement.load(directory)
-    seeds = experiment.settings.seeds
-    unrun = readme(directory.name, judgement, None, None, seeds=seeds)
-    stored = Stored.load(directory)
-    if stored is None:
-        wrong = [] if judgement.not_run else ["there are no results, and not-run does not say why."]
-        return Checked(None, wrong, unrun, judgement.not_run)
-    results, missing = stored.of(experiment)
-    if missing:
-        wrong = [f"{len(missing)} results are missing or of other settings, such as {missing[0]}."]
-        return Checked(None, wrong, unrun)
-    over = sorted(stored.results.keys() - results.keys())
-    wrong = [f"{len(over)} results are of no member, such as {over[0]}."] if over else []
-    report = experiment.report(results)
-    page = readme(directory.name, judgement, stored, report, seeds=seeds)
-    return Checked(report, wrong + faults(experiment, report, judgement), page)
-
-
-def keep(directory: Path) -> None:
-    """Write README.md and the pictures of an experiment from what its directory stores."""
-    checked = _judged(directory, Path("data"))
-    (directory / "README.md").write_text(checked.page, encoding="utf-8")
-    for old in directory.glob("*.png"):
-        old.unlink()
-    for name, picture in (checked.report.pictures if checked.report else {}).items():
-        save(picture, directory / f"{name}.png")
-
-
-def _complete(
-    experiment: Experiment,
-    members: list[ExperimentMember],
-    store: Store,
-    out: Path,
-    workers: int,
-    tell: Observer,
-) -> dict[str, Result]:
-    """Results of members, in their order: those there are, then those that are missing."""
-    results = {m.name: stored for m in members if (stored := store.get(m)) is not None}
-    missing = [member for member in members if member.name not in results]
-    tell("", len(results), len(members))
-    if missing:
-        experiment.prepare(out)
-    for member, result, seconds in _work(experiment, missing, workers):
-        store.put(member, result, seconds)
-        results[member.name] = result
-        tell(member.name, len(results), len(members))
-    return {member.name: results[member.name] for member in members}
 
 
 def _claim(out: Path) -> None:
@@ -344,10 +201,11 @@ def _work(
 
 
 def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float]:
+    """A result, and the seconds of one core that it took."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
-    start = time.perf_counter()
-    return experiment.run(member.settings), time.perf_counter() - start
+    start = time.process_time()
+    return experiment.run(member.settings), time.process_time() - start
 
 
 def _write(out: Path, report: Report) -> list[Path]:

@@ -7,9 +7,9 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from experiments.framework.base import ExperimentMember, Result
+from experiments.framework.stored import StoredResult, digest
 from fedsim import regular_files
 
 __all__ = ["Store"]
@@ -31,22 +31,16 @@ class Store:
         digest = hashlib.sha256(member.name.encode()).hexdigest()[:8]
         return self.directory / f"{slug[:80]}-{digest}.json"
 
-    def get(self, member: ExperimentMember) -> Result | None:
-        """The result of a finished member."""
-        result = self._read(member).get("result")
-        return result if isinstance(result, dict) else None
-
-    def seconds(self, member: ExperimentMember) -> float:
-        """How long a finished member took."""
-        return float(self._read(member).get("seconds", 0.0))
-
-    def _read(self, member: ExperimentMember) -> dict[str, Any]:
+    def get(self, member: ExperimentMember) -> StoredResult | None:
+        """What a finished member left."""
         try:
-            stored = json.loads(regular_files.read_text(self.path(member)))
+            content = json.loads(regular_files.read_text(self.path(member)))
         except (OSError, ValueError):
-            return {}
-        usable = isinstance(stored, dict) and stored.get("settings") == _plain(member.settings)
-        return stored if usable else {}
+            return None
+        if not isinstance(content, dict) or content.get("settings") != _plain(member.settings):
+            return None
+        seconds = float(content["seconds"])
+        return StoredResult(digest(member.settings), content["result"], seconds)
 
     def put(self, member: ExperimentMember, result: Result, seconds: float) -> None:
         """Keep a result: the file is there whole or not at all."""

@@ -1,11 +1,11 @@
-"""Results that are kept beside an experiment's settings: one small file of JSON."""
+"""Results beside an experiment's settings, of all members or of some: one small file of JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from experiments.framework.base import Experiment, ExperimentMember, Result
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 
-__all__ = ["FILE", "Stored", "digest"]
+__all__ = ["FILE", "Stored", "StoredResult", "digest", "gathered"]
 
 FILE = "results.json"
 DIGITS = 6
@@ -21,25 +21,56 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Results by member, what settings they are of, and how long they took.
+class StoredResult:
+    """What one member left.
 
     Attributes
     ----------
-    results : mapping of str to Result
-    digests : mapping of str to str
-        Of the settings of each member; see `digest`.
-    seconds : float
-        On one core, all members together.
+    settings : str
+        Of which settings; see `digest`.
+    result : Result
+    seconds : float or None
+        Of one core; None where only those of all members together are known.
     """
 
-    results: Mapping[str, Result]
-    digests: Mapping[str, str]
-    seconds: float
+    settings: str
+    result: Result
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Results of members, of all or of those that have been run so far.
+
+    Attributes
+    ----------
+    members : mapping of str to StoredResult
+        By the member's name.
+    untimed : float
+        Seconds of one core that the members without seconds of their own took together.
+    """
+
+    members: Mapping[str, StoredResult] = field(default_factory=dict)
+    untimed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of one core, all members together."""
+        return self.untimed + sum(member.seconds or 0.0 for member in self.members.values())
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Of one member; None where there is none."""
+        return self.seconds / len(self.members) if self.members else None
+
+    @property
+    def ledgers(self) -> int:
+        """How many runs have a ledger, which was verified before the result was stored."""
+        return sum("ledger" in member.result for member in self.members.values())
 
     @classmethod
-    def load(cls, directory: Path) -> Stored | None:
-        """What is stored in an experiment's directory; None where nothing is.
+    def load(cls, directory: Path) -> Stored:
+        """What is stored in an experiment's directory.
 
         Raises
         ------
@@ -48,52 +79,56 @@ class Stored:
         """
         path = directory / FILE
         if not path.is_file():
-            return None
+            return cls()
         try:
             tree = json.loads(regular_files.read_text(path))
-            members = tree["members"]
-            return cls(
-                {name: member["result"] for name, member in members.items()},
-                {name: member["settings"] for name, member in members.items()},
-                float(tree["seconds"]),
-            )
+            members = {name: StoredResult(**member) for name, member in tree["members"].items()}
+            return cls(members, float(tree["seconds"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise FedsimError(f"{path} cannot be read: {error!r}.") from None
 
     @property
     def fingerprint(self) -> str:
         """Of all results and what settings they are of, in twelve digits."""
-        content = [shortened(self.results), self.digests]
+        results = {name: member.result for name, member in self.members.items()}
+        digests = {name: member.settings for name, member in self.members.items()}
+        content = [shortened(results), digests]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def save(self, directory: Path) -> None:
         """Write the file, a line a member."""
         lines = [
-            f"  {json.dumps(name)}: "
-            + json.dumps(
-                {"settings": self.digests[name], "result": shortened(result)},
-                separators=(",", ":"),
-            )
-            for name, result in sorted(self.results.items())
+            f"  {json.dumps(name)}: " + json.dumps(_written(member), separators=(",", ":"))
+            for name, member in sorted(self.members.items())
         ]
-        text = f'{{"seconds": {round(self.seconds)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
+        text = f'{{"seconds": {round(self.untimed)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
         (directory / FILE).write_text(text, encoding="utf-8")
 
-    def of(self, experiment: Experiment) -> tuple[dict[str, Result], list[str]]:
-        """Results of an experiment's members and followers, and the names of those missing."""
-        results, missing = self._those_of(experiment.members())
-        if missing:
-            return results, missing
-        more, missing = self._those_of(experiment.followers(results))
-        return {**results, **more}, missing
+    def get(self, member: ExperimentMember) -> StoredResult | None:
+        """What a member left with the settings that it has now."""
+        stored = self.members.get(member.name)
+        return stored if stored and stored.settings == digest(member.settings) else None
 
-    def _those_of(self, members: list[ExperimentMember]) -> tuple[dict[str, Result], list[str]]:
-        there = [m for m in members if self.digests.get(m.name) == digest(m.settings)]
-        names = {member.name for member in there}
-        return (
-            {name: self.results[name] for name in names},
-            [member.name for member in members if member.name not in names],
-        )
+
+def gathered(
+    experiment: Experiment, result_of: Callable[[ExperimentMember], StoredResult | None]
+) -> tuple[dict[str, StoredResult], list[ExperimentMember]]:
+    """Results of an experiment's members, and all members that are known.
+
+    Followers are known once the members that they follow from have been run.
+    """
+    members = experiment.members()
+    results = {m.name: result for m in members if (result := result_of(m)) is not None}
+    if len(results) == len(members) or experiment.partial:
+        followers = experiment.followers({name: one.result for name, one in results.items()})
+        members = [*members, *followers]
+        results |= {m.name: result for m in followers if (result := result_of(m)) is not None}
+    return results, members
+
+
+def _written(member: StoredResult) -> dict[str, Any]:
+    content = {"settings": member.settings, "result": shortened(member.result)}
+    return content if member.seconds is None else content | {"seconds": round(member.seconds, 1)}
 
 
 def digest(settings: Mapping[str, Any]) -> str:

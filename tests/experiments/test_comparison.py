@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tomli_w
 
-from experiments.framework.run import load, run_experiment
+from experiments.framework.directories import load
+from experiments.framework.run import run_experiment
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.privacy import epsilon

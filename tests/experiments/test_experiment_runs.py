@@ -24,15 +24,25 @@ from experiments.framework import (
     PaperClaim,
     Report,
     Settings,
+    check,
+    config_runs,
+    directories,
     find,
+    keep,
     names,
 )
 from experiments.framework import run as running
 from experiments.framework.base import Result
+from experiments.framework.config_runs import ConfigRuns
+from experiments.framework.directories import KINDS, load
 from experiments.framework.judgement import Judgement
-from experiments.framework.run import KINDS, load, run_experiment
+from experiments.framework.run import Portion, run_experiment
 from experiments.framework.store import Store
+from experiments.framework.stored import Stored, StoredResult, digest
+from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+from fedsim.reports.verification import verify_run
 
 COMMITTED = Path(__file__).parents[2] / "experiments"
 
@@ -174,7 +184,7 @@ class Counting(Experiment):
 @pytest.fixture
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(KINDS, "counting", f"{__name__}:Counting")
-    monkeypatch.setattr(running, "import_module", lambda name: _Module)
+    monkeypatch.setattr(directories, "import_module", lambda name: _Module)
     monkeypatch.setattr(Counting, "runs", [])
     monkeypatch.setattr(Counting, "breaks_at", -1)
     directory = tmp_path / "counting"
@@ -202,6 +212,91 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
     assert Counting.runs == [0, 1, 2, 3]
     assert told == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
     assert outcome.report.figures == {"total": 6.0}
+
+
+def test_stored_members_are_not_run_again_unless_they_are_to_be(
+    counting: Path, tmp_path: Path
+) -> None:
+    first = run_experiment(counting, tmp_path / "a", workers=1, portion=Portion(limit=2))
+    assert (Counting.runs, first.report, first.missing) == ([0, 1], None, 2)
+    first.stored.save(counting)
+    second = run_experiment(
+        counting, tmp_path / "b", workers=1, portion=Portion(only="* 3", limit=1)
+    )
+    assert (Counting.runs, second.missing) == ([0, 1, 3], 1)
+    second.stored.save(counting)
+    third = run_experiment(counting, tmp_path / "c", workers=1)
+    assert Counting.runs == [0, 1, 3, 2]
+    assert third.report is not None
+    assert third.report.figures == {"total": 6.0}
+    assert all(one.seconds is not None for one in third.stored.members.values())
+    third.stored.save(counting)
+    again = Portion(only="* 0", again=True)
+    for _ in range(2):  # the second time --out has it
+        run_experiment(counting, tmp_path / "d", workers=1, portion=again)
+        assert Counting.runs == [0, 1, 3, 2, 0]
+    # What the members are has changed, and no stored result is of that.
+    run_experiment(counting, tmp_path / "e", workers=1, seeds=5)
+    assert Counting.runs == [0, 1, 3, 2, 0, 4]
+
+
+def test_page_estimates_what_was_not_run_from_what_was(counting: Path, tmp_path: Path) -> None:
+    members = load(counting, data=tmp_path).members()
+    ran = {m.name: StoredResult(digest(m.settings), {"value": 1}, 7200.0) for m in members[:1]}
+    Stored(ran).save(counting)
+    (counting / "judgement.toml").write_text(
+        'title = "T"\npaper-of = "das"\nabout = "A"\nnot-run = "No time."\n'
+        '[[panels]]\nname = "Fig. 1"\nshows = "s"\nsetting = "s"\n'
+    )
+    keep(counting)
+    checked = check(counting)
+    assert (checked.faults, checked.report) == ([], None)
+    assert "No time. 3 of 4 runs are missing: 6.0 hours of one core" in checked.page
+    row = '| member 2 | 1 | 2.00 | `fedsim experiment counting --only "member 2" --store` |'
+    assert row in checked.page
+    run_experiment(counting, tmp_path / "out", workers=1).stored.save(counting)
+    assert "not-run says why runs are missing, and none is." in check(counting).faults
+
+
+def test_private_member_has_a_run_directory_whose_ledger_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "das-fmnist"
+    directory.mkdir()
+    made = load(small("das-fmnist", directory), data=tmp_path)
+    made.prepare(tmp_path)
+    free, private = made.members()[:2]
+    assert "ledger" not in made.run(free.settings)
+    result = made.run(private.settings)
+    run = tmp_path / "runs" / digest(private.settings)
+    assert Ledger.read(run / "ledger.jsonl").head == result["ledger"]
+    assert all(one.passed for one in verify_run(run))
+    assert made.run(private.settings) == result  # resumed at its end
+    lines = (run / "ledger.jsonl").read_text().splitlines()
+    (run / "ledger.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    monkeypatch.setattr(config_runs, "run_config", lambda *_, **__: RunConfig)
+    monkeypatch.setattr(RunConfig, "ended", "finished", raising=False)
+    monkeypatch.setattr(RunConfig, "metrics", [], raising=False)
+    with pytest.raises(FedsimError, match="ledger"):
+        made.run(private.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("das-fmnist", "client.lr=1", "must be engine.KEY=VALUE"),
+        ("das-fmnist", "engine.name=slow", "engine.name = 'slow'"),
+        ("quadratic", "engine.device=cpu", "have no engine"),
+    ],
+)
+def test_only_the_engine_of_members_can_be_set(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match=message):
+        load(find(name), data=tmp_path, engine=[text])
+    made = load(find("das-fmnist"), data=tmp_path, engine=["engine.device=cuda"])
+    assert isinstance(made, ConfigRuns)
+    assert made.config_of(made.members()[0].settings).engine.device == "cuda"
 
 
 def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path) -> None:
@@ -251,7 +346,9 @@ def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) 
     store, member = Store(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
     assert store.get(member) is None
     store.put(member, {"value": 3}, 0.1)
-    assert store.get(member) == {"value": 3}
+    found = store.get(member)
+    assert found is not None
+    assert (found.result, found.seconds) == ({"value": 3}, 0.1)
     assert store.get(ExperimentMember("a b/c", {"x": [1, 2.6]})) is None
     store.path(member).write_text('{"settings": {"x": [1,')
     assert store.get(member) is None

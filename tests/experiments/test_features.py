@@ -12,7 +12,7 @@ from torchvision.transforms.functional import normalize, resize
 
 from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework import find
-from experiments.framework.run import load
+from experiments.framework.directories import load
 from fedsim import datasets
 from fedsim.errors import FedsimError
 

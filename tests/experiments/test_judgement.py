@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,13 +23,14 @@ from experiments.adaclip.regression import descend, make_mechanism
 from experiments.command import experiment
 from experiments.framework import Experiment, PaperClaim, Report, check, find, names
 from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Table
+from experiments.framework.checking import Checked
 from experiments.framework.config_runs import chosen
+from experiments.framework.directories import load
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.overview import overview
 from experiments.framework.pages import sections
-from experiments.framework.run import Checked, load
 from experiments.framework.spread import agreed, all_ahead, listed, paired
-from experiments.framework.stored import Stored, digest, shortened
+from experiments.framework.stored import Stored, StoredResult, digest, shortened
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import NoiseSource, Releaser
@@ -39,7 +39,7 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout
 
-STORED = [name for name in names() if Stored.load(find(name)) is not None]
+STORED = [name for name in names() if Stored.load(find(name)).members]
 
 
 @cache
@@ -261,13 +261,20 @@ def test_edge_and_few_seeds_fail_an_experiment(made: Experiment) -> None:
 
 def test_stored_results_come_back_for_their_settings_only(tmp_path: Path) -> None:
     members = [ExperimentMember(f"m{k}", {"k": k}) for k in range(3)]
-    results: Mapping[str, Result] = {m.name: {"v": [1 / 3, 2.0], "n": 3} for m in members}
-    Stored(results, {m.name: digest(m.settings) for m in members}, 12.4).save(tmp_path)
+    result: Result = {"v": [1 / 3, 2.0], "n": 3}
+    Stored(
+        {
+            member.name: StoredResult(digest(member.settings), result, seconds)
+            for member, seconds in zip(members, (None, None, 2.04), strict=True)
+        },
+        12.4,
+    ).save(tmp_path)
     stored = Stored.load(tmp_path)
-    assert stored is not None
-    assert stored.results["m1"] == {"v": [0.333333, 2.0], "n": 3}
-    assert stored.seconds == 12
-    assert stored.digests["m1"] != digest({"k": 2})
+    assert stored.members["m1"].result == {"v": [0.333333, 2.0], "n": 3}
+    assert [one.seconds for one in stored.members.values()] == [None, None, 2.0]
+    assert stored.seconds == 14
+    assert stored.get(members[1]) == stored.members["m1"]
+    assert stored.get(ExperimentMember("m1", {"k": 2})) is None
     assert shortened({"a": (1.23456789, True)}) == {"a": [1.23457, True]}
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(FedsimError, match="cannot be read"):

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
 from experiments.framework.config_runs import ConfigRuns
-from experiments.framework.run import Outcome, load, run_experiment
+from experiments.framework.directories import load
+from experiments.framework.run import Outcome, run_experiment
 from experiments.koskela.common import optimiser
 from experiments.koskela.rate import settled_rate
 from fedsim.cohorts import PoissonCohort

@@ -1,0 +1,123 @@
+"""Judge an experiment's stored results again, and write the page and pictures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from experiments.framework.base import ExperimentMember, Report
+from experiments.framework.directories import find, load
+from experiments.framework.judgement import Judgement, faults
+from experiments.framework.pages import Missing, readme, unrun
+from experiments.framework.stored import Stored, gathered
+from fedsim import regular_files
+from fedsim.reports.plots import save
+
+__all__ = ["Checked", "check", "keep"]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What stored results say now.
+
+    Attributes
+    ----------
+    report : Report or None
+        None where too little is stored for one.
+    faults : list of str
+        Sentences; none where results, judgement and page agree.
+    page : str
+        README.md as it should be.
+    unrun : str
+        In Markdown: which runs are missing, why, and what they would take; empty where none is.
+    """
+
+    report: Report | None
+    faults: list[str]
+    page: str
+    unrun: str = ""
+
+
+def check(directory: Path, *, data: Path = Path("data")) -> Checked:
+    """Judge the results that are stored in an experiment's directory; nothing is computed again.
+
+    Raises
+    ------
+    FedsimError
+        If a file cannot be read.
+    """
+    checked = _judged(directory, data)
+    page, written = directory / "README.md", None
+    if page.is_file():
+        written = regular_files.read_text(page)
+    wrong = list(checked.faults)
+    if written != checked.page:
+        wrong.append(f"{page} is not what results and judgement say; --store writes it.")
+    pictures = set(checked.report.pictures) if checked.report else set()
+    for name in sorted(pictures ^ {path.stem for path in directory.glob("*.png")}):
+        word = "missing" if name in pictures else "of no figure here"
+        wrong.append(f"{directory / name}.png is {word}; --store writes the pictures.")
+    return replace(checked, faults=wrong)
+
+
+def keep(directory: Path) -> None:
+    """Write README.md and the pictures of an experiment from what its directory stores."""
+    checked = _judged(directory, Path("data"))
+    (directory / "README.md").write_text(checked.page, encoding="utf-8")
+    for old in directory.glob("*.png"):
+        old.unlink()
+    for name, picture in (checked.report.pictures if checked.report else {}).items():
+        save(picture, directory / f"{name}.png")
+
+
+def _judged(directory: Path, data: Path) -> Checked:
+    """What stored results and judgement say, whatever page and pictures there are."""
+    experiment, judgement = load(directory, data=data), Judgement.load(directory)
+    everything = Stored.load(directory)
+    results, members = gathered(experiment, everything.get)
+    stored, missing = (
+        Stored(results, everything.untimed),
+        [m for m in members if m.name not in results],
+    )
+    wrong = []
+    if over := sorted(everything.members.keys() - results.keys()):
+        wrong.append(f"{len(over)} results are of no member's settings, such as {over[0]}.")
+    if missing and not judgement.not_run:
+        wrong.append(
+            f"{len(missing)} results are missing, such as {missing[0].name}, and not-run does not "
+            "say why."
+        )
+    if judgement.not_run and not missing:
+        wrong.append("not-run says why runs are missing, and none is.")
+    report = None
+    if results and (not missing or experiment.partial):
+        report = experiment.report({name: one.result for name, one in results.items()})
+        wrong += faults(experiment, report, judgement)
+    hours = [Missing(member, _seconds(member, members, stored, judgement)) for member in missing]
+    block = unrun(directory.name, judgement, hours, len(members)) if missing else ""
+    page = readme(
+        directory.name, judgement, stored, report, seeds=experiment.settings.seeds, missing=block
+    )
+    return Checked(report, wrong, page, block)
+
+
+def _seconds(
+    member: ExperimentMember,
+    members: Sequence[ExperimentMember],
+    stored: Stored,
+    judgement: Judgement,
+) -> float | None:
+    """What a run is likely to take: the mean of its cell's, of all, or of a like experiment's."""
+    alike = [other.name for other in members if other.cell == member.cell]
+    times = [
+        seconds
+        for name in alike
+        if name in stored.members and (seconds := stored.members[name].seconds) is not None
+    ]
+    if times:
+        return fmean(times)
+    if not stored.members and judgement.like:
+        stored = Stored.load(find(judgement.like))
+    return stored.mean_seconds

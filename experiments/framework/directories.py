@@ -1,0 +1,139 @@
+"""Experiments of this checkout, or a directory of the user's own, read into objects."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import experiments
+from experiments.framework.base import Context, Experiment
+from experiments.framework.config_runs import ConfigRuns
+from fedsim import allowed_code, regular_files
+from fedsim.config import RunConfig, Scalar
+from fedsim.errors import FedsimError
+
+__all__ = ["KINDS", "find", "load", "names"]
+
+KINDS = {
+    "quadratic": "experiments.das.quadratic:Quadratic",
+    "das": "experiments.das.tables:Das",
+    "das-local-steps": "experiments.das.local_steps:LocalSteps",
+    "adaclip-regression": "experiments.adaclip.regression:Regression",
+    "adaclip-mnist": "experiments.adaclip.mnist:Mnist",
+    "adaclip-whitening": "experiments.adaclip.whitening:Whitening",
+    "adaclip-pca": "experiments.adaclip.pca:Pca",
+    "xu": "experiments.xu.xu:Xu",
+    "comparison": "experiments.comparisons.comparison:Comparison",
+    "plans": "experiments.plans.plans:Plans",
+    "niid": "experiments.niid.niid:Niid",
+    "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
+    "koskela-private": "experiments.koskela.private:KoskelaPrivate",
+    "koskela-rate": "experiments.koskela.rate:KoskelaRate",
+    "koskela-scale": "experiments.koskela.scale:KoskelaScale",
+}
+"""Values of the key ``experiment``, and the class behind each."""
+
+
+def find(name: str) -> Path:
+    """Directory of an experiment: a name, or a path to a directory of the user's own.
+
+    Raises
+    ------
+    FedsimError
+        If there is none.
+    """
+    known = _directories()
+    directory = Path(name)
+    if (directory / "experiment.toml").is_file():
+        return directory
+    if name not in known:
+        raise FedsimError(
+            f"there is no experiment '{name}'; it must be one of {', '.join(sorted(known))}, or a "
+            "directory with an experiment.toml."
+        )
+    return known[name]
+
+
+def names() -> list[str]:
+    """Experiments of this checkout."""
+    return sorted(_directories())
+
+
+def _directories() -> dict[str, Path]:
+    root = Path(experiments.__file__).parent
+    return {path.parent.name: path.parent for path in root.rglob("experiment.toml")}
+
+
+def load(
+    directory: Path,
+    *,
+    data: Path,
+    seeds: int | None = None,
+    quick: bool = False,
+    engine: Iterable[str] = (),
+) -> Experiment:
+    """The experiment that a directory describes.
+
+    Parameters
+    ----------
+    data : path
+        Where data sets are kept.
+    seeds : int, optional
+        Instead of the file's own.
+    quick : bool
+        Apply the table ``[quick]``: a small version, to see that everything works.
+    engine : iterable of str
+        ``engine.KEY=VALUE``: where members run that are runs of a config.
+
+    Raises
+    ------
+    FedsimError
+        If anything in the file is wrong.
+    """
+    path = directory / "experiment.toml"
+    try:
+        tree = tomllib.loads(regular_files.read_text(path))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedsimError(f"{path} cannot be read: {error}.") from None
+    smaller = tree.pop("quick", {})
+    if quick:
+        tree |= smaller
+    if seeds is not None:
+        tree["seeds"] = seeds
+    return _make(tree, Context(directory, data, _engine_keys(engine)))
+
+
+def _make(tree: dict[str, Any], context: Context) -> Experiment:
+    key = tree.get("experiment")
+    if key not in KINDS:
+        raise FedsimError(f"experiment = {key!r}; it must be one of {', '.join(KINDS)}.")
+    module, _, name = KINDS[key].partition(":")
+    experiment: type[Experiment] = getattr(import_module(module), name)
+    allowed_code.allow([experiments.__name__])  # what their configs name is theirs
+    if context.engine and not issubclass(experiment, ConfigRuns):
+        raise FedsimError(
+            f"--set {', '.join(context.engine)}; it must be left out: the members of "
+            f"{context.directory.name} are no runs of a config, and have no engine."
+        )
+    return experiment(experiment.settings_type.read(tree), context)
+
+
+def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
+    """Keys of ``engine.KEY=VALUE``.
+
+    Raises
+    ------
+    FedsimError
+        If it is of another table: every other key is the experiment's own.
+    """
+    for text in overrides:
+        if not text.startswith("engine."):
+            raise FedsimError(
+                f"--set {text}; it must be engine.KEY=VALUE, which no result depends on: what an "
+                "experiment is made of stands in its directory."
+            )
+    chosen, defaults = (RunConfig.of(texts).to_run_config() for texts in (overrides, ()))
+    return {key: value for key, value in chosen.items() if value != defaults.get(key)}
