@@ -89,15 +89,18 @@ class ExperimentMember:
         Unique; names its file.
     settings : mapping of JSON values
         Everything that the result is a function of, beside the code and the data.
+    cell : str, optional
+        The cell of a table that it is for; by default its name without its seed. A member's name
+        is that of its cell, or goes on after a space.
     """
 
     name: str
     settings: Mapping[str, Any]
+    cell: str = ""
 
-    @property
-    def cell(self) -> str:
-        """The name without its seed: members of one cell differ in nothing else."""
-        return re.sub(r" seed=\d+$", "", self.name)
+    def __post_init__(self) -> None:
+        if not self.cell:
+            object.__setattr__(self, "cell", re.sub(r" seed=\d+$", "", self.name))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from experiments.framework.base import ExperimentMember, Report
-from experiments.framework.directories import find, load
+from experiments.framework.directories import load
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.pages import Missing, readme, unrun
 from experiments.framework.stored import Stored, gathered
@@ -109,7 +109,7 @@ def _seconds(
     stored: Stored,
     judgement: Judgement,
 ) -> float | None:
-    """What a run is likely to take: the mean of its cell's, of all, or of a like experiment's."""
+    """What a run is likely to take: the mean of its cell's, of all, or what judgement.toml says."""
     alike = [other.name for other in members if other.cell == member.cell]
     times = [
         seconds
@@ -118,6 +118,4 @@ def _seconds(
     ]
     if times:
         return fmean(times)
-    if not stored.members and judgement.like:
-        stored = Stored.load(find(judgement.like))
-    return stored.mean_seconds
+    return stored.mean_seconds or judgement.run_seconds or None

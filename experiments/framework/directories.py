@@ -29,6 +29,7 @@ KINDS = {
     "comparison": "experiments.comparisons.comparison:Comparison",
     "plans": "experiments.plans.plans:Plans",
     "niid": "experiments.niid.niid:Niid",
+    "landscape": "experiments.landscape.landscape:Landscape",
     "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
     "koskela-private": "experiments.koskela.private:KoskelaPrivate",
     "koskela-rate": "experiments.koskela.rate:KoskelaRate",

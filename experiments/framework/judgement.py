@@ -77,8 +77,8 @@ class Judgement(Section):
         What is run, and how; a paragraph of Markdown.
     not_run : str
         Why runs are missing; empty where none is.
-    like : str
-        An experiment whose runs take as long, where this one has none to estimate hours from.
+    run_seconds : float
+        Of one core, of one run, where none is stored to estimate hours from; 0 if unknown.
     remarks : list of str
     paper : mapping of str to float
         Figures as printed in the paper, by the name of ours.
@@ -87,10 +87,10 @@ class Judgement(Section):
     """
 
     title: str
-    paper_of: Literal["koskela", "xu", "das", "pichapati", "plans", "niid"]
+    paper_of: Literal["koskela", "xu", "das", "pichapati", "plans", "niid", "landscape"]
     about: str
     not_run: str = ""
-    like: str = ""
+    run_seconds: float = 0.0
     remarks: list[str] = Field(default_factory=list)
     panels: list[Panel] = Field(min_length=1)
     claims: dict[str, Claimed] = Field(default_factory=dict)

@@ -55,6 +55,7 @@ PAPERS = {
         "Li, Diao, Chen and He, Federated Learning on Non-IID Data Silos: An Experimental Study, "
         "arXiv 2102.02079"
     ),
+    "landscape": "After the papers: private methods beside each other",
 }
 NOT_MEASURED = "Not measured: nothing here is judged."
 EARLIER = (
@@ -108,9 +109,8 @@ def unrun(name: str, judgement: Judgement, missing: Sequence[Missing], total: in
         pattern = cell if cell in names else f"{cell} *"
         command = f'`fedsim experiment {name} --only "{pattern}" --store`'
         rows.append([cell, len(of_cell), sum(of_cell) / 3600, command])
-    source = f"`{judgement.like}`" if judgement.like else "what is stored of runs like them"
     table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
-    return f"{text}: {_duration(sum(seconds))} of one core, estimated from {source}.\n\n{table}"
+    return f"{text}: an estimated {_duration(sum(seconds))} of one core.\n\n{table}"
 
 
 def readme(

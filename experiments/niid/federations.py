@@ -1,16 +1,21 @@
-"""The network of NIID-Bench, and its clients of two classes each (Li et al. 2022)."""
+"""The network of NIID-Bench and its ways to split examples among clients (Li et al. 2022)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from fedsim.partitions import Examples, Indices, Partition
+from fedsim.partitions.base import require_enough
 
-__all__ = ["NiidNetwork", "TwoClasses"]
+__all__ = ["CappedDirichlet", "NiidNetwork", "TwoClasses"]
+
+FEWEST = 10
+"""Examples that each client has at least; until then the split is drawn again."""
 
 
 class NiidNetwork(nn.Module):
@@ -38,6 +43,43 @@ class NiidNetwork(nn.Module):
         x = self.flatten(self.pool(self.relu(self.conv2(x))))
         logits: Tensor = self.fc3(self.relu(self.fc2(self.relu(self.fc1(x)))))
         return logits
+
+
+@dataclass(frozen=True)
+class CappedDirichlet(Partition):
+    """Classes dealt one after another, each by a Dirichlet draw among clients that are not full.
+
+    A client is full once it has its even share of all examples, so that sizes differ less than
+    under `fedsim.partitions.Dirichlet`.
+
+    Parameters
+    ----------
+    clients : int
+        `FEWEST` of them must fit into the examples.
+    """
+
+    words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g}), capped"
+    alpha: float = 0.5
+    clients: int = 10
+    seed: int = 0
+
+    def deal(self, examples: Examples, generator: np.random.Generator) -> list[Indices]:
+        """Positions of each client's examples."""
+        labels = examples.labels
+        require_enough(FEWEST * self.clients, len(labels))
+        sizes = np.zeros(self.clients)
+        while sizes.min() < FEWEST:
+            dealt: list[list[Indices]] = [[] for _ in range(self.clients)]
+            sizes = np.zeros(self.clients)
+            for label in np.unique(labels):
+                positions = generator.permutation(np.flatnonzero(labels == label))
+                shares = generator.dirichlet(np.full(self.clients, self.alpha))
+                shares[sizes >= len(labels) / self.clients] = 0.0
+                stops = (np.cumsum(shares / shares.sum()) * len(positions)).astype(np.int64)[:-1]
+                for client, part in enumerate(np.split(positions, stops)):
+                    dealt[client].append(part)
+                    sizes[client] += len(part)
+        return [np.concatenate(parts) for parts in dealt]
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def test_page_estimates_what_was_not_run_from_what_was(counting: Path, tmp_path:
     keep(counting)
     checked = check(counting)
     assert (checked.faults, checked.report) == ([], None)
-    assert "No time. 3 of 4 runs are missing: 6.0 hours of one core" in checked.page
+    assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in checked.page
     row = '| member 2 | 1 | 2.00 | `fedsim experiment counting --only "member 2" --store` |'
     assert row in checked.page
     run_experiment(counting, tmp_path / "out", workers=1).stored.save(counting)

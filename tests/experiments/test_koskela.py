@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
-from experiments.framework.config_runs import ConfigRuns
 from experiments.framework.directories import load
-from experiments.framework.run import Outcome, run_experiment
+from experiments.framework.run import Outcome, Portion, run_experiment
 from experiments.koskela.common import optimiser
 from experiments.koskela.rate import settled_rate
 from fedsim.cohorts import PoissonCohort
@@ -296,14 +295,13 @@ def test_a_run_that_was_asked_to_end_leaves_no_result(
 ) -> None:
     ended = iter(["finished", "interrupted", "finished"])
 
-    def drive(build: object, grid: object) -> SimpleNamespace:
+    def drive(config: RunConfig, *, out: Path, resume: bool) -> SimpleNamespace:
         row = {"round": 1, "test-accuracy": 0.5, "loss": 1.0}
         return SimpleNamespace(ended=next(ended), metrics=[row])
 
-    monkeypatch.setattr(config_runs, "drive", drive)
-    monkeypatch.setattr(config_runs, "check", lambda build: None)
-    monkeypatch.setattr(config_runs, "LocalGrid", lambda trainer: None)
-    monkeypatch.setattr(ConfigRuns, "resolve", lambda *_: SimpleNamespace(trainer=None))
+    monkeypatch.setattr(config_runs, "run_config", drive)
+    monkeypatch.setattr(config_runs, "_verified", lambda directory: {})
+    directory, again = COMMITTED / "koskela-federated", Portion(again=True)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(COMMITTED / "koskela-federated", tmp_path, data=data, workers=1)
+        run_experiment(directory, tmp_path, data=data, workers=1, portion=again)
     assert len(list((tmp_path / "members").iterdir())) == 1

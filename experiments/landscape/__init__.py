@@ -1,0 +1,1 @@
+"""A map of private methods: which of them ends highest, by data, clients and epsilon."""

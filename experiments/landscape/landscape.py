@@ -1,0 +1,367 @@
+"""Private methods on several federations and at several epsilons: a map of which ends highest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from experiments.framework.base import (
+    BestOfGrid,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Result,
+    Settings,
+    Table,
+    seeds_text,
+)
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
+from experiments.framework.schema import Section
+from experiments.framework.spread import all_ahead, listed, over_seeds, paired
+from experiments.landscape.picture import Square, map_picture
+from fedsim.config import RunConfig, Scalar
+from fedsim.privacy import Accountant
+from fedsim.privacy.laws.selection import Distribution, Selection
+from fedsim.runs.factories import release_plan
+from fedsim.runs.metrics import Row
+
+__all__ = ["Landscape", "LandscapeSettings"]
+
+PRICE = "price"
+NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
+
+
+class FederationKeys(Section):
+    """Data, how they are split, and whose privacy is kept: the run's keys that it changes."""
+
+    name: str
+    level: Literal["client", "example"] = "client"
+    keys: dict[str, Scalar] = Field(default_factory=dict)
+
+
+class LandscapeMethod(Section):
+    """A method: the run's keys that it changes, and what its noise and cohort are called.
+
+    At example level its bound and noise are those of clients; one that changes the cohort is of
+    the client level alone.
+    """
+
+    name: str
+    noise: str = ""
+    keys: dict[str, Scalar] = Field(default_factory=dict)
+
+    def at(self, level: str) -> dict[str, Scalar] | None:
+        """Its keys at a level; None where it is of the other level alone."""
+        if level == "client":
+            return self.keys
+        if any(key.startswith("cohort.") for key in self.keys):
+            return None
+        tables = ("mechanism.", "noise.")
+        return {
+            f"client.{key}" if key.startswith(tables) else key: value
+            for key, value in self.keys.items()
+        }
+
+
+class Contest(Section):
+    """A claim: one method ends above another in these federations at these epsilons."""
+
+    name: str
+    says: str
+    ahead: str
+    behind: str
+    federations: list[str] = Field(min_length=1)
+    epsilons: list[float] = Field(min_length=1)
+
+
+class LandscapeSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    clip_norms : list of float
+        The grid that each method's C is chosen from; empty where C is the method's own.
+    seeds : int
+        Those that are shown: fresh ones, where another has chosen C.
+    """
+
+    title: str
+    panel: str
+    epsilons: list[float] = Field(min_length=1)
+    clip_norms: list[float] = Field(default_factory=list)
+    federations: list[FederationKeys] = Field(min_length=1)
+    methods: list[LandscapeMethod] = Field(min_length=1)
+    claims: list[Contest] = Field(default_factory=list)
+
+
+class Landscape(ConfigRuns):
+    """One seed chooses a method's bound by validation examples; fresh seeds are what is shown."""
+
+    settings: LandscapeSettings
+    settings_type: ClassVar[type[Settings]] = LandscapeSettings
+    partial: ClassVar[bool] = True
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """Every federation, epsilon and method that is of its level, with the keys it changes."""
+        settings = self.settings
+        return {
+            _cell(federation.name, epsilon, method.name): {
+                **self._in_turn(federation.keys | keys),
+                f"{_table(federation)}noise.target-epsilon": epsilon,
+            }
+            for federation in settings.federations
+            for epsilon in settings.epsilons
+            for method in settings.methods
+            if (keys := method.at(federation.level)) is not None
+        }
+
+    def _in_turn(self, keys: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Groups that take turns are as large as Poisson cohorts, where nothing says otherwise."""
+        if keys.get("cohort.name") != "cyclic" or "cohort.groups" in keys:
+            return keys
+        rate = keys.get("cohort.rate", self.base.to_run_config()["cohort.rate"])
+        return keys | {"cohort.groups": round(1 / float(rate)), "cohort.rate": ""}
+
+    def members(self) -> list[ExperimentMember]:
+        """All cells, seed by seed; or what a choice costs, and every cell's grid with one seed."""
+        plans = self.plans()
+        if not self.settings.clip_norms:
+            return [
+                ExperimentMember(f"{name} seed={seed}", self._settings_of(keys, seed))
+                for seed in self._seeds
+                for name, keys in plans.items()
+            ]
+        return self._prices() + [
+            ExperimentMember(
+                f"{name} C={bound:g} seed=1",
+                self._settings_of(keys | self._bound(name, bound), 1),
+                cell=name,
+            )
+            for name, keys in plans.items()
+            for bound in self.settings.clip_norms
+        ]
+
+    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+        """Fresh seeds at the best bound of every cell whose grid is complete."""
+        return [
+            ExperimentMember(
+                f"{name} seed={seed}",
+                self._settings_of(keys | self._bound(name, choice.value), seed),
+            )
+            for name, keys in self.plans().items()
+            if (choice := self._choice(results, name)) is not None
+            for seed in self._seeds
+        ]
+
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        """A run, or what the best of a random number of such runs costs."""
+        if PRICE not in settings:
+            return super().run(settings)
+        config, count = self.config_of(settings[PRICE]), len(self.settings.clip_norms)
+        delta, plan = config.noise.delta, release_plan(config)
+        runs = [plan.event().over(config.rounds)] * count
+        result: Result = {"one": plan.epsilon(delta), "all": Accountant(runs).epsilon(delta)}
+        for name in NUMBERS:
+            chosen = replace(plan, selection=Selection(name, count))
+            result[name] = chosen.epsilon(delta)
+        return result
+
+    def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
+        """The config of a member: it starts from the pretrained model where it names its layers."""
+        config = super().config_of(settings)
+        return config if config.model.weights_for else config.replace(**{"model.weights": ""})
+
+    def summary(self, rows: Sequence[Row]) -> Result:
+        """Accuracies (%) after the last round, and the epsilon."""
+        last = rows[-1]
+        result: Result = {
+            "test": 100 * last["test-accuracy"],
+            "epsilon": last.get("epsilon", last.get("example-epsilon")),
+        }
+        if "validation-accuracy" in last:
+            result["validation"] = 100 * last["validation-accuracy"]
+        return result
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """The map as a table and a picture, the chosen bounds, what choosing costs, and claims."""
+        tests = {name: self._tests(results, name) for name in self.plans()}
+        choices = {name: self._choice(results, name) for name in tests}
+        tables = [self._map(tests)]
+        if self.settings.clip_norms:
+            tables += [self._bounds(choices), self._misset(results, choices), self._price(results)]
+        return Report(
+            tables=tables,
+            figures={name: over_seeds(values)[0] for name, values in tests.items() if values},
+            claims=[self._claim(claim, tests) for claim in self.settings.claims],
+            pictures={"map": self._picture(tests)},
+            choices=[choice for choice in choices.values() if choice is not None],
+        )
+
+    @property
+    def _seeds(self) -> range:
+        first = 2 if self.settings.clip_norms else 1
+        return range(first, first + self.settings.seeds)
+
+    def _bound(self, name: str, value: float) -> dict[str, Scalar]:
+        """The key of a cell's bound."""
+        federation = next(f for f in self.settings.federations if name.startswith(f"{f.name}, "))
+        return {f"{_table(federation)}mechanism.clip-norm": value}
+
+    def _prices(self) -> list[ExperimentMember]:
+        kinds = {method.noise: method for method in reversed(self.settings.methods)}
+        return [
+            ExperimentMember(
+                f"{PRICE}, {noise}, eps={epsilon:g}",
+                {PRICE: self._settings_of({**method.keys, "noise.target-epsilon": epsilon}, 1)},
+            )
+            for noise, method in kinds.items()
+            for epsilon in self.settings.epsilons
+        ]
+
+    def _settings_of(self, keys: dict[str, Scalar], seed: int) -> dict[str, Any]:
+        """Of a run; only those of frozen features depend on the model that these come from."""
+        settings = self.member_settings({**keys, "seed": seed})
+        if "model.weights-for" not in settings["run"]:
+            settings.pop("pretraining", None)
+        return settings
+
+    def _choice(self, results: Mapping[str, Result], name: str) -> BestOfGrid | None:
+        """A cell's bounds by validation accuracy; None before all have been run."""
+        members = {bound: f"{name} C={bound:g} seed=1" for bound in self.settings.clip_norms}
+        if not members or any(member not in results for member in members.values()):
+            return None
+        scores = {bound: results[member]["validation"] for bound, member in members.items()}
+        return BestOfGrid(f"C of {name}", scores)
+
+    def _tests(self, results: Mapping[str, Result], name: str) -> list[float]:
+        """Test accuracies of a cell's seeds, of those that have been run."""
+        members = [f"{name} seed={seed}" for seed in self._seeds]
+        return [results[member]["test"] for member in members if member in results]
+
+    def _columns(self) -> list[tuple[str, float]]:
+        """Every federation at every epsilon."""
+        settings = self.settings
+        return [(f.name, epsilon) for f in settings.federations for epsilon in settings.epsilons]
+
+    def _rows(self, name: str, title: str, cell_text: Mapping[str, str | None]) -> Table:
+        """A table of a row a federation and epsilon, and a column a method."""
+        methods = [method.name for method in self.settings.methods]
+        rows: list[list[str | float | None]] = [
+            [
+                f"{federation}, epsilon {epsilon:g}",
+                *(cell_text.get(_cell(federation, epsilon, method)) for method in methods),
+            ]
+            for federation, epsilon in self._columns()
+        ]
+        return Table(name, title, ["federation", *methods], rows)
+
+    def _map(self, tests: Mapping[str, Sequence[float]]) -> Table:
+        title = (
+            f"{self.settings.title}: test accuracy (%) after {self.base.rounds} rounds, mean ± "
+            f"s.d. of {seeds_text(self.settings.seeds)}"
+        )
+        return self._rows("map", title, {name: self._text(v) for name, v in tests.items()})
+
+    def _text(self, values: Sequence[float]) -> str:
+        if not values:
+            return "not run"
+        mean, spread = over_seeds(values)
+        text = f"{mean:.2f} ± {spread:.2f}" if len(values) > 1 else f"{mean:.2f}"
+        complete = len(values) == self.settings.seeds
+        return text if complete else f"{text} ({seeds_text(len(values))})"
+
+    def _bounds(self, choices: Mapping[str, BestOfGrid | None]) -> Table:
+        values = ", ".join(f"{bound:g}" for bound in self.settings.clip_norms)
+        title = f"C that ends highest on validation examples with one seed, of {values}"
+        cells = {name: f"{c.value:g}" if c is not None else None for name, c in choices.items()}
+        return self._rows("bounds", title, cells)
+
+    def _misset(
+        self, results: Mapping[str, Result], choices: Mapping[str, BestOfGrid | None]
+    ) -> Table:
+        """What a C that is two values of the grid away from the best costs in test accuracy."""
+        bounds = self.settings.clip_norms
+        cells: dict[str, str | None] = {}
+        for name, choice in choices.items():
+            if choice is not None:
+                tests = [results[f"{name} C={bound:g} seed=1"]["test"] for bound in bounds]
+                best = bounds.index(choice.value)
+                cells[name] = ", ".join(
+                    f"{tests[k] - tests[best]:+.1f}" if 0 <= k < len(bounds) else "-"
+                    for k in (best - 2, best + 2)
+                )
+        title = (
+            "Points lost by a C that is two values of the grid too small, and too large; one seed"
+        )
+        return self._rows("misset", title, cells)
+
+    def _price(self, results: Mapping[str, Result]) -> Table:
+        """Epsilon of a run, of the honest choice among as many as the grid has, and of all."""
+        rows: list[list[str | float | None]] = []
+        for member in self._prices():
+            if member.name in results:
+                result = results[member.name]
+                noise = member.name.removeprefix(f"{PRICE}, ").partition(", eps=")[0]
+                rows.append([noise, result["one"], *(result[n] for n in NUMBERS), result["all"]])
+        count = len(self.settings.clip_norms)
+        title = (
+            f"Epsilon at delta = {self.base.noise.delta:g} with the same noise: of one run, of the "
+            f"best of a random number of runs of mean {count}, and of {count} runs together"
+        )
+        columns = ["noise and cohort", "one run", *(f"{n} number" for n in NUMBERS), "all together"]
+        return Table("price", title, columns, rows)
+
+    def _claim(self, claim: Contest, tests: Mapping[str, Sequence[float]]) -> PaperClaim:
+        gains, names = [], []
+        for federation in claim.federations:
+            for epsilon in claim.epsilons:
+                first, second = (
+                    tests[_cell(federation, epsilon, method)]
+                    for method in (claim.ahead, claim.behind)
+                )
+                if min(len(first), len(second)) < self.settings.seeds:
+                    says = "not all of its runs are made"
+                    return PaperClaim(claim.name, self.settings.panel, claim.says, None, says)
+                gains.append(paired(first, second))
+                names.append(f"{federation}, eps {epsilon:g}")
+        return PaperClaim(
+            claim.name, self.settings.panel, claim.says, all_ahead(gains), listed(gains, names)
+        )
+
+    def _picture(self, tests: Mapping[str, Sequence[float]]) -> Figure:
+        methods, columns = [m.name for m in self.settings.methods], self._columns()
+        squares = []
+        for federation, epsilon in columns:
+            cells = [tests.get(_cell(federation, epsilon, method)) for method in methods]
+            complete = [c for c in cells if c and len(c) == self.settings.seeds]
+            top = max(complete, key=lambda values: over_seeds(values)[0], default=None)
+            squares.append([self._square(values, top, len(complete)) for values in cells])
+        labels = [f"{federation}, epsilon {epsilon:g}" for federation, epsilon in columns]
+        return map_picture(self.settings.title, methods, labels, squares)
+
+    def _square(
+        self, values: Sequence[float] | None, top: Sequence[float] | None, methods: int
+    ) -> Square:
+        """A cell beside the best one of its column, of so many methods."""
+        if not values:
+            return Square("" if values is None else "not run")
+        mean = over_seeds(values)[0]
+        if top is None or len(values) < self.settings.seeds:
+            return Square(f"{mean:.1f}\n({seeds_text(len(values))})")
+        behind = paired(top, values)
+        # The best of several is compared with each of the others: the intervals hold together.
+        level = behind.mean == 0 or behind.interval(max(methods - 1, 1))[0] <= 0
+        return Square(f"{mean:.1f}", behind.mean, level)
+
+
+def _table(federation: FederationKeys) -> str:
+    """The table that a federation's bound and noise are in."""
+    return "" if federation.level == "client" else "client."
+
+
+def _cell(federation: str, epsilon: float, method: str) -> str:
+    return f"{federation}, eps={epsilon:g}, {method}"
