@@ -194,10 +194,10 @@ class ConfigEvidence:
         return self.resolved.plan.epsilon(self.config.noise.delta)
 
     def at_most(self, most: int) -> StrategyTarget:
-        """So many rounds, or as many as one event covers, that cost what all of the config's do."""
+        """So many rounds, or as many as one event covers, at the cost of the config's run."""
         smaller, sampler = self.smaller, cohort(self.smaller)
         grouped = sampler.law().rounds
-        # In fewer rounds than there are groups a canary may not be in any.
+        # In fewer rounds than groups a canary may not be sampled at all.
         least = grouped if grouped < self.config.rounds else sampler.gaussians(1)
         rounds, z = min(self.config.rounds, max(most, least)), self.noise
         if rounds < self.config.rounds:
@@ -239,7 +239,7 @@ class ConfigEvidence:
     @property
     def budget(self) -> tuple[Mapping[str, int], str] | None:
         """Rounds of a run with a budget, and of one stopped after its first round and resumed."""
-        # Of rounds that are charged together a budget allows all or none.
+        # A budget allows all or none of the rounds that are charged together.
         if not self.config.private or self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)

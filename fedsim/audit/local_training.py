@@ -137,7 +137,7 @@ class TrainerTarget(Target):
         return self.work.steps_of(self.size)
 
     def whitened(self, rounds: Floats) -> Floats:
-        """Steps of one round after another ``[T, width]``; each round's noise stands alone."""
+        """Steps of one round after another ``[T, width]``; rounds have independent noise."""
         noise = self.plan.noise
         if not isinstance(noise, Correlated):
             return rounds

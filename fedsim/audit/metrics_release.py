@@ -1,4 +1,4 @@
-"""What an audit looks at of private evaluations: their noise, what a client moves, their lines."""
+"""Audit evidence and checks of private evaluations: noise, sensitivity, lines in the ledger."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RUNS, ROUNDS = 4, 100
 EXTREMES = (math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0, 0.5)
 """What a client may report."""
 ROUNDING = 1e-6
-"""Of a row on the sum's grid, and of sums beside noise."""
+"""Relative error of a row that is rounded to the sum's grid."""
 
 
 @dataclass(frozen=True, eq=False)
 class MetricsEvidence:
-    """Releases of metrics, of no client or of a single one.
+    """Releases of metrics without clients, or with a single client.
 
     Parameters
     ----------
@@ -42,12 +42,12 @@ class MetricsEvidence:
 
     @property
     def alone(self) -> MetricsEvidence:
-        """Itself: of no client there is noise alone."""
+        """Itself: a release without clients is noise alone."""
         return self
 
     @cached_property
     def noise(self) -> NoiseSample:
-        """Evaluations to which nobody replied, as standard normals."""
+        """Evaluations without replies, in standard deviations of their noise."""
         evaluations = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
         noise = [[e.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for e in evaluations]
         plan = evaluations[0].plan
@@ -78,17 +78,17 @@ def _evaluation(strategy: DPFedAvg) -> PrivateEvaluation:
 
 
 def moved_metrics(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
-    """Whether no client moves an evaluation by more than its noise is for."""
+    """Whether no client moves an evaluation by more than the sensitivity that its noise assumes."""
     norm = joint_norm(_evaluation(strategy).metrics.ranges)
     lengths = [float(np.linalg.norm(move)) for move in moves]
     most = max(lengths)
-    # Not a number is longer than anything.
+    # Written so that NaN is a violation.
     broken = None if most <= norm * (1 + ROUNDING) else f"{most:.6g}"
     return invariant(f"{len(moves)} reports of one client", broken, f"at most {norm:.6g}")
 
 
 def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
-    """Whether each evaluation has one line, which says what it cost."""
+    """Whether each evaluation has one line in the ledger, with its cost."""
     event = _evaluation(strategy).plan.event()
     lines = [(entry.kind, entry.round, entry.event) for entry in strategy.ledger.entries]
     expected = [("evaluation", number, event) for number in range(1, len(moves) + 1)]

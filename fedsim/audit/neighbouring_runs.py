@@ -176,7 +176,7 @@ def message_grid(
                 raise RuntimeError("the canary has no answer")
             return Message(last(), reply_to=message)
         arrays = next(iter(message.content.array_records.values()))
-        # What clients are sent beside the parameters, no client of a private run sends back.
+        # Clients of a private run do not send back the vectors that they receive with parameters.
         arrays = ArrayRecord({k: v for k, v in arrays.items() if not k.startswith(PREFIX)})
         if rows is not None:
             server = tensors(arrays)
@@ -328,10 +328,10 @@ class ClientNeighbours(Neighbours):
         self._small = target.with_model({name: t[:2] for name, t in target.start.items()})
 
     def fail_with_others(self) -> None:
-        """Where all other clients fail too, a round must be released all the same.
+        """A round in which all other clients fail must be released too.
 
-        Secure aggregation has no sum of a few: that who drops out does not depend on data is what
-        its statement assumes.
+        Not so with secure aggregation, which has no sum of a few clients: its statement assumes
+        that dropping out does not depend on data.
         """
         if self._small.settings.secure is not None:
             return

@@ -88,14 +88,14 @@ def _residuals(design: Floats, values: Floats) -> Floats:
 
 
 def participations(sampled: Sampled) -> Finding:
-    """Whether rows are in no more rounds, and as far apart, as the plan's sensitivity counts on."""
+    """Whether rows are in no more and no closer rounds than the plan's sensitivity assumes."""
     plan, first, broken = sampled.participation, 0, None
     assert plan is not None
     for length in sampled.lengths:
-        asked = sampled.asked[first : first + length]
+        members = sampled.asked[first : first + length]
         first += length
-        most = int(asked.sum(0).max(initial=0))
-        inside = np.cumsum(np.concatenate([np.zeros((1, asked.shape[1])), asked]), axis=0)
+        most = int(members.sum(0).max(initial=0))
+        inside = np.cumsum(np.concatenate([np.zeros((1, members.shape[1])), members]), axis=0)
         width = min(plan.separation, length)
         if (inside[width:] - inside[: len(inside) - width]).max(initial=0) > 1:
             broken = f"a client was sampled twice in {plan.separation} rounds"
@@ -251,12 +251,12 @@ def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
     (first, reference), *others = moves.items()
     rounds, released = len(reference), int((reference != 0).any(1).sum())
     broken = None if released == rounds else f"{released} of {rounds} rounds"
-    for way, seen in others:
-        differ = np.flatnonzero((seen != reference).any(1))
+    for failure, observed in others:
+        differ = np.flatnonzero((observed != reference).any(1))
         if len(differ) and broken is None:
             broken = (
                 f"round {differ[0] + 1} differs between several clients of which each {first} and "
-                f"as many of which each {way}"
+                f"as many of which each {failure}"
             )
     looked = f"{rounds} rounds, each in {len(moves)} ways"
     return invariant(looked, broken, "every round released, and the same")
@@ -318,7 +318,7 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
 
 @contextmanager
 def watched() -> Iterator[list[Address]]:
-    """Every address that is asked for within, in order, but those repeated on purpose."""
+    """The addresses that are drawn from within, in order, without those repeated on purpose."""
     addresses: list[Address] = []
     before = Randomness.watch
     Randomness.watch = addresses.append

@@ -160,7 +160,7 @@ def sweep(
 def _select(
     console: Console, grid: Sequence[SweepRun], where: Path, mean: float, distribution: str | None
 ) -> None:
-    """Make a random number of runs, and say what the best one is and what it has cost."""
+    """Make a random number of runs, and print the settings and directory of the best one."""
     from fedsim.privacy.laws.selection import Selection
     from fedsim.runs.sweep import RandomStopping
 
@@ -169,7 +169,7 @@ def _select(
     selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
     console.print(
         f"A {selection.distribution} number of runs, {mean:g} on average, of settings drawn at "
-        "random. How many there are is not shown."
+        "random; their number stays secret."
     )
     selected = RandomStopping(selection).run(grid, where)
     if selected is None:

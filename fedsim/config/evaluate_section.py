@@ -1,4 +1,4 @@
-"""The table about evaluation: when the model is measured, by whom, and what of it is released."""
+"""The table about evaluation: when, by which clients, and which metrics are released."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_number(text: str) -> bool:
 
 
 def _evenly(value: object) -> str:
-    """Ranges as they are always written, so that equal ones are equal."""
+    """Ranges in canonical form, so that equal ranges are equal strings."""
     if not isinstance(value, str):
         raise NotAllowedError("a string")
     return ", ".join(
@@ -67,19 +67,19 @@ class EvaluateSection(ConfigTable):
         Ge(0),
         Doc("Clients test it on their own examples every so many rounds; 0 for never."),
     ] = 0
-    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that do.")] = 1.0
+    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that test it.")] = 1.0
     private: Annotated[
         bool,
         Doc(
-            "Whether what they report becomes noisy means over clients: each time one more "
-            "release of a run that is private at client level, charged to its ledger and budget."
+            "Whether their metrics are released as noisy means over clients: an evaluation is one "
+            "more release of a run with client-level privacy, charged to its ledger and budget."
         ),
     ] = False
     multiplier: Annotated[
         Multiplier,
         Doc(
-            "Noise multiplier of such a release, all of whose numbers are bounded together; "
-            "unset, with noise.target-epsilon, it follows from target-share."
+            "Noise multiplier of such a release, whose metrics are bounded together; if unset, "
+            "with noise.target-epsilon, it follows from target-share."
         ),
     ] = None
     target_share: Annotated[
@@ -87,23 +87,23 @@ class EvaluateSection(ConfigTable):
         Gt(0),
         Lt(1),
         Doc(
-            "The share of noise.target-epsilon that all of these releases would cost alone; the "
-            "rounds have what is left."
+            "The share of noise.target-epsilon that all these releases would cost alone; the rest "
+            "is for the rounds."
         ),
     ] = 0.1
     ranges: Annotated[
         str,
         Text(_evenly, str),
         Doc(
-            "Ranges to which numbers are clamped for them, such as 'loss(0,5)'. Metrics between 0 "
-            "and 1 have theirs; one without a range is not released."
+            "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
+            "have that range; a metric without a range is not released."
         ),
     ] = ""
     quantiles: Annotated[
-        bool, Doc("Whether they have quantiles over clients too: p10, median and p90.")
+        bool, Doc("Whether quantiles over clients are released too: p10, median and p90.")
     ] = False
     unprotected: Annotated[
-        bool, Doc("Allow what clients report of their data in a private run: it has no noise.")
+        bool, Doc("Allow metrics of clients' data, without noise, in a private run.")
     ] = False
 
     def declared_ranges(self) -> dict[str, Ends]:

@@ -132,29 +132,29 @@ class SecAggSection(ConfigTable):
         int,
         Ge(0),
         Doc(
-            "The fewest clients that a sum is of; with fewer a round is lost, and charged. 0 for "
-            "no secure aggregation."
+            "The fewest clients in a sum; with fewer a round is lost, and charged nevertheless. 0 "
+            "for no secure aggregation."
         ),
     ] = 0
     colluders: Annotated[
         int,
         Ge(0),
         Doc(
-            "The most clients that tell the server what they know: the noise of threshold less "
-            "colluders is all that is counted on."
+            "The most clients that give the server all they know: only the noise of threshold "
+            "minus colluders clients is counted on."
         ),
     ] = 0
     observer: Annotated[
         Literal["server", "outsider"],
         Doc(
-            "Whom the guarantee is against: the server, who knows which clients were sampled, so "
-            "that sampling amplifies nothing, or those who see the models alone."
+            "The adversary: the server, which knows the sampled clients, so that sampling "
+            "amplifies nothing, or an outsider, who sees the models only."
         ),
     ] = "server"
     simulate: Annotated[
         bool,
         OUTSIDE_RELEASE,
-        Doc("Whether engine 'local' sends masked messages too, in place of the same sum in clear."),
+        Doc("Whether engine 'local' sends masked messages too, not the same shares without masks."),
     ] = False
 
 
@@ -177,8 +177,8 @@ class PrivacySection(ConfigTable):
         Literal["", "logarithmic", "geometric", "poisson"],
         OUTSIDE_RELEASE,
         Doc(
-            "Of the best of a random number of runs, the others of which nobody sees: how that "
-            "number was drawn. `fedsim sweep --select` sets it; empty for any other run."
+            "For the best of a random number of runs, the others of which stay secret: the "
+            "distribution of that number. `fedsim sweep --select` sets it; empty for other runs."
         ),
     ] = ""
     selection_mean: Annotated[

@@ -176,20 +176,20 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule(
         "client.noise.name",
         lambda c: c.client.noise.name in ("independent", "lambda-cgd", "bisr", "tree"),
-        "'independent', 'lambda-cgd', 'bisr' or 'tree': no other noise has a place to keep what a "
-        "client's steps share",
+        "'independent', 'lambda-cgd', 'bisr' or 'tree': clients have no place for the vectors that "
+        "other noise keeps from step to step",
     ),
     KeyRule(
         "client.noise.name",
         lambda c: c.client.noise.name == "independent" or not c.private,
-        "'independent' while mechanism.name = '{mechanism.name}' protects whole clients: what "
-        "other noise is made of follows from how many examples clients have",
+        "'independent' while mechanism.name = '{mechanism.name}' protects whole clients: the "
+        "coefficients of other noise follow from how many examples clients have",
     ),
     KeyRule(
         "client.noise.sampling",
         lambda c: c.client.noise.name == "independent" or c.client.noise.sampling == "shuffle",
-        "'shuffle' while client.noise.name = '{client.noise.name}': which batches an example is in "
-        "must be known",
+        "'shuffle' while client.noise.name = '{client.noise.name}', whose sensitivity depends on "
+        "which batches an example is in",
     ),
     KeyRule(
         "client.noise.multiplier",
@@ -275,7 +275,7 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule(
         "secagg.colluders",
         lambda c: c.secagg.colluders < max(c.secagg.threshold, 1),
-        "below secagg.threshold = {secagg.threshold}: of a sum's clients one must be honest",
+        "below secagg.threshold = {secagg.threshold}: at least one client of a sum must be honest",
     ),
     KeyRule(
         "secagg.threshold",
@@ -360,7 +360,7 @@ RULES: tuple[KeyRule, ...] = (
         ),
         "0 in a run that is private at client or example level, since metrics of clients' data are "
         "released without noise; at client level set evaluate.private = true to have them with "
-        "noise, or set evaluate.unprotected = true to have them all the same",
+        "noise, or evaluate.unprotected = true to allow them without",
     ),
     *(
         KeyRule("evaluate.private", _unless_private_evaluation(allowed), f"false {words}")

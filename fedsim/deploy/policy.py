@@ -51,10 +51,9 @@ _ROUNDS = "rounds-joined"
 class Policy:
     """Floors and limits of one node; a run outside them is refused before data is read.
 
-    A node can see what a run's config declares and what it is itself asked to do. It checks
-    what it adds itself (noise on examples, or on its share) when it adds it, by what it knows
-    itself, and that no one else knows that noise; noise that the server adds it must take the
-    server's word for.
+    A node knows what a run's config declares and what messages ask of it. It checks the noise that
+    it adds itself (on examples, or on its share) when it adds it, by its own data, and that nobody
+    else can know that noise. It cannot check the noise that the server adds.
 
     Attributes
     ----------
@@ -88,10 +87,10 @@ class Policy:
         Whether metrics of its data are answered, which no noise protects, and training losses
         go with its updates. None: unless one of the floors on noise or ``largest_epsilon`` is set.
     secure_aggregation : bool
-        Whether its shares leave under masks alone, so that the server sees sums and no share.
+        Whether its shares leave only under masks, so that the server sees sums and no share.
     clients : int
-        How many clients there are, by ``node.toml``: who adds noise to its share for
-        more is refused. 0 where that is not known.
+        How many clients there are, by ``node.toml``: a request for a share of the noise of more
+        clients is refused. 0 if unknown.
     directory : Path
         Where ``node.toml`` is.
     """
@@ -257,7 +256,7 @@ class Policy:
             )
 
     def check_masked(self, *, masked: bool, config: RunConfig) -> None:
-        """Refuse to send what the server sees where only sums may leave, or the run says so."""
+        """Refuse to send a share without masks where policy or run requires masks."""
         if masked:
             return
         if self.secure_aggregation:

@@ -231,7 +231,7 @@ evaluate_metrics_aggr_fn
         )
         counts = declared_counts(example_counts, plan.sampler)
         refuse_open_shares(secure, placement, unprotected_metrics)
-        summed, self._aggregation = _aggregation_of(plan, placement, secure)
+        summed, self.aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
         refuse_vectors_of(algorithm, plan.bound, self.protects)
 
@@ -267,7 +267,7 @@ evaluate_metrics_aggr_fn
         self._failures = Failures(None if self.protects else max_failed_rounds)
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
         self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
-        self._participants = Participants(
+        self.participants = Participants(
             plan.sampler,
             self.randomness,
             min_available_nodes,
@@ -276,7 +276,7 @@ evaluate_metrics_aggr_fn
             amplified=plan.amplified,
         )
         self.evaluation = evaluation_of(
-            EvaluationSettings(self._participants, fraction, evaluate_every, reachable, keys),
+            EvaluationSettings(self.participants, fraction, evaluate_every, reachable, keys),
             private_metrics,
             plan.sampler,
             lambda: self._accounting,
@@ -299,7 +299,7 @@ evaluate_metrics_aggr_fn
             # Last: it takes the vectors out of the mean, which then has the parameters' layout.
             "vectors": self._vectors,
         }
-        self._extras = {name: extra for name, extra in extras.items() if extra is not None}
+        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
 
 
 def _aggregation_of(

@@ -1,8 +1,8 @@
-"""What goes beside the sum of a round: clients' state and named vectors.
+"""Extras of a round, besides its sum: clients' state, named vectors, metrics.
 
-A strategy has a list of extras and calls each in the order of the list: `Extra.send` when a round
-is configured, `Extra.take` for each reply, `Extra.finish` once the round is released, which is
-after the ledger has its line. What an extra keeps from round to round is its `Extra.state`.
+A strategy calls its extras in order: `Extra.send` when a round is configured, `Extra.take` for each
+reply, and `Extra.finish` once the round is released, after the ledger has its line. What an extra
+keeps from round to round is its `Extra.state`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fedsim.rows.layout import Layout, vectors_in, with_vectors
 _log = logging.getLogger("fedsim")
 
 LARGEST = 1e100
-"""What is larger than this, or not finite, stands in no mean: sums of it would overflow."""
+"""Larger numbers, and those not finite, enter no mean: sums of them would overflow."""
 
 _STATE_PREFIX = f"{CLIENT_STATE}."
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round has reached, for extras to add to.
+    """The result of a round, which each extra may change.
 
     Attributes
     ----------
     pending : PendingRound
     update : Tensor ``[p]``
-        Along which the server's optimiser will step: at first the released mean row ``[d]``.
+        The step of the server's optimiser follows it; at first the released mean row ``[d]``.
     count : int
         Clients in the sum.
     metrics : MetricRecord or None
@@ -57,16 +57,16 @@ class RoundResult:
 
 
 class Extra:
-    """Something beside the sum; by default it does nothing."""
+    """Something that a round does besides its sum; by default nothing."""
 
     def send(self, instructions: Instructions) -> Instructions:
         """A round's instructions, with what this sends to clients."""
         return instructions
 
     def take(self, reply: Reply) -> None:
-        """Note what clients report, of whom the block's ``usable [n]`` are in the sum.
+        """Take what a block's clients report; those that are ``usable [n]`` are in the sum.
 
-        Where it raises it must have changed nothing. The client has then failed ("malformed" in
+        If it raises, it must have changed nothing. The client has then failed ("malformed" in
         the round's report) and has no part in this extra. Its row stays in the sum: engines whose
         workers add rows up could not take it out again, and a release is the same on all engines.
         """

@@ -60,6 +60,12 @@ class PrivateRounds(ResumableStrategy):
         Whether the run claims privacy at client level, and at either level.
     replying : callable, optional
         Which of the sampled clients take part; all that are available by default.
+    participants : Participants
+        Samples cohorts.
+    aggregation : callable ``(settings, pending round)``
+        Makes the aggregation of each round.
+    extras : dict of str to Extra
+        In the order in which they are called; a checkpoint has their states by these names.
     evaluation : ClientEvaluation
         Which clients evaluate, and what is released of their metrics.
     report : RoundReport or None
@@ -78,13 +84,11 @@ class PrivateRounds(ResumableStrategy):
     replying: Replying | None
     _accounting: Accounting
     _budgets: ClientBudgets
-    _participants: Participants
+    participants: Participants
     evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
-    # Makes a round's aggregation of the settings and what is pending.
-    _aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
-    # In the order in which they are called; a checkpoint has each one's state by its name.
-    _extras: dict[str, Extra]
+    aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
+    extras: dict[str, Extra]
     _vectors: NamedVectors | None
     _failures: Failures
 
@@ -125,7 +129,7 @@ class PrivateRounds(ResumableStrategy):
         layout = self.take_layout(server)
         attempt = self._accounting.attempt(server_round)
         self._aggregation_settings.noise.begin(server_round, attempt)
-        recipients = self._participants.drawn(server_round, grid, self.replying)
+        recipients = self.participants.drawn(server_round, grid, self.replying)
         vector = self._model.flatten(server)
         if self._stops(self._budgets.exceeded(vector, recipients.client_ids, server_round)):
             return []
@@ -140,7 +144,7 @@ class PrivateRounds(ResumableStrategy):
             keys=self._aggregation_settings.keys,
             row_size=layout.d,
         )
-        for extra in self._extras.values():
+        for extra in self.extras.values():
             instructions = extra.send(instructions)
         run = {RUN: self.ledger.run} if self.protects else {}
         own = {**instructions.config, **run, "server-round": server_round}
@@ -153,7 +157,7 @@ class PrivateRounds(ResumableStrategy):
             state=self._mechanism_state,
             in_blocks=getattr(grid, "trains_blocks", False),
         )
-        aggregation = self._aggregation(self._aggregation_settings, pending)
+        aggregation = self.aggregation(self._aggregation_settings, pending)
         if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
             raise FedsimError(
                 f"{type(aggregation).__name__} asks clients in several stages, but this loop sends "
@@ -195,12 +199,12 @@ class PrivateRounds(ResumableStrategy):
         self.rounds_done = server_round
         for reply in aggregation.replies(replies):
             added = aggregation.add(reply)
-            for extra in self._extras.values():
+            for extra in self.extras.values():
                 failed = take_reply(extra, added)
                 aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
         summed = aggregation.total.count
-        self.report = replace(report, summed=summed, ignored=self._participants.ignored)
+        self.report = replace(report, summed=summed, ignored=self.participants.ignored)
         pending = aggregation.pending
         clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
         content = aggregation.content() if self.protects else None
@@ -228,7 +232,7 @@ class PrivateRounds(ResumableStrategy):
         device = pending.vector.device
         self._mechanism_state = state_on(release.state, device)
         result = RoundResult(pending, release.mean.to(device), aggregation.total.count)
-        for extra in self._extras.values():
+        for extra in self.extras.values():
             result = extra.finish(result)
         update = result.update
         vector = self.server_optimizer.step(pending.vector[: len(update)], update)
@@ -337,9 +341,9 @@ class PrivateRounds(ResumableStrategy):
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
             **({"plan": state_of(plan)} if plan.closed else {}),
-            "cohort": self._participants.state(),
+            "cohort": self.participants.state(),
             "optimizer": self.server_optimizer.state(),
-            **{n: kept for n, e in self._extras.items() if (kept := e.state()) is not None},
+            **{n: kept for n, e in self.extras.items() if (kept := e.state()) is not None},
             "failures": self._failures.state(),
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
@@ -361,12 +365,12 @@ class PrivateRounds(ResumableStrategy):
         self.plan = resumed_plan(self.plan, state)
         self._accounting = replace(self._accounting.restored(state["ledger"]), plan=self.plan)
         self._aggregation_settings.noise.restore(state.get("noise"))
-        self._participants.restore(state["cohort"])
+        self.participants.restore(state["cohort"])
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])
         self.rounds_done = state["round"]
         self.server_optimizer.restore(state["optimizer"])
-        for name, extra in self._extras.items():
+        for name, extra in self.extras.items():
             extra.restore(state.get(name))
         self._failures.restore(state["failures"])
         self.stopped = state["stopped"]

@@ -317,7 +317,7 @@ class Checkpointing:
         if self._settings.every and number:
             if self._judge is not None and self._judge.improves(row, self._best):
                 self._best = row[self._judge.metric]
-                # Nothing is resumed from it, so that it need not hold what is secret.
+                # No run resumes from it, so it need not hold the noise's secret.
                 best = replace(self._state(), strategy={})
                 tasks.append(self._checkpoints.writing(best, "best"))
             waited = time.monotonic() - self._since
@@ -330,7 +330,7 @@ class Checkpointing:
             tasks.insert(0, self._metrics.sync)
         tasks.append(partial(self._metrics.append, row))
         if self._pending:
-            # After one that failed nothing may be written: it would count on what is not there.
+            # After a failed one nothing may be written: it would refer to what is missing.
             tasks.insert(0, self._pending[-1].result)
         if len(tasks) > 1:
             self._pending.append(self._thread.submit(_call_all, tasks))
@@ -345,7 +345,7 @@ class Checkpointing:
             self._checkpoints.save(self._state())
             self._saved = done
         if self._correlated and done >= self._planned:
-            # Who knew what earlier ones hold of the noise could take noise away again.
+            # With the noise state of earlier ones, noise could be subtracted from releases.
             self._checkpoints.keep_newest()
 
     def wait(self) -> None:

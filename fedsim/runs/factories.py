@@ -45,7 +45,7 @@ from fedsim.training.payload import Compression
 
 
 def aggregated(settings: MechanismSection) -> Mechanism | RobustMean:
-    """What becomes of a round's updates: a mechanism's sum, or their robust mean."""
+    """The mechanism of the config, or the robust mean in its place."""
     made = settings.make()
     alone = not (settings.per_layer or settings.private_scalar)
     return made if alone and isinstance(made, RobustMean) else _composed(made, settings)
@@ -88,18 +88,18 @@ def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
 
 
 def secure_aggregation(config: RunConfig) -> SecureAggregation | None:
-    """How many clients a masked sum must be of; None where nothing is masked."""
+    """The config's secure aggregation, if it has one."""
     section = config.secagg
     return SecureAggregation(section.threshold, section.colluders) if section.threshold else None
 
 
 def private_metrics(config: RunConfig) -> PrivateMetrics | None:
-    """Which of clients' metrics are released with noise, as the config says; None for none.
+    """The metrics that the config releases with noise, if any.
 
     Raises
     ------
     FedsimError
-        If a range is of no metric, or no metric has one.
+        If a range names no metric, or no metric has a range.
     """
     event = evaluation_event(config)
     if event is None:
@@ -211,7 +211,7 @@ class LocalTraining:
         """A trainer of any clients' data, whose draws are keyed by the seed alone."""
         client = self.config.client
         all_clients = data.population == self.config.partition.clients
-        # What the frozen layers make of an example never changes: it is computed once.
+        # The outputs of frozen layers never change: they are computed once an example.
         model, seen = behind_frozen_stem(self.model, data)
         if test is not None:
             rest, seen_test = behind_frozen_stem(self.model, test)

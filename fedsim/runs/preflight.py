@@ -28,7 +28,7 @@ from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
 TOO_NOISY = 0.05
-"""The share of a metric's range beyond which its noise is warned of."""
+"""Share of a metric's range: a standard deviation of the noise beyond it is warned of."""
 
 
 def check(resolved: Resolved) -> None:
@@ -96,7 +96,7 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
 
 
 def _noisy_metrics(config: RunConfig) -> str:
-    """A warning where the noise of private evaluations hides what they measure."""
+    """A warning if the noise of private evaluations is large compared with their ranges."""
     released = private_metrics(config)
     if released is None:
         return ""

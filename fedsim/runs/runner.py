@@ -293,8 +293,10 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
 
 
 def masking_app(resolved: Resolved) -> ClientApp:
-    """The clients as a Flower app, which answers the messages of secure aggregation."""
+    """The clients as a Flower app that takes part in secure aggregation."""
     bound = resolved.plan.bound
     assert isinstance(bound, Mechanism)
-    least = resolved.config.secagg.threshold
-    return client_app(lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: least)
+    threshold = resolved.config.secagg.threshold
+    return client_app(
+        lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: threshold
+    )

@@ -205,7 +205,7 @@ def test_a_cohort_of_clients_that_are_not_there_releases_noise_as_an_empty_one_d
     asked = next(
         t
         for t in range(1, 200)
-        if 0 not in (drawn := strategy._participants.cohort(t)) and len(drawn)
+        if 0 not in (drawn := strategy.participants.cohort(t)) and len(drawn)
     )
     initial = array_record({"w": torch.zeros(3, dtype=torch.float64)})
     messages = strategy.configure_train(asked, initial, ConfigRecord(), grid)

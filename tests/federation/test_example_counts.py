@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fixed_clients import Fixed
+from flwr.app import ConfigRecord
 
 from fedsim import RunConfig
 from fedsim.cohorts import FullCohort
@@ -13,7 +14,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
 from fedsim.mechanisms import NoPrivacy
-from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.rows.block import DECLARED_EXAMPLES
+from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.runs.runner import drive
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
@@ -54,16 +56,25 @@ def test_a_config_declares_the_sizes_of_its_partition() -> None:
     config = RunConfig().replace(
         **{
             "partition.clients": 9,
+            "cohort.name": "full",
             "client.mechanism.name": "clipping",
             "client.noise.multiplier": 1.0,
         }
     )
     resolved = resolve(config)
-    declared = strategy_of(resolved)._aggregation_settings.example_counts
-    assert declared is not None
-    assert declared.tolist() == [len(part) for part in resolved.data.split.train]
-    uniform = strategy_of(resolve(config.replace(**{"mechanism.weighting": "uniform"})))
-    assert uniform._aggregation_settings.example_counts is None
+    declared = declared_in_messages(resolved)
+    assert declared == [len(part) for part in resolved.data.split.train]
+    uniform = resolve(config.replace(**{"mechanism.weighting": "uniform"}))
+    assert declared_in_messages(uniform) == [None] * 9
+
+
+def declared_in_messages(resolved: Resolved) -> list[object]:
+    """What the messages of a round with all clients declare of their examples."""
+    grid = LocalGrid(resolved.trainer)
+    messages = strategy_of(resolved).configure_train(
+        1, resolved.initial_arrays, ConfigRecord(), grid
+    )
+    return [m.content.config_records["config"].get(DECLARED_EXAMPLES) for m in messages]
 
 
 def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, caplog) -> None:

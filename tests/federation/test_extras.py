@@ -94,7 +94,7 @@ def test_an_extra_that_raises_fails_that_client_and_leaves_the_release_as_it_is(
     plain = strategy()
     expected = plain.start(LocalGrid(client, num_nodes=CLIENTS), INITIAL, 1)
     watched, log = strategy(), []
-    watched._extras["watching"] = Watching("one", log, watched.ledger)
+    watched.extras["watching"] = Watching("one", log, watched.ledger)
     reached = watched.start(LocalGrid(client, num_nodes=CLIENTS), INITIAL, 1)
     assert [ids for _, ids, *_ in log if isinstance(ids, list)] == [[0], [1], [3], [4]]
     assert (watched.report.usable, watched.report.failed) == (CLIENTS - 1, 1)
@@ -112,7 +112,7 @@ class Unreadable(Extra):
 
 def test_a_round_in_which_all_clients_failed_in_an_extra_alone_is_not_noise_alone() -> None:
     watched = strategy()
-    watched._extras["unreadable"] = Unreadable()
+    watched.extras["unreadable"] = Unreadable()
     watched.start(LocalGrid(Rows()), INITIAL, 1)
     report = watched.report
     assert (report.usable, report.failed, report.summed) == (0, CLIENTS, CLIENTS)
@@ -139,7 +139,7 @@ def test_parameters_that_nobody_could_train_are_refused_before_the_first_round(c
 def test_extras_run_in_the_order_of_their_list_and_finish_after_the_ledgers_line() -> None:
     watched, log = strategy(), []
     for name in ("one", "two"):
-        watched._extras[name] = Watching(name, log, watched.ledger)
+        watched.extras[name] = Watching(name, log, watched.ledger)
     watched.start(LocalGrid(Rows()), INITIAL, 2)
     assert [entry for entry in log if entry[1] in ("send", "finish")] == [
         ("one", "send"), ("two", "send"), ("one", "finish", 1), ("two", "finish", 1),
@@ -178,7 +178,7 @@ def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:
         return made[-1]
 
     one, two = strategy(), strategy()
-    two._aggregation = aggregation
+    two.aggregation = aggregation
     expected = one.start(LocalGrid(app(), num_nodes=CLIENTS), INITIAL, 2)
     reached = two.start(LocalGrid(app(), num_nodes=CLIENTS), INITIAL, 2)
     assert [each.heard for each in made] == [[set(range(CLIENTS))]] * 2
@@ -188,7 +188,7 @@ def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:
 
 def test_a_loop_with_one_stage_is_refused_by_an_aggregation_that_takes_several() -> None:
     two = strategy()
-    two._aggregation = TwoStages
+    two.aggregation = TwoStages
     with pytest.raises(FedsimError, match="TwoStages asks clients in several stages"):
         Strategy.start(two, LocalGrid(app(), num_nodes=CLIENTS), INITIAL, 1)
     assert not two.ledger.entries

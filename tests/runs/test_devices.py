@@ -111,7 +111,7 @@ def test_who_is_not_there_counts_as_missing_and_the_event_stays_the_cohorts(tmp_
     strategy = strategy_of(resolve(config))
     for row in result.metrics[1:]:
         number = int(row["round"])
-        cohort = strategy._participants.cohort(number)
+        cohort = strategy.participants.cohort(number)
         there = int(trace[(number - 1) % 2][cohort].sum())
         assert (row["asked"], row["usable"]) == (len(cohort), there)
         assert row["failed-missing"] == len(cohort) - there

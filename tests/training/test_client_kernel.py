@@ -80,9 +80,13 @@ def test_the_kernel_is_a_part_of_what_keys_the_noise() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_deployed_node_without_a_compiler_trains_with_torchs_operations() -> None:
-    for engine, kernel in (("deployment", "auto"), ("local", "compiled")):
+    def training(engine: str) -> LocalTraining:
         config = config_with("compiled", f"engine.name={engine}")
-        assert LocalTraining(config, make_mlp(), [], CPU)._kernel == kernel
+        return LocalTraining(config, make_mlp(), [], CPU)
+
+    assert training("deployment").trainer(make_data([4, 4])).kernel == "eager"
+    with pytest.raises(FedsimError, match=r"client\.kernel"):
+        training("local").trainer(make_data([4, 4]))
 
 
 def test_a_copy_of_a_trainer_has_its_kernel() -> None:

@@ -1,4 +1,4 @@
-"""The best of a random number of runs: made where nobody looks, and only the best one kept."""
+"""Selection: a random number of runs in a hidden directory, of which only the best is kept."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SELECTED = "selected"
 
 @dataclass(frozen=True)
 class RandomStopping:
-    """Makes a random number of runs, each of settings drawn at random, and keeps the best.
+    """Makes a random number of runs with settings drawn at random, and keeps the best.
 
-    Guarantee: the published run costs what its plan says with this selection, where all runs cost
-    the same and are compared by examples that are no client's. That K runs took their time is not
-    covered: who sees how long the command ran learns something of K.
+    Guarantee: the published run costs what its plan says with this selection, if all runs cost
+    the same and are compared on examples that no client has. The time that the command takes is not
+    covered: it reveals something of the number of runs.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class RandomStopping:
         Raises
         ------
         FedsimError
-            If one is not private, would repeat its noise, or costs other than the first.
+            If one is not private, would repeat its noise, or has another cost than the first.
         """
         keys = {
             "privacy.selection": self.selection.distribution,
@@ -90,7 +90,7 @@ class RandomStopping:
         for path in (hidden, selected):
             if path.exists():
                 raise FedsimError(
-                    f"{path} is there from a selection before this one, which cannot be continued: "
+                    f"{path} is left from an earlier selection, which cannot be resumed: "
                     "choose another --out."
                 )
         first = members[0].config
@@ -107,7 +107,7 @@ class RandomStopping:
             if best is not None:
                 best.rename(selected)
         finally:
-            # How many runs there were, and what they reached, is seen by nobody.
+            # The number of the other runs and their results must stay secret.
             shutil.rmtree(hidden)
         return None if best is None else selected
 
