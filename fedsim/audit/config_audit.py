@@ -259,7 +259,7 @@ class ConfigEvidence:
             f"{self.config.rounds:,} rounds of {self.config.mechanism.name} at noise multiplier "
             f"{self.noise:.4g}",
             "neighbours": _NEIGHBOURS[full.adjacency],
-            "federation": f"{full.population:,} clients, {full.settings.cohort.name} cohort of "
+            "federation": f"{full.population:,} clients, {full.plan.sampler.name} cohort of "
             f"{full.plan.denominator:g} expected, noise by the {noise.placement}; a model of "
             "few parameters; the mean is added to it, since what a server's optimiser makes of "
             "it is post-processing",

@@ -263,7 +263,7 @@ class ClientEvidence(Evidence):
     @property
     def sampled(self) -> Sampled:
         """Who was asked in all these runs."""
-        target, cohort, chances = self.target, self.target.settings.cohort, None
+        target, cohort, chances = self.target, self.target.plan.sampler, None
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
         asked = [seen.asked for seen in (*self.runs, *self._small[1])]
@@ -278,7 +278,7 @@ class ClientEvidence(Evidence):
     @property
     def declared_law(self) -> tuple[Cohort, Event, int, int] | None:
         """The sampler itself, where fedsim does not ship it."""
-        cohort = self.target.settings.cohort
+        cohort = self.target.plan.sampler
         if isinstance(cohort, InclusionSampler) or not of_user(cohort):
             return None
         return cohort, self.target.event, self.target.rounds, self.seed

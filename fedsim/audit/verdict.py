@@ -324,7 +324,7 @@ def audit(
     number = len(worlds) + (canaries > 0)
     if not number and not checks:
         raise FedsimError("there is neither a world nor a canary; an audit needs one of them.")
-    population = strategy(seed).cohort.population or 0
+    population = strategy(seed).plan.sampler.population or 0
     if population < 2:
         raise FedsimError(
             f"cohort.population is {population}; an audit needs a canary and another client."

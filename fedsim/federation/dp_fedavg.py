@@ -28,7 +28,7 @@ from fedsim.federation.aggregation.server_sum import (
     RobustAggregation,
     ServerSum,
 )
-from fedsim.federation.aggregation.shares import ClientShares
+from fedsim.federation.aggregation.share_sums import ClientShares
 from fedsim.federation.client_metrics import (
     EvaluationSettings,
     MetricsAggregator,
@@ -216,7 +216,7 @@ evaluate_metrics_aggr_fn
         super().__init__()
         refuse_flowers_keywords(flowers)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
-        self.plan, self.private, self.cohort = plan, plan.private, plan.sampler
+        self.plan, self.private = plan, plan.private
         self.delta, self.placement, self.secure = delta, placement, secure
         self.protects = plan.private or private_examples
         self.shows_clients = not self.protects or unprotected_metrics
@@ -268,17 +268,11 @@ evaluate_metrics_aggr_fn
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
         self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
         self.participants = Participants(
-            plan.sampler,
-            self.randomness,
-            min_available_nodes,
-            node_timeout,
-            private=self.protects,
-            amplified=plan.amplified,
+            plan, self.randomness, min_available_nodes, node_timeout, private=self.protects
         )
         self.evaluation = evaluation_of(
             EvaluationSettings(self.participants, fraction, evaluate_every, reachable, keys),
             private_metrics,
-            plan.sampler,
             lambda: self._accounting,
             evaluate_metrics_aggr_fn,
             evaluate_quantiles,

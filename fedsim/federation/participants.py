@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from flwr.serverapp import Grid
 
-from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.federation.exchange import Recipients
 from fedsim.privacy.laws import SamplerState, declared_population
+from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
 
@@ -29,8 +29,8 @@ class Participants:
 
     Parameters
     ----------
-    cohort : Cohort
-        With a population; a copy of it draws.
+    plan : ReleasePlan
+        A copy of its sampler draws, from a declared population.
     randomness : Randomness
     min_available : int
         Clients to wait for before a round.
@@ -39,8 +39,6 @@ class Participants:
     private : bool
         Then they are waited for before the first round only: later, clients may have left
         because of their data, and one is enough.
-    amplified : bool
-        Whether the privacy analysis assumes that the cohort is secret.
 
     Attributes
     ----------
@@ -50,19 +48,18 @@ class Participants:
 
     def __init__(
         self,
-        cohort: Cohort,
+        plan: ReleasePlan[Bounded],
         randomness: Randomness,
         min_available: int,
         timeout: float,
         *,
         private: bool,
-        amplified: bool,
     ) -> None:
-        self.population = declared_population(cohort)
-        # Of its own: what it remembers is this run's.
-        self._cohort = copy.deepcopy(cohort)
+        self.population = declared_population(plan.sampler)
+        # A copy, since what a sampler remembers is of one run.
+        self._cohort = copy.deepcopy(plan.sampler)
         self._randomness = randomness
-        self._draws = Draws(randomness, level="client", amplified=amplified)
+        self._draws = Draws(randomness, level="client", amplified=plan.amplified)
         self._min_available = min_available
         self._private = private
         self._begun = False

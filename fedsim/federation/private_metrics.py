@@ -86,10 +86,8 @@ class PrivateEvaluation(ClientEvaluation):
     ----------
     settings : EvaluationSettings
     metrics : PrivateMetrics
-    cohort : Cohort
-        Of the rounds: the evaluations are of its population and neighbours.
     rounds : callable returning Accounting
-        That of the rounds, as of now.
+        The current accounting of the rounds, whose population and neighbours evaluations have.
 
     Attributes
     ----------
@@ -101,12 +99,11 @@ class PrivateEvaluation(ClientEvaluation):
         self,
         settings: EvaluationSettings,
         metrics: PrivateMetrics,
-        cohort: Cohort,
         rounds: Callable[[], Accounting],
     ) -> None:
         super().__init__(settings)
         self.metrics, self._rounds = metrics, rounds
-        self.plan = plan = metrics.plan(cohort, settings.fraction)
+        self.plan = plan = metrics.plan(rounds().plan.sampler, settings.fraction)
         # Keyed by all that this release follows from: other metrics have other noise.
         keyed = rounds().randomness
         release = digest_of({"rounds": keyed.release, "evaluation": plan})
@@ -134,7 +131,6 @@ class PrivateEvaluation(ClientEvaluation):
 def evaluation_of(
     settings: EvaluationSettings,
     metrics: PrivateMetrics | None,
-    cohort: Cohort,
     rounds: Callable[[], Accounting],
     aggregate: MetricsAggregator | None,
     quantiles: bool,
@@ -142,7 +138,7 @@ def evaluation_of(
     """With noise if there are private metrics, else without."""
     if metrics is None:
         return OpenEvaluation(settings, aggregate, quantiles=quantiles)
-    return PrivateEvaluation(settings, metrics, cohort, rounds)
+    return PrivateEvaluation(settings, metrics, rounds)
 
 
 class MetricsRelease:

@@ -13,7 +13,6 @@ from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
-from fedsim.cohorts import Cohort
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
@@ -73,7 +72,6 @@ class PrivateRounds(ResumableStrategy):
     """
 
     plan: ReleasePlan[Bounded]
-    cohort: Cohort
     delta: float
     placement: Placement
     mechanism: Mechanism
@@ -297,7 +295,7 @@ class PrivateRounds(ResumableStrategy):
         self._layout, self._parameters = layout, parameters
         # Refuses a split of the noise that does not exist, before any client is asked.
         releaser = self._aggregation_settings.releaser(layout)
-        refuse_too_many(self.cohort, releaser.most_rows)
+        refuse_too_many(self.plan.sampler, releaser.most_rows)
         return layout
 
     # -- privacy ----------------------------------------------------------------------
@@ -341,10 +339,7 @@ class PrivateRounds(ResumableStrategy):
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
             **({"plan": state_of(plan)} if plan.closed else {}),
-            "cohort": self.participants.state(),
-            "optimizer": self.server_optimizer.state(),
-            **{n: kept for n, e in self.extras.items() if (kept := e.state()) is not None},
-            "failures": self._failures.state(),
+            **{n: kept for n, part in self._parts.items() if (kept := part.state()) is not None},
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
         }
@@ -365,15 +360,22 @@ class PrivateRounds(ResumableStrategy):
         self.plan = resumed_plan(self.plan, state)
         self._accounting = replace(self._accounting.restored(state["ledger"]), plan=self.plan)
         self._aggregation_settings.noise.restore(state.get("noise"))
-        self.participants.restore(state["cohort"])
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])
         self.rounds_done = state["round"]
-        self.server_optimizer.restore(state["optimizer"])
-        for name, extra in self.extras.items():
-            extra.restore(state.get(name))
-        self._failures.restore(state["failures"])
+        for name, part in self._parts.items():
+            part.restore(state.get(name))
         self.stopped = state["stopped"]
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """The parts with a state of their own, by its name in a checkpoint."""
+        return {
+            "cohort": self.participants,
+            "optimizer": self.server_optimizer,
+            "failures": self._failures,
+            **self.extras,
+        }
 
     # -- evaluation by clients --------------------------------------------------------
 
@@ -416,7 +418,7 @@ class PrivateRounds(ResumableStrategy):
         """Log the strategy's settings."""
         where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
         for line in (
-            f"Cohort: {self.cohort}",
+            f"Cohort: {self.plan.sampler}",
             f"Mechanism: {self.plan.bound}",
             f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {where}",

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.shares import add_shares
+from fedsim.federation.aggregation.share_sums import add_shares
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,

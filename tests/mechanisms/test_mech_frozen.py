@@ -12,7 +12,8 @@ from release_cases import cases, digest, released
 from release_helpers import plan_of
 from this_machine import machine
 
-from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
+from fedsim.federation.aggregation.share_sums import add_shares
+from fedsim.federation.aggregation.shares import ShareRequest, share
 from fedsim.mechanisms import Releaser
 from fedsim.privacy import Independent
 

@@ -9,7 +9,7 @@ from release_helpers import one_round, releaser, shares_of, source, sources
 from scipy import special, stats
 
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.shares import add_shares
+from fedsim.federation.aggregation.share_sums import add_shares
 from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
 from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness

@@ -15,7 +15,8 @@ from release_helpers import layout_of_rows, plan_of, releaser, shares_of, source
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
+from fedsim.federation.aggregation.share_sums import add_shares
+from fedsim.federation.aggregation.shares import ShareRequest, share
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,

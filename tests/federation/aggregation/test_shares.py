@@ -14,7 +14,8 @@ from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
+from fedsim.federation.aggregation.share_sums import add_shares
+from fedsim.federation.aggregation.shares import ShareRequest, share
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
 from fedsim.mechanisms import (

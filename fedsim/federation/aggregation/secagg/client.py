@@ -116,6 +116,7 @@ def _shares(
         )
     place = clients.index(client)
     own = public_key(state["mask-key"]), public_key(state["channel-key"])
+    # With another key in its place, or one key for two clients, the server could know a mask.
     distinct = len({*mask_keys, *channel_keys}) == 2 * len(clients)
     if (mask_keys[place], channel_keys[place]) != own or not distinct:
         raise FedsimError("the list of public keys has another key of this client, or one twice.")
@@ -160,8 +161,11 @@ def _masked(
         purpose = channel_purpose(round_context, other, client)
         key = agreed_key(state["channel-key"], channel_keys[other], purpose)
         received.append(unseal(key, text, round_context))
+    # The own mask is removed only once the client has survived. Without it a vector that arrives
+    # after the server has asked for the client's mask key would be open.
     masked = vector().copy()
     masked += mask(derived_key(state["seed"], own_purpose(round_context)), len(masked))
+    # Of two clients the first adds their common mask and the second subtracts it.
     for other in others:
         purpose = pair_purpose(round_context, mask_keys[client], mask_keys[other])
         common = mask(agreed_key(state["mask-key"], mask_keys[other], purpose), len(masked))

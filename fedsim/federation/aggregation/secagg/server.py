@@ -42,11 +42,8 @@ from fedsim.federation.aggregation.secagg.transcript import (
     pair_purpose,
 )
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound
-from fedsim.federation.aggregation.shares import (
-    FARTHEST,
-    ShareSum,
-    summed_grids,
-)
+from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
+from fedsim.federation.aggregation.shares import summed_grids
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import PartialSum, Release
@@ -147,6 +144,8 @@ class SecureSum(ShareSum):
         node_of = dict(
             zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
         )
+        # The nonce makes each attempt at a round a protocol of its own: keys, sealed shares and
+        # masks of one attempt are useless in another, also if the server resumes.
         run = str(instructions.config.get("run", ""))
         context = context_of(run, self.pending.round, secrets.token_bytes(16))
 
@@ -169,6 +168,8 @@ class SecureSum(ShareSum):
         )
         if not self._enough(clients := sorted(keys), "sent keys"):
             return
+        # Every client gets the same lists. Its place in them is its point in the secret sharing:
+        # later stages count places in these lists, also if clients drop out.
         listed = {
             "clients": clients,
             "mask-keys": [keys[client][0] for client in clients],
@@ -180,6 +181,7 @@ class SecureSum(ShareSum):
         )
         if not self._enough(senders := sorted(sealed), "shared their keys"):
             return
+        # From here on a client's masks are with the senders alone: it waits for nobody else's key.
         masked_stage = {}
         for client in senders:
             others = [other for other in senders if other != client]
@@ -187,6 +189,7 @@ class SecureSum(ShareSum):
             received = [sealed[other][place] for other in others]
             masked_stage[client] = {"senders": others, "sealed": received}
         replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
+        # The sum of all shares is far below 2^63 grid steps: modulo 2^64 nothing of it is lost.
         sums = self.total
         size = sum(grid.coarse.shape[-1] for grid in summed_grids(sums).values())
         masked = self._answers(
@@ -204,6 +207,7 @@ class SecureSum(ShareSum):
         )
         if not self._enough(sorted(shares), "helped to unmask their sum"):
             return
+        # Any `threshold` shares of a secret give it; which ones makes no difference to the sum.
         points = {client: clients.index(client) + 1 for client in clients}
         chosen = sorted(shares)[: self._secure.threshold]
         gathered = {
@@ -322,6 +326,7 @@ class SecureSum(ShareSum):
             size = grid.coarse.shape[-1]
             vector, start = units[start : start + size], start + size
             radius, unit = float(grid.radius), float(grid.unit)
+            # A mask that was not removed is uniform over 2^64 grid steps, beyond any honest sum.
             std = radius * share_multiplier(sums.terms.split[name], self.share_request.parts)
             most = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > most:
@@ -360,6 +365,8 @@ def unmasked(
     FedsimError
         If shares do not fit together, or give another key than was announced.
     """
+    # Masks between two survivors cancel in their sum. What remains is each survivor's own mask, and
+    # its masks with clients that shared keys and then dropped out, whose vectors never came.
     total = np.add.reduce([np.asarray(vector) for vector in masked.values()])
     size = len(total)
     for client in masked:
@@ -367,6 +374,7 @@ def unmasked(
         total = total - mask(derived_key(seed, own_purpose(context)), size)
     for dropped in mask_keys.keys() - masked.keys():
         key = join_secret(shares[dropped])
+        # Wrong shares would unmask to noise of the full range, and no error.
         if public_key(key) != mask_keys[dropped]:
             raise FedsimError("shares of a key do not give the key that was announced.")
         for client in masked:
