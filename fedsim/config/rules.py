@@ -360,7 +360,7 @@ RULES: tuple[KeyRule, ...] = (
         ),
         "0 in a run that is private at client or example level, since metrics of clients' data are "
         "released without noise; at client level set evaluate.private = true to have them with "
-        "noise, or evaluate.unprotected = true to allow them without",
+        "noise, or set evaluate.unprotected = true to allow them without",
     ),
     *(
         KeyRule("evaluate.private", _unless_private_evaluation(allowed), f"false {words}")

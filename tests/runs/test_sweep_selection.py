@@ -61,7 +61,7 @@ def test_the_best_run_is_there_alone_and_charged_for_the_selection(tmp_path) -> 
     assert four > alone
     result = CliRunner().invoke(app, ["privacy", str(selected), "--verify"])
     assert result.exit_code == 0, result.output
-    with pytest.raises(FedsimError, match="cannot be continued"):
+    with pytest.raises(FedsimError, match="cannot be resumed"):
         RandomStopping(Drawn("logarithmic", 4.0)).run(runs(), tmp_path / "sweep")
 
 
