@@ -257,7 +257,7 @@ def test_what_clients_answer_unmasks_their_sum_and_that_alone() -> None:
         assert (total == sum(k + 1 for k in survivors)).all()
         # Of another set of survivors the masks do not cancel.
         fewer = {k: masked[k] for k in survivors[1:]}
-        with pytest.raises(FedsimError, match=r"do not fit|not of the one"):
+        with pytest.raises(FedsimError, match=r"do not fit|do not give"):
             unmasked(fewer, gathered, keys, b"c")
 
 
