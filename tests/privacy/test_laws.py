@@ -163,6 +163,7 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "allocation",
         "correlated",
         "cyclic",
+        "extended",
         "fixed",
         "full",
         "poisson",
