@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Combined, Gradient, RoundMeans, State, Step
+from fedsim.clients.base import Combined, Gradient, RoundMeans, RunFacts, State, Step
 from fedsim.clients.proximal import PROXIMAL
 from fedsim.clients.sgd import SGD
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.layout import Width
@@ -41,6 +42,22 @@ class FedNova(SGD):
             "needs it; 0 for the mean of how far clients have gone, which they then send."
         ),
     ] = 0.0
+
+    def for_run(self, facts: RunFacts) -> FedNova:
+        """The same, if a private run has the public number that it needs.
+
+        Raises
+        ------
+        FedsimError
+            If it has not.
+        """
+        if facts.private and not self.reach:
+            raise FedsimError(
+                "client.reach is 0; in a private run it must be a public number above 0, such as "
+                "the usual number of local steps: how far clients have gone follows from their "
+                "data."
+            )
+        return self
 
     @property
     def sends(self) -> Mapping[str, Width]:

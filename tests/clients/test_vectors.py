@@ -305,6 +305,14 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
         make_trainer(Scaffold(), batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0))
 
 
+def test_fednova_of_a_private_run_needs_a_public_number_in_place_of_what_clients_send() -> None:
+    private = RunFacts(bound=Clipping(1.0))
+    with pytest.raises(FedsimError, match=r"client\.reach is 0; in a private run it must be a pub"):
+        FedNova(0.1).for_run(private)
+    assert FedNova(0.1).for_run(RunFacts()).sends
+    assert not FedNova(0.1, reach=3.0).for_run(private).sends
+
+
 @pytest.mark.parametrize(
     "mechanism", [NoPrivacy("num-examples"), Clipping(1.0), TrimmedMean(0.1)], ids=str
 )
