@@ -28,7 +28,7 @@ from fedsim.cli.privacy_question import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
 from fedsim.privacy.claims import Stopping, group_cost
-from fedsim.privacy.events import shipped_laws
+from fedsim.privacy.events import simple_laws
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 
@@ -85,7 +85,7 @@ def privacy(
     prv: Annotated[
         bool, _plan("Also ask Opacus's PRV accountant; it takes seconds to load.", "--prv")
     ] = False,
-    sampling: Annotated[str | None, _sampling(f"{', '.join(shipped_laws())}.")] = None,
+    sampling: Annotated[str | None, _sampling(f"{', '.join(simple_laws())}.")] = None,
     rate: Annotated[float | None, _sampling("Poisson: the probability of being sampled.")] = None,
     size: Annotated[int | None, _sampling("Fixed: how many are sampled.")] = None,
     population: Annotated[

@@ -19,11 +19,12 @@ from fedsim.config.plan import (
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, ClientLedgers, Event, Law, Ledger, Question, Statement
+from fedsim.privacy import Adjacency, ClientLedgers, Event, Ledger, Question, Statement
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.durable import archived
-from fedsim.privacy.events import shipped_laws
+from fedsim.privacy.events import law_named, simple_laws
+from fedsim.privacy.laws.extended import ExtendedLaw
 from fedsim.privacy.plan import of_user
 from fedsim.runs.directory import clients_ledgers, ending
 from fedsim.runs.record import delta_of, statements_of
@@ -144,9 +145,12 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     last = next(rounds, None)
     if last is None:
         return question
+    law = last.law
+    if isinstance(law, ExtendedLaw):
+        law = law.base  # its event has what the plan costs beyond a shorter one
     return replace(
         question,
-        law=last.law,
+        law=law,
         invocations=last.count,
         noise_multiplier=last.total_noise_multiplier,
         past=tuple(entry.event for entry in ledger.charged),
@@ -227,7 +231,7 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
         one_of("--adjacency", given["adjacency"], *get_args(Adjacency))
     if sampling is None and not given.keys() & {"rate", "size"}:
         return replace(question, law=replace(law, **given))
-    kind: type[Law] = shipped_laws()[one_of("--sampling", sampling or "poisson", *shipped_laws())]
+    kind = law_named(one_of("--sampling", sampling or "poisson", *simple_laws()))
     inherited = ["population", "adjacency"] if type(law) is kind else ["population"]
     given = {name: getattr(law, name) for name in inherited} | given
     # At example level the number of examples is public.

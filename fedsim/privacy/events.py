@@ -190,6 +190,11 @@ def shipped_laws() -> Mapping[str, type[Law]]:
     return {kind.name: kind for kind in classes if isinstance(vars(kind).get("name"), str)}
 
 
+def simple_laws() -> list[str]:
+    """Names of those that are not around another one."""
+    return [name for name, law in shipped_laws().items() if "base" not in law.__dataclass_fields__]
+
+
 def law_named(name: str) -> type[Law]:
     """The class of one of fedsim's own laws.
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Law, Ledger
-from fedsim.privacy.events import dominating_event, shipped_laws
+from fedsim.privacy.events import dominating_event, shipped_laws, simple_laws
 from fedsim.privacy.laws import DeclaredLaw, FixedSizeLaw, FullLaw, PoissonLaw
 from fedsim.privacy.losses import ORDERS, DiscretePair, SampledGaussian
 
@@ -172,6 +172,8 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "shuffle",
     }
     assert set(shipped_laws()) == own
+    # A command line can say none of those that are around another one.
+    assert own - set(simple_laws()) == {"correlated", "extended", "selection"}
     laws = [FixedSizeLaw(size=3, population=9), PoissonLaw(rate=0.3), FullLaw(population=4)]
     for law in laws:
         assert shipped_laws()[law.name] is type(law)

@@ -78,9 +78,9 @@ class Banded(Toeplitz):
                 )
             return replace(self, bands=bands, participation=participation)
         bands = self.bands or min(participation.separation, MOST_BANDS)
-        found = best_bands(participation.rounds, min(bands, participation.rounds))
+        series = best_bands(participation.rounds, min(bands, participation.rounds))
         return replace(
-            self, bands=len(found), coefficients=text_of(found), participation=participation
+            self, bands=len(series), coefficients=text_of(series), participation=participation
         )
 
     def series(self, rounds: int) -> Array:
@@ -133,7 +133,7 @@ def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
     # From the square root of the sums' own matrix, damped.
     steps = np.arange(1, bands)
     start = (2 * steps - 1) / (2 * steps) * 0.98
-    found = minimize(
+    optimum = minimize(
         loss, np.log(start / (1 - start)), jac=True, method="L-BFGS-B", options={"maxiter": 500}
     )
-    return (1.0, *np.cumprod(1 / (1 + np.exp(-found.x))).tolist())
+    return (1.0, *np.cumprod(1 / (1 + np.exp(-optimum.x))).tolist())

@@ -39,8 +39,8 @@ class BLT(Toeplitz):
         if self.coefficients:
             return replace(self, participation=participation)
         tried = [
-            replace(self, coefficients=text_of(found), participation=participation)
-            for found in (best_buffers(participation, n + 1) for n in range(self.buffers))
+            replace(self, coefficients=text_of(numbers), participation=participation)
+            for numbers in (best_buffers(participation, n + 1) for n in range(self.buffers))
         ]
         # The fewest that are as good as all of them: each is a vector of the model's size.
         least = min(noise.error(1.0) for noise in tried)
@@ -106,6 +106,8 @@ def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...
         np.array([*np.linspace(slowest, 0.0, buffers), *np.full(buffers, weight)])
         for slowest, weight in ((2.0, 0.5), (4.0, -1.0))
     ]
-    found = [minimize(loss, start, method="L-BFGS-B", options={"maxiter": 100}) for start in starts]
-    best = pairs(min(found, key=lambda result: float(result.fun)).x)
+    optima = [
+        minimize(loss, start, method="L-BFGS-B", options={"maxiter": 100}) for start in starts
+    ]
+    best = pairs(min(optima, key=lambda result: float(result.fun)).x)
     return tuple(best[np.argsort(-best[:, 0])].ravel().tolist())
