@@ -173,7 +173,8 @@ def draw(verdict: Verdict, title: str) -> Figure:
             _box(axes, attack, colour, low)
         axes.set_xlabel("false positive rate", color=INK)
     plain.set_ylabel("false negative rate", color=INK)
-    plain.legend(loc="lower left", frameon=False, fontsize=9)
+    # Where attacks seldom are.
+    logarithmic.legend(loc="lower left", frameon=False, fontsize=9)
     figure.supxlabel(
         "dots: error rates as counted; squares: their upper bounds, a violation in the shaded area",
         color=INK,

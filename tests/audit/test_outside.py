@@ -235,7 +235,9 @@ def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: st
             audit_target(target, claim, runs=30)
 
 
-def test_both_ways_of_running_a_target_release_the_same(tmp_path: Path) -> None:
+def test_both_ways_of_running_a_target_release_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     rows = np.random.default_rng(1).normal(size=(20, 64))
@@ -245,13 +247,14 @@ def test_both_ways_of_running_a_target_release_the_same(tmp_path: Path) -> None:
         with opened(f"{path}:honest", python) as target:
             models.append(target(federation).models)
     assert np.array_equal(*models)
+    assert capsys.readouterr().out == ""  # which is the verdict's
 
 
 def test_the_verdict_is_json_too() -> None:
     verdict = audit_target(loop("no clipping"), claim_of(rounds=2), runs=30)
-    told = json.loads(json.dumps(verdict.to_dict()))
-    assert told["accepted"] is False
-    assert {one["likely-cause"] for one in told["violations"]} >= {"rows longer than C pass"}
+    printed = json.loads(json.dumps(verdict.to_dict()))
+    assert printed["accepted"] is False
+    assert {one["likely-cause"] for one in printed["violations"]} >= {"rows longer than C pass"}
 
 
 def test_the_row_in_all_arrays_is_as_long_in_each() -> None:
@@ -335,3 +338,29 @@ def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: fl
     claim = TargetClaim(epsilon=epsilon, adjacency="zero-out").checked()
     verdict = audit_target(noisy, claim, runs=60)
     assert verdict.accepted == (part == 1), verdict.refuting
+
+
+def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
+    federation = LittleFederation(np.zeros((3, 64)), np.ones(3), rounds=2, seed=1)
+    models = np.zeros((2, 64))
+    for result, words in (
+        (None, "released no models"),
+        ("hello", "released no models"),
+        (np.zeros((2, 65)), r"of shape \[2, 65\]; it must be \[2, 64\]"),
+        ([np.zeros(64), np.zeros(3)], r"of shape \[2, 3, 64\]"),
+        ({"models": models, "weights": 1}, "known: models, sampled, statistics"),
+        ({"models": models, "statistics": {"loss": [1.0]}}, "1 of 'loss'; there are 2 rounds"),
+        ({"models": models, "sampled": [[0]]}, "sampled in 1 rounds; there are 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TargetRelease.read(result, federation)
+
+
+def test_a_target_that_is_not_finite_or_too_slow_is_not_audited() -> None:
+    def infinite(f: LittleFederation) -> TargetRelease:
+        return TargetRelease(np.full((f.rounds, 64), np.nan))
+
+    with pytest.raises(FedsimError, match="not finite, for short rows"):
+        audit_target(infinite, claim_of(rounds=2), runs=20)
+    with pytest.raises(FedsimError, match=r"one run of the target takes .* s, and an audit"):
+        audit_target(loop(), claim_of(rounds=2), seconds=1e-9)

@@ -25,7 +25,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
-PATIENCE = 20
+PATIENCE = 100
 """How many times ``seconds`` the fewest runs may take."""
 MOST_SILENT = 64
 """Rounds of silent federations that tests of noise look at: their pairs are many."""
@@ -235,8 +235,8 @@ class TargetAudit:
         """All cohorts, where they are known and something is claimed of them."""
         ids = [
             [np.array(cohort, dtype=np.int64) for cohort in run]
-            for each in observations
-            for run in each.sampled
+            for observed in observations
+            for run in observed.sampled
         ]
         if self.claim.noise_multiplier is None or not ids:
             return None

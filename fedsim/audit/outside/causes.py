@@ -49,24 +49,24 @@ def of_absence(moves: Floats) -> str:
 
 def of_noise(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]:
     """What tests of noise find, by the name of each; a cause of several is named for all."""
-    found = {name: replace(test(sample), cause=cause) for name, test, cause in tests}
-    failing = {name for name, finding in found.items() if finding.p_value <= CHANCE}
+    results = {name: replace(test(sample), cause=cause) for name, test, cause in tests}
+    failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
     by_name = {name: test for name, test, _ in tests}
     for cause, simpler in _simpler(sample):
         passing = {name for name in failing if by_name[name](simpler).p_value > CHANCE}
         # Of noise that has another distribution no scale is the cause.
         if "shape of the distribution" in failing - passing:
             continue
-        found |= {name: replace(found[name], cause=cause) for name in passing}
+        results |= {name: replace(results[name], cause=cause) for name in passing}
         failing -= passing
     if "exact repeats" in failing:
-        found |= {name: replace(found[name], cause=AGAIN) for name in failing}
+        results |= {name: replace(results[name], cause=AGAIN) for name in failing}
     elif "shape of the distribution" in failing:
         largest = float(np.abs(sample.z).max())
         truncated = largest < math.sqrt(2 * math.log(sample.z.size)) - 0.5
         cause = "noise is truncated" if truncated else NOT_GAUSSIAN
-        found |= {name: replace(found[name], cause=cause) for name in failing}
-    yield from found.items()
+        results |= {name: replace(results[name], cause=cause) for name in failing}
+    yield from results.items()
 
 
 def _simpler(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
@@ -117,13 +117,13 @@ class RowCauses:
             return self._too_little(usual / made.allowed)
         of_long = self._moved(LONG_ROWS) > SAME * usual
         if cause == EACH_ARRAY:
-            each = math.sqrt(len(SHAPES))
+            arrays = math.sqrt(len(SHAPES))
             if of_long:
                 return LONG_ROWS
-            if moved < each * (1 - CLOSE) * usual:
+            if moved < arrays * (1 - CLOSE) * usual:
                 return "a part of a row is not in its norm"
             return (
-                cause if moved < each * (1 + CLOSE) * usual else "each entry is clipped by itself"
+                cause if moved < arrays * (1 + CLOSE) * usual else "each entry is clipped by itself"
             )
         if cause == SUM_CLIPPED and moved > 2 * (1 + CLOSE) * usual:
             return LONG_ROWS
@@ -155,12 +155,12 @@ def oversampling(samples: Sampled | None) -> float:
 
 def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
     """What tests of samples find, by the name of each."""
-    found = {
+    results = {
         name: replace(test(evidence), cause=cause)
         for name, test, cause in tests
         if (evidence := _evidence(samples, name)) is not None
     }
-    failing = {name for name, finding in found.items() if finding.p_value <= CHANCE}
+    failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
     law, (rounds, n) = samples.law, samples.asked.shape
     if failing and not samples.broken and law is not None and law.size is None:
         rate = float(samples.asked.mean())
@@ -173,7 +173,7 @@ def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
         cause = MORE if rate > law.one else LESS
         if "inclusion frequencies" in failing - explained and uneven:
             cause = FREQUENT
-        found |= {name: replace(found[name], cause=cause) for name in explained}
+        results |= {name: replace(results[name], cause=cause) for name in explained}
         # Cohorts of too many sizes, rows that take turns: what one draw says of another.
         dependent = set() if uneven else {"inclusion frequencies"}
         if samples.asked.sum(1).var() > n * variance:
@@ -181,8 +181,8 @@ def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
         if "rounds after being sampled" in failing - explained:
             dependent |= {"inclusion frequencies", "overlap of rounds"}
         for name in dependent & (failing - explained):
-            found[name] = replace(found[name], cause=DEPENDENT)
-    yield from found.items()
+            results[name] = replace(results[name], cause=DEPENDENT)
+    yield from results.items()
 
 
 def _evidence(samples: Sampled, name: str) -> Sampled | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def _here(name: str) -> Target:
 
     def target(federation: LittleFederation) -> TargetRelease:
         try:
-            return TargetRelease.read(call(federation), federation)
+            # What a target prints is no part of a verdict.
+            with redirect_stdout(sys.stderr):
+                return TargetRelease.read(call(federation), federation)
         except FedsimError:
             raise
         except (Exception, SystemExit) as error:
