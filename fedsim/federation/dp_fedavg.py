@@ -69,20 +69,20 @@ class DPFedAvg(PrivateRounds):
 
     A private round whose cohort was drawn is always released and charged, however many clients
     fail: if none was usable, the release is noise alone, and still a step. Failures are counted
-    and never end a private run, since clients may fail because of their data. There is no round
-    only where no node can be reached at all.
+    and never end a private run, since clients may fail because of their data. A round is lost only
+    if no node can be reached at all, or if fewer clients than ``secure.threshold`` remain.
 
     Parameters
     ----------
     plan : ReleasePlan, optional
-        What every round releases: cohort, mechanism and noise in one value. The next three
-        keywords, and ``hardened_noise``, make one where it is not given.
+        What every round releases: cohort, mechanism and noise in one value. Without it the next
+        three keywords, and ``hardened_noise``, make one.
     mechanism : Mechanism or RobustMean
         Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg; a robust mean
         (`Krum`, `Median`, `TrimmedMean`), without privacy, takes the place of the sum.
     cohort : Cohort
-        Who takes part. Its population is declared, and the mean's denominator follows from
-        it, never from who replied.
+        Samples the clients of a round. Its population is declared, and the mean's denominator
+        follows from it, never from the number of replies.
     noise_multiplier : float
         Standard deviation of the noise on the sum, as a multiple of the bound; 0.0 for none. It
         must be given, unless the mechanism gives no guarantee.
@@ -91,10 +91,10 @@ class DPFedAvg(PrivateRounds):
     max_epsilon : float, optional
         Budget: no release is made that would exceed it.
     stopping : Stopping
-        Whether what is released may end the run before its planned rounds are made: the budget
-        then holds at half of delta.
+        Whether released values may end the run before its planned rounds: the budget then holds at
+        half of delta.
     ledger : Ledger or path, optional
-        Where releases are written down; in memory by default.
+        Records releases; in memory by default.
     seed : int, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee has to hold outside a simulation.
@@ -106,13 +106,13 @@ class DPFedAvg(PrivateRounds):
         Applied to the noisy mean; by default it is added unchanged. Of Flower's strategies,
         those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
     placement : "server" or "client"
-        Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
-        variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
-        the server adds what missing clients would have. The total is the same.
+        Where noise is drawn: once on the sum, or in the shares of the n sampled clients, each of
+        variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form), while the
+        server adds the noise of missing clients. The total is the same.
     secure : SecureAggregation, optional
-        Sum shares under masks, of which the server sees none; with ``placement="client"``. The
-        noise of each share is then such that the fewest honest survivors that a sum may have bring
-        all of it. Clients that train in this process add the same shares in the clear.
+        Sum shares under masks, so that the server sees none; with ``placement="client"``. Each
+        share then has so much noise that the fewest honest clients of a sum contribute all of it.
+        Clients that train in this process add the same shares without masks.
     hardened_noise : bool
         Whether noise is drawn so that floating-point artefacts do not show the sum
         (`NoiseSource`).
@@ -122,43 +122,43 @@ class DPFedAvg(PrivateRounds):
     evaluate_every : int
         Rounds from one evaluation by clients to the next.
     replying : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Who of those that were drawn takes part, by a trace or a model of devices. It must not
-        depend on data: who does not take part counts as missing.
+        Which of the sampled clients take part, by a trace or a model of devices. It must not
+        depend on data: the others count as missing.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Who of those that are to evaluate is there for it, in the same way.
+        Which of the clients that are to evaluate can be reached, in the same way.
     min_available_nodes : int
         Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
         run before the first round only.
     max_failed_rounds : int
-        So many rounds in a row without a single usable reply fail a run without privacy.
+        So many rounds in a row without a usable reply fail a run without privacy.
     algorithm : LocalAlgorithm, optional
-        What clients run, if it sends or is sent named vectors beside its updates (SCAFFOLD's
-        control variates): it says what becomes of them here.
+        The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
+        control variates), which it combines on the server.
     average_client_state : bool
-        Whether clients start from the mean of the state (ADADP's rate) that the last round's
-        ended with, which they report: their ``client.state = "server"``.
+        Whether clients report their state (ADADP's rate) and start from the mean of the last
+        round's: ``client.state = "server"``.
     evaluate_quantiles : bool
-        Whether clients' evaluations are shown as quantiles over clients too, and not as means only.
+        Whether quantiles over clients are shown besides the means of their evaluations.
     private_metrics : PrivateMetrics, optional
-        Release clients' evaluations with noise, each as one more release of a private run, which
-        has the same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are
-        sampled for one; everybody by default.
+        Release clients' evaluations with noise: each is one more release of a private run, in the
+        same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are sampled
+        for it; 1 by default.
     unprotected_metrics : bool
         Whether clients' metrics may be aggregated, without noise, in a private run.
     private_examples : bool
-        Whether clients protect their own examples (example-level privacy). What they report,
-        and how they fail, is then treated as in a private run, whatever the mechanism here.
+        Whether clients protect their own examples (example-level privacy). Their reports and
+        failures are then treated as in a private run, whatever the mechanism.
     example_counts : sequence of int, optional
-        Each client's number of examples, declared public: they weigh the updates in place of what
-        clients report. Clients with private examples are weighed by nothing else.
+        Each client's number of examples, declared public: updates are weighed by it, not by what
+        clients report. Updates of clients with private examples have no other weights.
     client_budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
-        Asked before clients are: a sentence says why their own budgets do not allow the round,
-        and stops the run. Not where the run is private at client level: it would show who was
-        drawn.
+        Called before messages are sent: a sentence says why clients' own budgets do not allow the
+        round, and stops the run. Not called if the run is private at client level, where stopping
+        would reveal the cohort.
     budgets_end_run : bool
-        Whether one client that says that its own budget is spent ends a run that is not private at
-        client level, as is right where all clients are of one machine. By default it is left
-        out alone, because a stranger may say so; all of several who were asked end the run.
+        Whether one client whose own budget is spent ends a run that is not private at client level,
+        as is right if all clients are on one machine. By default, since a stranger may claim so,
+        that client alone is left out, and the run ends only if all of several clients report it.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under

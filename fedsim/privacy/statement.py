@@ -243,7 +243,7 @@ class Statement:
         cost, many = self.cost, releases != 1
         simulated = ", simulated" if self.simulated else ""
         simulated += ", as the user declares" if self.declared else ""
-        dearest_client = " for the client that has spent most" if self.ledgers > 1 else ""
+        costliest_client = " for the client that has spent most" if self.ledgers > 1 else ""
         row = "client with all its data" if self.level == "client" else "example"
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
         if self.level == "example":
@@ -254,7 +254,7 @@ class Statement:
             f"{self.covers[:1].upper()}{self.covers[1:]} is ({cost.epsilon:.4g}, {cost.delta:g})-"
             f"differentially private at {self.level} level{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
-            f"{releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
+            f"{releases:,} release{'s' if many else ''}{costliest_client}; {sampling}; "
             f"accounted for by {_METHODS[cost.method]}; Rényi accounting gives "
             f"{cost.rdp_epsilon:.4g}.",
         ]

@@ -213,7 +213,7 @@ def examples_price(
         As for `price`.
     same : bool
         Whether a client has the same examples in all of these directories. Otherwise an example
-        may have been the dearest client's in each of them.
+        may have been the costliest client's in each of them.
     """
     clients: dict[int | None, _Together] = {}
     for directory, left in planned.items():

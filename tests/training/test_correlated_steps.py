@@ -172,7 +172,7 @@ def test_the_audit_sees_a_round_whose_passes_go_in_other_orders(monkeypatch):
 @pytest.mark.parametrize("noise", [Banded(1.0), BLT(1.0)], ids=repr)
 def test_noise_that_keeps_vectors_of_many_steps_is_refused(noise):
     privacy = ExamplePrivacy(Clipping(1.0), noise, sampling="shuffle")
-    with pytest.raises(FedsimError, match=r"client\.noise\.name is '.*', which keeps vectors of"):
+    with pytest.raises(FedsimError, match=r"client\.noise\.name is '.*', which stores vectors of"):
         privacy.plan(WORK, SIZE)
 
 
