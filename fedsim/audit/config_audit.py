@@ -81,24 +81,24 @@ def audit_config(
     resolved = resolve(config)
     check(resolved)
     evidence = ConfigEvidence(resolved, seed)
-    found: list[Finding] = []
+    results: list[Finding] = []
     assumed: dict[str, str] = {}
     if checks:
         with silenced_logs():
             for clients in evidence.of_examples(max(20, runs // 2)):
                 of_examples = findings(clients)
-                found += [replace(one, name=f"{one.name}, examples") for one in of_examples]
-            found += findings(evidence)
+                results += [replace(one, name=f"{one.name}, examples") for one in of_examples]
+            results += findings(evidence)
             if config.evaluate.private:
                 metrics = MetricsEvidence(evaluating(resolved), seed)
-                found += [replace(one, name=f"{one.name}, metrics") for one in findings(metrics)]
+                results += [replace(one, name=f"{one.name}, metrics") for one in findings(metrics)]
         if config.client.private:
             assumed["examples"] = evidence.examples
     if not config.private:
         privacy, sizes = resolved.example_privacy, resolved.data.split.sizes
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
-        return Verdict(claim, (), tuple(found), confidence), assumed
+        return Verdict(claim, (), tuple(results), confidence), assumed
     few, many, full = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS), evidence.full
     verdict = audit(
         few.strategy,
@@ -109,7 +109,7 @@ def audit_config(
         one_run=many,
         full=full,
         checks=checks,
-        extra=found,
+        extra=results,
         confidence=confidence,
         seed=seed,
         deep=deep,

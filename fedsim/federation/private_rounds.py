@@ -339,7 +339,7 @@ class PrivateRounds(ResumableStrategy):
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
             **({"plan": state_of(plan)} if plan.closed else {}),
-            **{n: kept for n, part in self._parts.items() if (kept := part.state()) is not None},
+            **{n: kept for n, owner in self._parts.items() if (kept := owner.state()) is not None},
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
         }
@@ -363,8 +363,8 @@ class PrivateRounds(ResumableStrategy):
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])
         self.rounds_done = state["round"]
-        for name, part in self._parts.items():
-            part.restore(state.get(name))
+        for name, owner in self._parts.items():
+            owner.restore(state.get(name))
         self.stopped = state["stopped"]
 
     @property

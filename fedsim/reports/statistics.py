@@ -22,17 +22,20 @@ MOST_HISTOGRAMS = 12
 
 def draw(statistics: StatisticsResult, name: str) -> Figure:
     """Bars of means and of shares, each with the noise's standard deviation, and histograms."""
-    kinds = ("mean", "share")
-    groups = [[e for e in statistics.estimates if e.name.endswith(f": {kind}")] for kind in kinds]
-    bars = [(kind, group) for kind, group in zip(kinds, groups, strict=True) if group]
+    quantities = ("mean", "share")
+    groups = [
+        [e for e in statistics.estimates if e.name.endswith(f": {quantity}")]
+        for quantity in quantities
+    ]
+    bars = [(quantity, group) for quantity, group in zip(quantities, groups, strict=True) if group]
     histograms = statistics.histograms[:MOST_HISTOGRAMS]
     panels = len(bars) + len(histograms)
     columns = min(panels, 3)
     rows = -(-panels // max(columns, 1))
     title = f"{name}: private statistics of {statistics.clients:,} clients"
     figure, axes = grid(rows, columns, title=title, width=4.2 * columns + 1, height=3.2 * rows + 1)
-    for panel, (kind, group) in zip(axes, bars, strict=False):
-        _bars(panel, group, kind)
+    for panel, (quantity, group) in zip(axes, bars, strict=False):
+        _bars(panel, group, quantity)
     for panel, histogram in zip(axes[len(bars) :], histograms, strict=False):
         _histogram(panel, histogram)
     for panel in axes[panels:]:
@@ -40,12 +43,12 @@ def draw(statistics: StatisticsResult, name: str) -> Figure:
     return figure
 
 
-def _bars(panel: Axes, estimates: Sequence[Estimate], kind: str) -> None:
+def _bars(panel: Axes, estimates: Sequence[Estimate], quantity: str) -> None:
     values = [0.0 if math.isnan(e.value) else e.value for e in estimates]
     errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
     places = np.arange(len(values))
     panel.bar(places, values, color=SERIES[0], yerr=errors, ecolor=LIGHT.muted, capsize=2)
-    panel.set_title(f"{kind}s", fontsize=10)
+    panel.set_title(f"{quantity}s", fontsize=10)
     few = places[:: max(1, len(places) // 10)]
     labels = [estimates[k].name.rpartition(":")[0].rpartition(" ")[2] for k in few]
     panel.set_xticks(few, labels)

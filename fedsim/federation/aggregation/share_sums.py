@@ -64,11 +64,11 @@ class ShareSum(ServerSum):
 
     def share_instructions(self, instructions: Instructions) -> Instructions:
         """The same, whole."""
-        whole = super().request(instructions)
-        assert isinstance(whole, Instructions)
+        requests = super().request(instructions)
+        assert isinstance(requests, Instructions)
         return replace(
-            whole,
-            config=ConfigRecord({**whole.config, **self.share_request.entries()}),
+            requests,
+            config=ConfigRecord({**requests.config, **self.share_request.entries()}),
             records={STATE_RECORD: array_record(self._bounding)},
         )
 

@@ -120,10 +120,10 @@ class SecureSum(ShareSum):
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
         """The first stage of the protocol; the round's instructions where this process trains."""
-        whole = self.share_instructions(instructions)
+        training = self.share_instructions(instructions)
         if self.pending.in_blocks:
-            return whole
-        self._stages = self._protocol(whole)
+            return training
+        self._stages = self._protocol(training)
         return next(self._stages)
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
@@ -227,9 +227,9 @@ class SecureSum(ShareSum):
     ) -> list[Message]:
         """These messages, with the records that clients need to train."""
         chosen = {message.metadata.dst_node_id: message for message in messages}
-        for whole in instructions:
-            if (message := chosen.get(whole.metadata.dst_node_id)) is not None:
-                for name, record in whole.content.items():
+        for request in instructions:
+            if (message := chosen.get(request.metadata.dst_node_id)) is not None:
+                for name, record in request.content.items():
                     message.content[name] = record
         return messages
 
