@@ -225,6 +225,11 @@ class Experiment(ABC):
         """Members that the results of `members` ask for, such as fresh seeds at chosen rates."""
         return []
 
+    @property
+    def has_followers(self) -> bool:
+        """Whether there are members that `members` does not know of."""
+        return type(self).followers is not Experiment.followers
+
     @abstractmethod
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Result of the member with these settings."""

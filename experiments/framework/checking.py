@@ -96,7 +96,8 @@ def _judged(directory: Path, data: Path) -> Checked:
         report = experiment.report({name: one.result for name, one in results.items()})
         wrong += faults(experiment, report, judgement)
     hours = [Missing(member, _seconds(member, members, stored, judgement)) for member in missing]
-    block = unrun(directory.name, judgement, hours, len(members)) if missing else ""
+    more = experiment.has_followers and any(one in missing for one in experiment.members())
+    block = unrun(directory.name, judgement, hours, len(members), more=more) if missing else ""
     page = readme(
         directory.name, judgement, stored, report, seeds=experiment.settings.seeds, missing=block
     )

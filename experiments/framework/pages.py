@@ -93,9 +93,15 @@ class Missing:
     seconds: float | None
 
 
-def unrun(name: str, judgement: Judgement, missing: Sequence[Missing], total: int) -> str:
-    """Which of so many members are missing and why, a row a cell: hours, and the command."""
-    says = f"{len(missing):,} of {total:,} runs are missing"
+def unrun(
+    name: str, judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool
+) -> str:
+    """Which of so many members are missing and why, a row a cell: hours, and the command.
+
+    There are ``more`` where some follow from the results of those that are missing.
+    """
+    following = ", not counting those that follow from their results" if more else ""
+    says = f"{len(missing):,} of {total:,} runs are missing{following}"
     seconds = [one.seconds for one in missing if one.seconds is not None]
     text = f"{judgement.not_run.strip()} {says}".strip()
     if not seconds:

@@ -145,6 +145,11 @@ class Landscape(ConfigRuns):
             for bound in self.settings.clip_norms
         ]
 
+    @property
+    def has_followers(self) -> bool:
+        """Where bounds are chosen."""
+        return bool(self.settings.clip_norms)
+
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
         """Fresh seeds at the best bound of every cell whose grid is complete."""
         return [
@@ -190,14 +195,20 @@ class Landscape(ConfigRuns):
         """The map as a table and a picture, the chosen bounds, what choosing costs, and claims."""
         tests = {name: self._tests(results, name) for name in self.plans()}
         choices = {name: self._choice(results, name) for name in tests}
-        tables = [self._map(tests)]
+        # Until fresh seeds are run, what the seed that chose C reached is shown, and not judged.
+        chosen = {
+            name: results[f"{name} C={choice.value:g} seed=1"]["test"]
+            for name, choice in choices.items()
+            if choice is not None
+        }
+        tables = [self._map(tests, chosen)]
         if self.settings.clip_norms:
             tables += [self._bounds(choices), self._misset(results, choices), self._price(results)]
         return Report(
             tables=tables,
             figures={name: over_seeds(values)[0] for name, values in tests.items() if values},
             claims=[self._claim(claim, tests) for claim in self.settings.claims],
-            pictures={"map": self._picture(tests)},
+            pictures={"map": self._picture(tests, chosen)},
             choices=[choice for choice in choices.values() if choice is not None],
         )
 
@@ -259,16 +270,17 @@ class Landscape(ConfigRuns):
         ]
         return Table(name, title, ["federation", *methods], rows)
 
-    def _map(self, tests: Mapping[str, Sequence[float]]) -> Table:
+    def _map(self, tests: Mapping[str, Sequence[float]], chosen: Mapping[str, float]) -> Table:
         title = (
             f"{self.settings.title}: test accuracy (%) after {self.base.rounds} rounds, mean ± "
             f"s.d. of {seeds_text(self.settings.seeds)}"
         )
-        return self._rows("map", title, {name: self._text(v) for name, v in tests.items()})
+        cells = {name: self._text(v, chosen.get(name)) for name, v in tests.items()}
+        return self._rows("map", title, cells)
 
-    def _text(self, values: Sequence[float]) -> str:
+    def _text(self, values: Sequence[float], chosen: float | None) -> str:
         if not values:
-            return "not run"
+            return "not run" if chosen is None else f"{chosen:.2f} (seed of the choice)"
         mean, spread = over_seeds(values)
         text = f"{mean:.2f} ± {spread:.2f}" if len(values) > 1 else f"{mean:.2f}"
         complete = len(values) == self.settings.seeds
@@ -332,23 +344,31 @@ class Landscape(ConfigRuns):
             claim.name, self.settings.panel, claim.says, all_ahead(gains), listed(gains, names)
         )
 
-    def _picture(self, tests: Mapping[str, Sequence[float]]) -> Figure:
+    def _picture(self, tests: Mapping[str, Sequence[float]], chosen: Mapping[str, float]) -> Figure:
         methods, columns = [m.name for m in self.settings.methods], self._columns()
         squares = []
         for federation, epsilon in columns:
-            cells = [tests.get(_cell(federation, epsilon, method)) for method in methods]
-            complete = [c for c in cells if c and len(c) == self.settings.seeds]
+            cells = [_cell(federation, epsilon, method) for method in methods]
+            complete = [v for c in cells if len(v := tests.get(c, [])) == self.settings.seeds]
             top = max(complete, key=lambda values: over_seeds(values)[0], default=None)
-            squares.append([self._square(values, top, len(complete)) for values in cells])
+            squares.append(
+                [self._square(tests.get(c), chosen.get(c), top, len(complete)) for c in cells]
+            )
         labels = [f"{federation}, epsilon {epsilon:g}" for federation, epsilon in columns]
         return map_picture(self.settings.title, methods, labels, squares)
 
     def _square(
-        self, values: Sequence[float] | None, top: Sequence[float] | None, methods: int
+        self,
+        values: Sequence[float] | None,
+        chosen: float | None,
+        top: Sequence[float] | None,
+        methods: int,
     ) -> Square:
         """A cell beside the best one of its column, of so many methods."""
+        if values is None:
+            return Square("")
         if not values:
-            return Square("" if values is None else "not run")
+            return Square("not run" if chosen is None else f"{chosen:.1f}\n(seed of the choice)")
         mean = over_seeds(values)[0]
         if top is None or len(values) < self.settings.seeds:
             return Square(f"{mean:.1f}\n({seeds_text(len(values))})")

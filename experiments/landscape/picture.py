@@ -89,4 +89,4 @@ def map_picture(
 
 def _lines(name: str) -> str:
     """A federation's name with a line for each of its parts."""
-    return "\n".join(part.strip() for part in name.split(","))
+    return name.replace(", ", "\n")

@@ -95,6 +95,10 @@ def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     partial = made(directory).report(results)
     assert str(partial.tables[0].rows[0][1]).endswith("(1 seed)")
     assert partial.claims[0].reproduced is None
+    # Without a fresh one, the seed that chose is shown as such.
+    del results["IID, eps=8, a seed=2"]
+    shown = f"{tests[chosen]:.2f} (seed of the choice)"
+    assert made(directory).report(results).tables[0].rows[0][1] == shown
 
 
 def test_price_of_a_choice_is_that_of_the_published_tables(tmp_path: Path) -> None:
