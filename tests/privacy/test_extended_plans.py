@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fedsim.cli.privacy_question import read_source
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.events import dominating_event
@@ -126,6 +127,8 @@ def test_a_ledger_has_the_plan_before_its_extension_and_holds_the_budget(tmp_pat
     said = " ".join(str(read.statement()).split())
     assert "4 releases" in said
     assert "a plan of 20 rounds was extended to 30, which are charged together" in said
+    # What further rounds would cost is asked of the whole plan, not of what extended it.
+    assert read_source(tmp_path / "ledger.jsonl", [], None).question.law == longer.law
     # An extension that claims a larger plan before it than was charged is refused.
     base, z = longer.law, 9.0
     larger = replace(base, rounds=29, sensitivity=base.sensitivity * 0.99)

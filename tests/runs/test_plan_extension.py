@@ -114,6 +114,24 @@ def test_another_extension_of_a_round_that_was_lost_is_charged_beside(tmp_path) 
     assert extensions == [7, 9]
 
 
+def test_a_run_with_private_evaluations_and_a_budget_is_extended_by_workers(tmp_path) -> None:
+    evaluated = {
+        "evaluate.private": True,
+        "evaluate.multiplier": 6.0,
+        "evaluate.clients-every": 2,
+        "noise.max-epsilon": 6.0,
+    }
+    config = CONFIG.replace(**evaluated)
+    fedsim.run(config, out=tmp_path / "run")
+    began = RunConfig.load(tmp_path / "run" / "config.toml")
+    longer = resumed(tmp_path / "run", **{"rounds": 8, "engine.workers": 2})
+    planned = fedsim.run(began.replace(rounds=8), out=tmp_path / "planned")
+    assert model(tmp_path / "run") == model(tmp_path / "planned")
+    assert longer.privacy.epsilon == pytest.approx(planned.privacy.epsilon, rel=1e-9)
+    with pytest.raises(FedsimError, match="it must be at least"):
+        resumed(tmp_path / "run", **{"rounds": 30, "noise.max-epsilon": 1.0})
+
+
 class Stops(Callback):
     def on_round(self, status: RunStatus) -> str | None:
         return "enough" if status.round == 3 else None
