@@ -66,7 +66,7 @@ class Rule(NamedTuple):
 _NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws"
 
 PURPOSES: dict[Purpose, Rule] = {
-    Purpose.INIT: Rule("seed", ("run",), "0 a model's weights; an experiment numbers its own"),
+    Purpose.INIT: Rule("seed", ("run",), "0 a model, 1 an adapter; an experiment numbers its own"),
     Purpose.PARTITION: Rule("seed", ("run",), "0 dealing examples, 1 keeping some of them"),
     Purpose.SAMPLE: Rule("seed", ("client", "example"), "the step, or the pass over examples"),
     Purpose.AMPLIFIED_SAMPLE: Rule("release", ("client", "example"), "the step"),

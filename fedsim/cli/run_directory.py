@@ -50,7 +50,7 @@ def evaluate(
 
 def export(
     run: RUN,
-    to: Annotated[str, typer.Option(help="onnx, torchscript or safetensors.")] = "",
+    to: Annotated[str, typer.Option(help="onnx, torchscript, safetensors or peft.")] = "",
     public: Annotated[
         bool, typer.Option("--public", help="A bundle to publish: only what the guarantee covers.")
     ] = False,
@@ -58,6 +58,9 @@ def export(
         Path | None, typer.Option(help="The file, or the bundle's directory; beside RUN if unset.")
     ] = None,
     best: BEST = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the run's adapter into the model's weights.")
+    ] = False,
 ) -> None:
     """Convert a run's model to another format, or make a bundle of it to publish.
 
@@ -65,26 +68,33 @@ def export(
 
         fedsim export runs/digits --to onnx
         fedsim export runs/digits --public
+        fedsim export runs/text-lora --to peft
 
-    ONNX and TorchScript models take the data set's own inputs: they contain the normalisation.
+    `peft` is a folder with a run's adapter, which peft and `adapter.weights` read. ONNX and
+    TorchScript models take the data set's own inputs: they contain the normalisation.
     `--public` leaves out what the guarantee does not cover: metrics, times, who was sampled,
     paths. The bundle holds the model, the statement with the ledger's final hash, and the config.
     """
     if public == bool(to):
         raise FedsimError("give either --to FORMAT or --public.")
-    from fedsim.runs.export import FORMATS, default_path, publish
+    if public and merge:
+        raise FedsimError("--merge is for --to FORMAT; --public publishes what was released.")
+    from fedsim.runs.export import FORMATS, PEFT, default_path, export_adapter, publish
     from fedsim.runs.export import export as exported
     from fedsim.runs.saved import load
 
-    if to and to not in FORMATS:
-        raise FedsimError(f"--to is '{to}'; it must be one of {', '.join(FORMATS)}.")
-    saved = load(run, best=best)
+    if to and to not in (*FORMATS, PEFT):
+        raise FedsimError(f"--to is '{to}'; it must be one of {', '.join((*FORMATS, PEFT))}.")
+    saved = load(run, best=best, merge=merge)
     console = Output()
     if public:
         path = out or run.absolute().with_name(f"{run.absolute().name}-public")
         console.print(f"bundle: {publish(saved, path)}", soft_wrap=True)
         return
     path = out or default_path(saved, to)
+    if to == PEFT:
+        console.print(f"peft: {export_adapter(saved, path)}", soft_wrap=True)
+        return
     if os.path.lexists(path):
         raise FedsimError(f"--out {path} already exists; choose another file.")
     content = exported(saved, to)

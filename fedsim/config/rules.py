@@ -112,6 +112,10 @@ def _larger_cohort_fits(config: RunConfig) -> bool:
     return not size or _least_larger_cohort(config) <= size <= (population or clients)
 
 
+def _alternates(config: RunConfig) -> bool:
+    return bool(getattr(config.adapter, "factors", "") == "alternating")
+
+
 def _takes_time(config: RunConfig) -> bool:
     return bool(config.devices.seconds_per_example or config.devices.bandwidth)
 
@@ -127,6 +131,28 @@ RULES: tuple[KeyRule, ...] = (
         "model.weights-for",
         lambda c: c.model.weights or not c.model.weights_for,
         "unset without model.weights, the file that these parameters would come from",
+    ),
+    KeyRule(
+        "adapter.weights",
+        lambda c: c.adapter.name != "none" or not c.adapter.weights,
+        "unset while adapter.name = 'none': there is no adapter that would start from it",
+    ),
+    KeyRule(
+        "client.state",
+        lambda c: not (_alternates(c) and c.client.state != "reset"),
+        "'reset' while adapter.factors = 'alternating': what a client keeps of one round is of the "
+        "factor that rests in the next",
+    ),
+    KeyRule(
+        "model.personal",
+        lambda c: not (_alternates(c) and c.model.personal),
+        "unset while adapter.factors = 'alternating', where clients keep nothing between rounds",
+    ),
+    KeyRule(
+        "noise.name",
+        lambda c: not _alternates(c) or c.noise.name == "independent",
+        "'independent' while adapter.factors = 'alternating': noise that cancels over rounds does "
+        "not where a factor is released in every other one",
     ),
     # What clients do, and how they protect their examples.
     KeyRule(

@@ -28,6 +28,7 @@ from fedsim.config.privacy_sections import (
 )
 from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
+    AdapterSection,
     ClientSection,
     CohortSection,
     DataSection,
@@ -172,6 +173,7 @@ class RunConfig(ConfigTable):
     data: DataSection = field(default_factory=DataSection)
     partition: PartitionSection = field(default_factory=PartitionSection)
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     task: TaskSection = field(default_factory=TaskSection)
     client: ClientSection = field(default_factory=ClientSection)
     cohort: CohortSection = field(default_factory=CohortSection)

@@ -152,7 +152,11 @@ class ModelSection(Choice):
         ),
     ] = False
     trainable: Annotated[
-        str, Doc("Shell patterns of the parameters that are trained, such as 'fc*'; empty for all.")
+        str,
+        Doc(
+            "Shell patterns of the parameters that are trained, such as 'fc*'; empty for all, or "
+            "for none besides an adapter's."
+        ),
     ] = ""
     weights: Annotated[str, Doc("A .safetensors file whose parameters the model starts from.")] = ""
     weights_for: Annotated[
@@ -164,6 +168,25 @@ class ModelSection(Choice):
             "Shell patterns of the parameters that each client keeps to itself and evaluates with, "
             "such as 'head.*'; empty for none."
         ),
+    ] = ""
+
+
+@dataclass(frozen=True, init=False)
+class AdapterSection(Choice):
+    """A few weights in the model that are trained in its place."""
+
+    table: ClassVar[str] = "adapter"
+    kind: ClassVar[str] = "adapter"
+    name: Annotated[
+        str,
+        Doc(
+            "The adapter: its weights, and what model.trainable names besides, are all that is "
+            "trained, sent, bounded and noised."
+        ),
+    ] = "none"
+    weights: Annotated[
+        str,
+        Doc("A folder in peft's format whose adapter the run starts from; empty for a new one."),
     ] = ""
 
 

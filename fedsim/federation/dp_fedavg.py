@@ -42,6 +42,7 @@ from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.replies import RecordKeys
 from fedsim.federation.round_report import Failures
 from fedsim.federation.strategy_checks import (
+    allowed_alternation,
     allowed_fraction,
     declared_counts,
     plan_of_keywords,
@@ -57,6 +58,7 @@ from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.rows.alternation import Alternation
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 
 
@@ -134,6 +136,9 @@ class DPFedAvg(PrivateRounds):
     algorithm : LocalAlgorithm, optional
         The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
         control variates), which it combines on the server.
+    alternation : Alternation, optional
+        Parameters that clients train in turns (an `AlternatingTrainer`): what rests in a round has
+        zeros in all rows, and stays as it is whatever the release and the optimiser say there.
     average_client_state : bool
         Whether clients report their state (ADADP's rate) and start from the mean of the last
         round's: ``client.state = "server"``.
@@ -198,6 +203,7 @@ evaluate_metrics_aggr_fn
         node_timeout: float = 180.0,
         max_failed_rounds: int = 3,
         algorithm: LocalAlgorithm | None = None,
+        alternation: Alternation | None = None,
         average_client_state: bool = False,
         evaluate_quantiles: bool = False,
         private_metrics: PrivateMetrics | None = None,
@@ -238,12 +244,13 @@ evaluate_metrics_aggr_fn
         server_optimizer = server_optimizer or ServerSGD()
         others = {
             "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
-            "secure": secure,
+            "secure": secure, "alternation": alternation,
         }  # fmt: skip
         self.randomness = keyed(seed, release, plan, placement, others)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer, self.replying = server_optimizer, replying
+        self.alternation = allowed_alternation(alternation, plan, algorithm)
         if not isinstance(ledger, Ledger):
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
         self.ledger = ledger

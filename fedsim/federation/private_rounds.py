@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result
@@ -38,6 +39,7 @@ from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
+from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import RUN
 from fedsim.server_optimizers import ServerOptimizer
 
@@ -79,6 +81,7 @@ class PrivateRounds(ResumableStrategy):
     randomness: Randomness
     private: bool
     server_optimizer: ServerOptimizer
+    alternation: Alternation | None
     replying: Replying | None
     _accounting: Accounting
     _budgets: ClientBudgets
@@ -232,8 +235,13 @@ class PrivateRounds(ResumableStrategy):
         result = RoundResult(pending, release.mean.to(device), aggregation.total.count)
         for extra in self.extras.values():
             result = extra.finish(result)
-        update = result.update
-        vector = self.server_optimizer.step(pending.vector[: len(update)], update)
+        update, start = result.update, pending.vector[: len(result.update)]
+        turns = self.alternation
+        if turns is not None:  # no optimiser sees what a release has where all rows are zero
+            update = turns.replaced(update, torch.zeros_like(update), self._model, pending.round)
+        vector = self.server_optimizer.step(start, update)
+        if turns is not None:  # nor does what one keeps (a momentum) move anything there
+            vector = turns.replaced(vector, start.to(vector), self._model, pending.round)
         sides = {name: float(mean) for name, mean in release.sides.items()}
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from fedsim.arguments import shown
@@ -16,8 +17,10 @@ from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.rows.alternation import Alternation
 from fedsim.rows.layout import Layout
 
 SPREAD = 10.0
@@ -244,6 +247,42 @@ def refuse_vectors_of(
         f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' with "
         "mechanism.weighting = 'uniform'."
     )
+
+
+def allowed_alternation(
+    alternation: Alternation | None, plan: ReleasePlan[Bounded], algorithm: LocalAlgorithm | None
+) -> Alternation | None:
+    """The alternation, unless something is of all coordinates of a row, of which some rest.
+
+    Raises
+    ------
+    FedsimError
+        For a bound of more than a row's norm, noise that cancels over rounds, and named vectors.
+    """
+    if alternation is None:
+        return None
+    bound, two = plan.bound, Layout.of({"row": torch.zeros(2)})
+    by_norm = isinstance(bound, ScalingBound) and all(
+        value.numel() == 1 for value in bound.init(two).values()
+    )
+    if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
+        raise FedsimError(
+            f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
+            "entries rest in each round (adapter.factors = 'alternating'); it must be 'clipping', "
+            "'normalization', 'quantile-clipping' or 'none', alone."
+        )
+    if not isinstance(plan.noise, Independent):
+        raise FedsimError(
+            f"{plan.noise} (noise.name) cancels over rounds, which it does not where some of a "
+            "row's entries rest in each (adapter.factors = 'alternating'); it must be "
+            "'independent'."
+        )
+    if algorithm is not None and algorithm.receives:
+        raise FedsimError(
+            f"{type(algorithm).__name__} (client.name) sends vectors of all parameters, and some "
+            "rest in each round (adapter.factors = 'alternating'); it must send its update alone."
+        )
+    return alternation
 
 
 def refuse_private_metrics(

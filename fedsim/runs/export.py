@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from fedsim.config.plan import affects_release
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.saved import SavedRun
+
+PEFT = "peft"
+"""The format that is a folder."""
 
 
 def export(saved: SavedRun, to: str) -> bytes:
@@ -125,8 +129,8 @@ FORMATS: dict[str, Callable[[SavedRun], bytes]] = {
 }
 """How each format is made."""
 
-SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors"}
-"""What files of each format are called."""
+SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors", PEFT: "-adapter"}
+"""What files of each format are called, and a folder in peft's."""
 
 
 def default_path(saved: SavedRun, to: str) -> Path:
@@ -135,8 +139,53 @@ def default_path(saved: SavedRun, to: str) -> Path:
     return path.with_name(path.name + SUFFIXES[to])
 
 
+def export_adapter(saved: SavedRun, out: Path) -> Path:
+    """Write a run's adapter as a folder in peft's format.
+
+    Parameters
+    ----------
+    saved : SavedRun
+    out : path
+        A directory that does not exist.
+
+    Raises
+    ------
+    FedsimError
+        If the run has no adapter, or one that peft has not; if parts of it are personal, or
+        ``out`` is there.
+    """
+    if saved.config.adapter.name == "none" or saved.merge or saved.personal:
+        why = "merges its adapter" if saved.merge else "has no adapter that all clients share"
+        raise FedsimError(f"--to peft is for an adapter, and {saved.directory.path} {why}.")
+    files = saved.config.adapter.make().files(saved.trained)
+    with _new_directory(out) as draft:
+        for name, content in files.items():
+            (draft / name).write_bytes(content)
+    return out
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory that is called ``out`` once it is whole.
+
+    Raises
+    ------
+    FedsimError
+        If there is one.
+    """
+    if os.path.lexists(out):
+        raise FedsimError(f"--out {out} is there already; choose another directory.")
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 # These hold paths on the operator's machine: of a path, the last part is kept.
-_PATHS = ("data.name", "model.weights", "client.work", "devices.trace")
+_PATHS = ("data.name", "model.weights", "adapter.weights", "client.work", "devices.trace")
 
 _EXAMPLES_TOO = (
     "Clients protect their examples too: what that has cost follows from who took part, which is "
@@ -165,16 +214,12 @@ def publish(saved: SavedRun, out: Path) -> Path:
             f"{saved.directory.path} has no guarantee of privacy: nothing of it is covered; "
             "--public is for runs with a mechanism and noise."
         )
-    if os.path.lexists(out):
-        raise FedsimError(f"--out {out} is there already; choose another directory.")
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        part.mkdir(parents=True)
+    with _new_directory(out) as draft:
         # Without the metadata that the run gave it: a release digest can be searched for its seed.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
         save_file(
             saved.weights,
-            part / "model.safetensors",
+            draft / "model.safetensors",
             metadata={METADATA: json.dumps(about, sort_keys=True)},
         )
         # Without where a ledger lies on the operator's machine.
@@ -183,15 +228,12 @@ def publish(saved: SavedRun, out: Path) -> Path:
             for s in statements
         ]
         texts += [_EXAMPLES_TOO] if statements != covered else []
-        (part / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+        (draft / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
         facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
-        (part / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (draft / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         simulated = any(statement.simulated for statement in statements)
         settings = tomli_w.dumps(_public_config(saved.config, simulated))
-        (part / "config.toml").write_text(settings, encoding="utf-8")
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        (draft / "config.toml").write_text(settings, encoding="utf-8")
     return out
 
 

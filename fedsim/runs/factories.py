@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fedsim import mechanisms, registry, tasks
+from fedsim.adapters import Adapter
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
@@ -34,11 +36,13 @@ from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
+from fedsim.rows.alternation import Alternation
 from fedsim.runs.data_split import RunData
 from fedsim.runs.devices import work_counts
 from fedsim.strategies import RobustMean, ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
+from fedsim.training.alternating import AlternatingTrainer
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.paths.choice import KernelName
 from fedsim.training.payload import Compression
@@ -80,6 +84,12 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
     )
     made: LocalAlgorithm = client.make().for_run(facts)
     return Proximal(made, client.proximal) if client.proximal else made
+
+
+def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
+    """Which of an adapted model's parameters rest in which rounds; None where none ever does."""
+    adapter: Adapter = config.adapter.make()
+    return adapter.alternation(model)
 
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
@@ -219,7 +229,10 @@ class LocalTraining:
             if self.model in (model, rest):
                 model, seen, seen_test = self.model, data, test
             test = seen_test
-        return Trainer(
+        make: Callable[..., Trainer] = Trainer
+        if (turns := alternation(self.config, self.model)) is not None:
+            make = partial(AlternatingTrainer, alternation=turns)
+        return make(
             model,
             algorithm(self.config),
             seen,

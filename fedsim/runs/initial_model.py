@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedsim import models
+from fedsim.adapters import Adapter, adapted
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError, printable, users_place
@@ -56,6 +57,7 @@ def initial_model(
 def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """A model as the run trains it, and sentences about what was done to it."""
     settings, notes = config.model, list[str]()
+    adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
     dtype = getattr(torch, settings.dtype)
     others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     model = model.cpu().to(dtype)
@@ -65,13 +67,19 @@ def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str
     if settings.fix:
         model, changes = models.fix_normalisation(model)
         notes += changes
-    if settings.personal:
+    if settings.personal and adapter is None:
         names = [name for name, _ in model.named_parameters()]
         models.localise(model, models.matching("model.personal", settings.personal, names))
     if settings.weights:
         models.load_weights(model, settings.weights, settings.weights_for)
     models.refuse_unusable_parameters(model)
-    models.freeze(model, settings.trainable)
+    if adapter is not None:
+        given = settings.trainable, config.adapter.weights
+        model = adapted(adapter, model, config.seed, *given)
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in model.parameters())
+        notes.append(f"{adapter} (adapter.name): {count:,} of {total:,} parameters are trained.")
+    models.freeze(model, "" if adapter else settings.trainable)
     if config.private:
         models.refuse_running_statistics(model)
     return model, tuple(notes)
@@ -115,6 +123,8 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
             outputs = _outputs(tried, x)
             _check_outputs(outputs, x)
+            if config.adapter.name != "none":
+                _check_adapter(tried, outputs)
         if config.task.loss == "cross-entropy":
             _check_classes(dataset, outputs)
 
@@ -154,6 +164,18 @@ def _check_outputs(outputs: Tensor, x: Tensor) -> None:
             "what the model gives does not depend on a parameter that is trained, or has no "
             "gradient any more (by detach or torch.no_grad); there must be one."
         )
+
+
+def _check_adapter(model: nn.Module, outputs: Tensor) -> None:
+    """Refuse an adapter that the model goes past, as where it holds its layers in a list."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(outputs.sum(), [*trained.values()], allow_unused=True)
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is None:
+            raise FedsimError(
+                f"adapter.targets or model.trainable lets {name} be trained, on which nothing "
+                "depends that it gives: its forward goes past that module; leave it out."
+            )
 
 
 def _check_classes(dataset: Dataset, outputs: Tensor) -> None:

@@ -279,6 +279,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         reachable=resolved.devices.reachable,
         max_failed_rounds=config.server.max_failed_rounds,
         algorithm=factories.algorithm(config),
+        alternation=factories.alternation(config, resolved.model),
         average_client_state=client.state == "server",
         private_metrics=factories.private_metrics(config),
         unprotected_metrics=evaluate.unprotected,

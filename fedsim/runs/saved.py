@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 
 
 @check_arguments
-def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
+def load(path: str | PathLike[str], *, best: bool = False, merge: bool = False) -> SavedRun:
     """Load a run that has ended, or was interrupted.
 
     Parameters
@@ -53,6 +53,9 @@ def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
         The run's directory.
     best : bool
         Whether to load the model of the best round, which `checkpoint.best` keeps.
+    merge : bool
+        Whether the run's adapter is merged into the model, whose parameters have the names then
+        that they had without one.
 
     Raises
     ------
@@ -87,7 +90,9 @@ def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
             f"{directory.path} has no checkpoint of the best round; a run keeps one with "
             "checkpoint.best."
         )
-    return SavedRun(directory, config, record, state)
+    if merge and (config.adapter.name == "none" or config.model.personal):
+        raise FedsimError(f"{directory.path} has no adapter that all clients share, to be merged.")
+    return SavedRun(directory, config, record, state, merge)
 
 
 class InferenceModel(nn.Module):
@@ -142,12 +147,15 @@ class SavedRun:
         Its files as a report reads them.
     best : RunState or None
         The best round's, whose model this is; None for the last round's.
+    merge : bool
+        Whether an adapter is merged into the model.
     """
 
     directory: RunDirectory
     config: RunConfig
     record: RunRecord = field(repr=False)
     best: RunState | None = field(default=None, repr=False)
+    merge: bool = False
 
     def __repr__(self) -> str:
         return f"SavedRun({str(self.directory.path)!r}, round {self.round})"
@@ -232,9 +240,10 @@ class SavedRun:
         load_weights(model, self.directory.model)
         if self.best is not None:
             values = values_of(model)
-            for name, value in self.best.parameters.items():
-                values[name].copy_(value)
-        return model
+            with torch.no_grad():
+                for name, value in self.best.parameters.items():
+                    values[name].copy_(value)
+        return self.config.adapter.make().merged(model) if self.merge else model
 
     @property
     def statistics(self) -> tuple[Tensor | None, Tensor | None]:
@@ -364,7 +373,8 @@ class SavedRun:
     @cached_property
     def _config(self) -> RunConfig:
         """The run's, for the CPU and without the weights that it started from."""
-        unset = {"model.weights": "", "model.weights-for": "", "engine.device": "cpu"}
+        files = ("model.weights", "model.weights-for", "adapter.weights")
+        unset = dict.fromkeys(files, "") | {"engine.device": "cpu"}
         return self.config.replace(**unset)
 
     @cached_property

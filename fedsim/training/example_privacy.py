@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -230,6 +230,8 @@ class ExampleReleases:
     ----------
     run : str or None
         Which run the rounds are of, by the key in its directory; None where it is unknown.
+    changing : collection of str
+        Names of frozen parameters that are not the same in every round: a part of what came in.
     """
 
     def __init__(
@@ -251,6 +253,7 @@ class ExampleReleases:
         self._code = (algorithm, loss, privacy.mechanism, *model.modules())
         self._rows = method.evidence
         self.run: str | None = None
+        self.changing: Collection[str] = ()
         self._once = f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[RoundStart]) -> None:
@@ -304,6 +307,8 @@ class ExampleReleases:
         tensors["mask"] = None if data.mask is None else data.mask[examples]
         if data.unusable is not None:
             tensors["unusable"] = torch.from_numpy(data.unusable[data.indices[start.client]])
+        parameters = dict(self._model.named_parameters())
+        tensors |= {f"changing.{name}": parameters[name] for name in self.changing}
         yield from _tensor_parts(tensors | dict(start.received))
 
     @cached_property
@@ -311,7 +316,7 @@ class ExampleReleases:
         """Digest of the model, what of it is not trained, and user code; for the HMAC only."""
         frozen: dict[str, Tensor | None] = {}
         for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and name not in self.changing:
                 frozen[name] = parameter
         frozen.update(self._model.named_buffers())
         digest = hashlib.sha256(repr(self._model).encode())

@@ -287,8 +287,11 @@ class Trainer:
         return copied
 
     def _copy(self, **changes: Any) -> Trainer:
+        return Trainer(algorithm=self.algorithm, data=self.data, **(self._settings() | changes))
+
+    def _settings(self) -> dict[str, Any]:
         work = self.workload.work
-        settings: dict[str, Any] = {
+        return {
             "model": self.model,
             "batch_size": work.batch_size,
             "epochs": work.epochs,
@@ -305,7 +308,6 @@ class Trainer:
             "compression": self.compression,
             "personal": self.personal.names,
         }
-        return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
 
     def initial(self) -> Tensor:
         """What clients are sent at first, ``[d]``: the model's own parameters, and zero vectors."""

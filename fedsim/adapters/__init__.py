@@ -1,0 +1,16 @@
+"""Adapters: a few weights that are trained in a model that is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedsim.lazy import names_of
+
+if TYPE_CHECKING:
+    from fedsim.adapters.base import Adapter, adapted
+    from fedsim.adapters.layers import LowRankLinear
+    from fedsim.adapters.lora import LoRA
+
+__all__ = ["Adapter", "LoRA", "LowRankLinear", "adapted"]
+
+__getattr__ = names_of(__name__, __file__)

@@ -1,0 +1,221 @@
+"""A linear layer with a low-rank adapter, put into a model and merged into its weight again."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.errors import FedsimError
+from fedsim.randomness import Purpose, Randomness
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class LowRankLinear(nn.Module):
+    """``base_layer(x) + scaling * lora_B(lora_A(x))``; its parts are called as in peft.
+
+    It has no ``weight``, on purpose: code that multiplies by a layer's weight without calling the
+    layer would leave the adapter out without a word, and fails instead.
+
+    Parameters
+    ----------
+    base_layer : nn.Linear
+        Frozen.
+    rank : int
+    scaling : float
+
+    Notes
+    -----
+    Its forward has a ``torch.fx`` graph of linear layers, a product with a constant and a sum, so
+    that a model is read with adapters as it was without.
+    """
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = base_layer.requires_grad_(False), scaling
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        # On "meta" nothing is drawn: torch's global generator is the user's.
+        dtype, meta = base_layer.weight.dtype, torch.device("meta")
+        self.lora_A = nn.Linear(self.in_features, rank, bias=False, dtype=dtype, device=meta)
+        self.lora_B = nn.Linear(rank, self.out_features, bias=False, dtype=dtype, device=meta)
+        for factor in (self.lora_A, self.lora_B):
+            factor.to_empty(device=base_layer.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., inputs]`` to ``[..., outputs]``."""
+        outputs: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * self.scaling
+        return outputs
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The base layer, whose weight is changed to do what this layer does."""
+        weight = self.base_layer.weight
+        product = self.lora_B.weight.double() @ self.lora_A.weight.double()
+        weight.copy_(weight.double() + self.scaling * product)
+        weight.requires_grad_(True)
+        return self.base_layer
+
+
+def adapt(
+    model: nn.Module, targets: str, rank: int, scaling: float, seed: int, *, frozen_a: bool
+) -> nn.Module:
+    """Put adapters into a model, in place, and freeze all else.
+
+    Parameters
+    ----------
+    model : nn.Module
+    targets : str
+        Shell patterns of names of linear layers, separated by commas.
+    rank : int
+    scaling : float
+        What the product is multiplied by.
+    seed : int
+        Of the first factors.
+    frozen_a : bool
+        Whether they stay as they are drawn.
+
+    Raises
+    ------
+    FedsimError
+        Before anything is changed.
+    """
+    refuse_adapted(model)
+    layers = _targets(targets, model)
+    for name, layer in layers.items():
+        most = min(layer.in_features, layer.out_features)
+        if rank > most:
+            raise FedsimError(
+                f"adapter.rank = {rank}; it must be at most {most}, the smaller side of "
+                f"'{name}' ({layer.in_features} inputs, {layer.out_features} outputs), or "
+                "adapter.targets must leave that layer out."
+            )
+    model.requires_grad_(False)
+    draws = Randomness(seed).generator(Purpose.INIT, level="run", part=1)
+    for name, layer in layers.items():
+        adapter = LowRankLinear(layer, rank, scaling)
+        edge = 1 / math.sqrt(layer.in_features)
+        values = draws.uniform(-edge, edge, (rank, layer.in_features)).astype("float32")
+        with torch.no_grad():
+            adapter.lora_A.weight.copy_(torch.from_numpy(values))
+            adapter.lora_B.weight.zero_()
+        adapter.lora_A.weight.requires_grad_(not frozen_a)
+        _replace(model, name, adapter.train(layer.training))
+    return model
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Take adapters out of a model, in place, and let their layers' weights do the same.
+
+    Raises
+    ------
+    FedsimError
+        If there are none.
+    """
+    adapters = low_rank_layers(model)
+    if not adapters:
+        raise FedsimError("the model has no adapter to merge.")
+    for name, adapter in adapters.items():
+        _replace(model, name, adapter.merged())
+    return model
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
+    """The adapters of a model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
+
+
+def factor_names(model: nn.Module, factor: str) -> tuple[str, ...]:
+    """Names of the parameters of ``lora_A`` or ``lora_B`` of all adapters."""
+    return tuple(f"{name}.{factor}.weight" for name in low_rank_layers(model))
+
+
+def refuse_adapted(model: nn.Module) -> None:
+    """Refuse a model that has adapters, of ours or of peft's.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for name, module in model.named_modules():
+        if {*FACTORS} & {*name.split(".")} or isinstance(module, LowRankLinear):
+            raise FedsimError(
+                f"the model has an adapter already, at '{name}'; it must be merged, or "
+                "adapter.name must be 'none'."
+            )
+
+
+def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers that patterns name, in the model's order.
+
+    Raises
+    ------
+    FedsimError
+        If a pattern names none, or what it names cannot be adapted.
+    """
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    modules = dict(model.named_modules())
+    linear = [name for name, module in modules.items() if type(module) is nn.Linear and name]
+    names_or_patterns = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    if not names_or_patterns or not linear:
+        allowed = ", ".join(linear) or "none inside it"
+        raise FedsimError(
+            f"adapter.targets = '{patterns}'; it must name linear layers of the model, which has "
+            f"{allowed}."
+        )
+    for pattern in names_or_patterns:
+        if any(fnmatchcase(name, pattern) for name in linear):
+            continue
+        others = [name for name in modules if name and fnmatchcase(name, pattern)]
+        matched = "no layer"
+        if others:
+            class_name = type(modules[others[0]]).__name__
+            matched = f"'{others[0]}', which is no nn.Linear but a {class_name}"
+        raise FedsimError(
+            f"adapter.targets has the pattern '{pattern}', which matches {matched}; the model's "
+            f"linear layers are {', '.join(linear)}."
+        )
+    layers = {n: m for n, m in modules.items() if n in linear and _matches(n, names_or_patterns)}
+    for name, layer in layers.items():
+        if why := _obstacle(name, layer, places[id(layer)], model):
+            raise FedsimError(f"adapter.targets names '{name}', {why}; it must leave that out.")
+    return layers
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _obstacle(name: str, layer: nn.Module, places: list[str], model: nn.Module) -> str:
+    """Why a linear layer cannot be adapted; empty if it can be."""
+    if len(places) > 1:
+        return f"which stands in the model as '{places[1]}' too"
+    own_ids = {id(parameter) for parameter in layer.parameters()}
+    prefix = f"{name}."
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own_ids and not other.startswith(prefix):
+            return f"whose weight is tied to '{other}'"
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+    if any(hooks) or "forward" in vars(layer):
+        return "which has hooks or a forward of its own"
+    return ""
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put another module in the place of the one of this name."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+    # In evaluation these compute by their layers' weights, without calling the layers.
+    while True:
+        above = model.get_submodule(parent)
+        if isinstance(above, nn.TransformerEncoderLayer):
+            above.activation_relu_or_gelu = 0
+        if isinstance(above, nn.TransformerEncoder):
+            above.use_nested_tensor = False
+        if not parent:
+            return
+        parent = parent.rpartition(".")[0]

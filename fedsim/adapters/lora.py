@@ -1,0 +1,84 @@
+"""LoRA: the product of two narrow matrices beside each chosen linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fedsim.adapters.base import Adapter
+from fedsim.registry import register
+from fedsim.rows.alternation import Alternation
+from fedsim.settings import Doc, Ge, Gt, Le
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@register("adapter", "lora")
+@dataclass(frozen=True)
+class LoRA(Adapter):
+    """``x W' + b + alpha/rank (x A') B'``: A and B are trained, W and b stay (Hu et al. 2022).
+
+    A starts uniform on ``+-1/sqrt(inputs)`` and B at zero, so that the model is at first what it
+    was. The mean of clients' products ``B A`` is no product of their means, unless one of the
+    factors was the same for all: with A frozen (Sun et al. 2024, "FFA-LoRA"), or with B and A
+    trained in turns (Chen et al. 2025, "RoLoRA"), averages are exact.
+    """
+
+    rank: Annotated[int, Ge(1), Le(65536), Doc("Rows of A, and columns of B.")] = 8
+    alpha: Annotated[
+        float, Gt(0), Doc("Times 1 / rank it multiplies the product: peft's lora_alpha.")
+    ] = 8.0
+    targets: Annotated[
+        str,
+        Doc(
+            "Shell patterns of the linear layers that are adapted, by their names in the model, "
+            "such as '*.query,*.value'; '*' for all."
+        ),
+    ] = "*"
+    factors: Annotated[
+        Literal["both", "frozen-a", "alternating"],
+        Doc("What is trained: both factors, B alone, or B in rounds 1, 3, ... and A in 2, 4, ..."),
+    ] = "both"
+
+    def __call__(self, model: nn.Module, seed: int) -> nn.Module:
+        """The model with an adapter in the place of each layer that ``targets`` names.
+
+        Raises
+        ------
+        FedsimError
+            If a pattern names no linear layer, or one that cannot be adapted.
+        """
+        from fedsim.adapters.layers import adapt
+
+        scaling, frozen_a = self.alpha / self.rank, self.factors == "frozen-a"
+        return adapt(model, self.targets, self.rank, scaling, seed, frozen_a=frozen_a)
+
+    def alternation(self, model: nn.Module) -> Alternation | None:
+        """B's parameters and A's, where they are trained in turns."""
+        from fedsim.adapters.layers import factor_names
+
+        if self.factors != "alternating":
+            return None
+        b, a = factor_names(model, "lora_B"), factor_names(model, "lora_A")
+        return Alternation((b, a)) if a else None
+
+    def merged(self, model: nn.Module) -> nn.Module:
+        """The model with ``W + alpha/rank B A`` for each W, under the names that it had."""
+        from fedsim.adapters.layers import merge
+
+        return merge(model)
+
+    def files(self, model: nn.Module) -> Mapping[str, bytes]:
+        """``adapter_config.json`` and ``adapter_model.safetensors``."""
+        from fedsim.adapters.peft import written
+
+        return written(model, self.rank, self.alpha)
+
+    def load(self, model: nn.Module, directory: Path) -> None:
+        """Give an adapted model the weights of such a folder; all of them, or none."""
+        from fedsim.adapters.peft import load
+
+        load(model, directory, self.rank, self.alpha)

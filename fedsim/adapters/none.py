@@ -1,0 +1,23 @@
+"""No adapter: the model as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedsim.adapters.base import Adapter
+from fedsim.registry import register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@register("adapter", "none")
+@dataclass(frozen=True)
+class NoAdapter(Adapter):
+    """None: all that `model.trainable` names is trained."""
+
+    def __call__(self, model: nn.Module, seed: int) -> nn.Module:
+        """The same model."""
+        del seed
+        return model

@@ -1,0 +1,178 @@
+"""Adapters in the files of Hugging Face's peft, which read them as its own.
+
+``adapter_model.safetensors`` has ``base_model.model.LAYER.lora_A.weight`` and ``...lora_B.weight``
+for each adapted layer, and every tensor of a module some parameter of which is trained besides
+(peft's ``modules_to_save``), as ``base_model.model.MODULE.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from fedsim import regular_files
+from fedsim.adapters.layers import FACTORS, low_rank_layers
+from fedsim.errors import FedsimError, printable
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+# With these set an adapter computes something else.
+_OTHERWISE = (
+    "use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias", "rank_pattern",
+    "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
+)  # fmt: skip
+
+
+def written(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
+    """The two files of an adapted model.
+
+    Raises
+    ------
+    FedsimError
+        If a parameter is trained besides that peft cannot save.
+    """
+    saved = _saved_modules(model)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in _entries(model).items()}
+    config = {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": saved or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": _target_modules(model),
+        "task_type": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return {CONFIG: text.encode(), WEIGHTS: save(tensors, metadata={"format": "pt"})}
+
+
+def load(model: nn.Module, directory: Path, rank: int, alpha: float) -> None:
+    """Give an adapted model what such files hold; all of it, or nothing.
+
+    Raises
+    ------
+    FedsimError
+        If a file is missing or damaged, or of another rank, scaling, kind of adapter or model.
+    """
+    where = f"adapter.weights = '{directory}'"
+    config = _read_config(where, directory / CONFIG)
+    for key, value, wanted in (
+        ("peft_type", config.get("peft_type"), "LORA"),
+        ("r", config.get("r"), rank),
+        ("lora_alpha", config.get("lora_alpha"), alpha),
+        ("bias", config.get("bias", "none"), "none"),
+        *((key, config.get(key) or None, None) for key in _OTHERWISE),
+    ):
+        if value != wanted:
+            setting = {"r": "adapter.rank", "lora_alpha": "adapter.alpha"}.get(key)
+            allowed = f"as {setting} = {wanted}" if setting else repr(wanted) if wanted else "unset"
+            raise FedsimError(
+                f"{where} says {key} = {printable(repr(value))[:60]}; it must be {allowed}."
+            )
+    try:
+        tensors = load_file(regular_files.require(directory / WEIGHTS))
+    except (SafetensorError, OSError) as error:
+        raise FedsimError(f"{where} has no readable {WEIGHTS} ({error}).") from None
+    entries = _entries(model)
+    _check(where, tensors, entries)
+    with torch.no_grad():
+        for key, value in entries.items():
+            value.copy_(tensors[key])
+
+
+def _check(where: str, tensors: Mapping[str, Tensor], entries: Mapping[str, Tensor]) -> None:
+    lacks = [key for key in entries if key not in tensors]
+    unknown = [key for key in tensors if key not in entries]
+    if lacks or unknown:
+        fault = f"lacks {lacks[0]}" if lacks else f"holds {printable(unknown[0])[:200]}"
+        raise FedsimError(
+            f"{where} {fault}: it is of other layers than this model's adapter.targets and "
+            "model.trainable name."
+        )
+    for key, value in entries.items():
+        tensor = tensors[key]
+        if tensor.shape != value.shape or not tensor.is_floating_point():
+            raise FedsimError(
+                f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be floating "
+                f"point {list(value.shape)}."
+            )
+        if not bool(torch.isfinite(tensor.to(value.dtype)).all()):
+            raise FedsimError(
+                f"{where} has NaN, infinite or too large numbers in {key}; every number must be "
+                f"finite in {value.dtype}."
+            )
+
+
+def _read_config(where: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(regular_files.read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FedsimError(
+            f"{where} has no readable {CONFIG} ({printable(error)}); it must be a folder in peft's "
+            "format, such as `fedsim export --to peft` writes."
+        ) from None
+    if not isinstance(config, dict):
+        raise FedsimError(f"{where} has no table in {CONFIG}.")
+    return config
+
+
+def _entries(model: nn.Module) -> dict[str, Tensor]:
+    """What the file of weights holds, by its names there: the model's own tensors."""
+    entries: dict[str, Tensor] = {}
+    for name, layer in low_rank_layers(model).items():
+        for factor in FACTORS:
+            entries[f"{PREFIX}{name}.{factor}.weight"] = layer.get_submodule(factor).weight  # type: ignore[assignment]
+    for module in _saved_modules(model):
+        tensors = model.get_submodule(module).state_dict(keep_vars=True)
+        entries |= {f"{PREFIX}{module}.{name}": value for name, value in tensors.items()}
+    return entries
+
+
+def _saved_modules(model: nn.Module) -> list[str]:
+    """Modules that have a parameter which is trained and no adapter's.
+
+    Raises
+    ------
+    FedsimError
+        If the model itself has one, or peft would take other modules for one of them.
+    """
+    adapters = low_rank_layers(model)
+    inside = tuple(f"{name}." for name in adapters)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    besides = [name for name in trained if not name.startswith(inside)]
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in besides))
+    names = [name for name, _ in model.named_modules()]
+    for module in saved:
+        alike = [n for n in names if n.endswith(module) and n != module]
+        if not module or alike:
+            why = f"'{alike[0]}' ends alike" if module else "it is in no module of its own"
+            raise FedsimError(
+                f"model.trainable names {besides[0]}, which peft cannot save: {why}; "
+                "`--to safetensors` writes the whole model."
+            )
+    return saved
+
+
+def _target_modules(model: nn.Module) -> list[str] | str:
+    """What peft calls the adapted layers: their names or, where others end alike, a pattern."""
+    adapted = sorted(low_rank_layers(model))
+    others = [name for name, _ in model.named_modules() if name not in adapted]
+    if any(other.endswith(f".{name}") for name in adapted for other in [*others, *adapted]):
+        return "|".join(map(re.escape, adapted))
+    return adapted

@@ -1,0 +1,219 @@
+"""Clients whose parameters are trained in turns, round by round, in rows of one layout.
+
+There is a trainer for each part of an `Alternation`, and in its model what rests is frozen: no
+gradient of it is taken, no step, decay or momentum moves it, no example's row has a place for it
+and no noise is drawn for it. What it gives is put into the row of all parameters, whose other
+columns are exact zeros. The layout, which the plan, the exact sums and a checkpoint rely on, is
+the same in all rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.base import LocalAlgorithm
+from fedsim.errors import FedsimError
+from fedsim.privacy import ClientLedgers
+from fedsim.randomness import Randomness
+from fedsim.rows.alternation import Alternation
+from fedsim.rows.block import Block
+from fedsim.training.batches import Ints
+from fedsim.training.data import ClientData
+from fedsim.training.example_privacy import ExamplePrivacy
+from fedsim.training.local_rounds import LocalResult
+from fedsim.training.paths.choice import PathName
+from fedsim.training.trainer import Trainer
+
+
+class AlternatingTrainer(Trainer):
+    """A trainer whose rounds train one part of the parameters each.
+
+    Parameters
+    ----------
+    model, algorithm, data, privacy, **settings
+        As of a `Trainer`. Clients keep nothing between rounds: ``state`` is "reset".
+    alternation : Alternation
+        Of parameters that the model trains.
+
+    Notes
+    -----
+    It evaluates, and sends at first, all parameters as any trainer does.
+
+    Raises
+    ------
+    FedsimError
+        As a trainer; or if clients keep something, or send vectors beside the update, that would
+        be of the part which rests in the next round.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: LocalAlgorithm,
+        data: ClientData,
+        *,
+        alternation: Alternation,
+        privacy: ExamplePrivacy | None = None,
+        **settings: Any,
+    ) -> None:
+        if algorithm.receives:
+            raise FedsimError(
+                f"client.name names {type(algorithm).__name__}, which is sent "
+                f"{', '.join(algorithm.receives)} of all parameters; where they are trained in "
+                "turns (adapter.factors) it must be another algorithm."
+            )
+        if settings.get("state", "reset") != "reset" or settings.get("personal"):
+            raise FedsimError(
+                "client.state must be 'reset' and model.personal unset where parameters are "
+                "trained in turns (adapter.factors): what a client keeps would be of the part that "
+                "rests in the next round."
+            )
+        super().__init__(model, algorithm, data, **settings)
+        self.alternation = alternation
+        # One path and one block size for all parts, as a config says them.
+        settings |= {
+            "path": cast(PathName, self.path.name),
+            "kernel": self.kernel,
+            "block_size": self.block_size,
+            "device": self.device,
+        }
+        self._parts: list[Trainer] = []
+        self._columns: list[Tensor] = []
+        for turn in range(len(alternation.parts)):
+            resting = alternation.resting(turn)
+            alone = _frozen_copy(self.model, resting)
+            trainer = Trainer(alone, algorithm, self.data, privacy=privacy, **settings)
+            if (releases := trainer.rounds.releases) is not None:
+                releases.changing = resting
+                if self._parts:  # one client has one ledger
+                    releases.ledgers = cast(ClientLedgers, self.ledgers)
+            self._parts.append(trainer)
+            self._columns.append(alternation.trained(self.layout, turn).to(self.device))
+        self.privacy = privacy
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of what clients report of their training."""
+        return self._parts[0].reported
+
+    @property
+    def ledgers(self) -> ClientLedgers | None:
+        """What clients have spent of their examples' privacy, if they protect it."""
+        return self._parts[0].ledgers
+
+    def receive(self, config: Mapping[str, object]) -> None:
+        """Take what is meant for clients; see `Trainer.receive`."""
+        for trainer in self._parts:
+            trainer.receive(config)
+
+    def key_by(self, release: str) -> None:
+        """Key draws by a release digest; see `Trainer.key_by`."""
+        super().key_by(release)
+        for trainer in self._parts:
+            trainer.key_by(release)
+
+    def join(self, run: str) -> None:
+        """Take part in this run; see `Trainer.join`."""
+        for trainer in self._parts:
+            trainer.join(run)
+
+    def copy_for(self, device: str) -> Trainer:
+        """The same clients on another device; see `Trainer.copy_for`."""
+        copied = cast(AlternatingTrainer, super().copy_for(device))
+        for trainer in copied._parts:
+            trainer.rounds.releases = None
+            trainer.block_size = self.block_size
+        return copied
+
+    def _copy(self, **changes: Any) -> Trainer:
+        settings = self._settings() | changes
+        del settings["personal"]
+        return AlternatingTrainer(
+            algorithm=self.algorithm, data=self.data, alternation=self.alternation, **settings
+        )
+
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
+        """Local work of these clients from ``vector [d]``, block by block."""
+        trainer, columns = self._placed(vector, round)
+        for block in trainer.train(self._on_device(vector)[columns], client_ids, round):
+            assert block.rows is not None
+            rows = block.rows.new_zeros(len(block.rows), self.layout.d)
+            rows[:, columns] = block.rows
+            yield Block.sent(block.client_ids, rows, block.metrics)
+
+    def fit(
+        self,
+        vector: Tensor,
+        client_ids: Ints,
+        round: int,
+        *,
+        numbers: Mapping[str, Sequence[float]] | None = None,
+        randomness: Sequence[Randomness] | None = None,
+    ) -> LocalResult:
+        """Train these clients, and keep where they end; parameters as of `Trainer.fit`."""
+        vectors = self._on_device(vector).view(-1, self.layout.d)
+        theta = vectors.expand(len(client_ids), -1).clone()
+        metrics: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        # What rests stands in the model, so that those go together who were sent the same.
+        for members in _alike(vectors, len(client_ids)):
+            trainer, columns = self._placed(theta[int(members[0])], round)
+            result = trainer.fit(
+                theta[torch.from_numpy(members)][:, columns],
+                client_ids[members],
+                round,
+                numbers={k: [values[i] for i in members] for k, values in (numbers or {}).items()},
+                randomness=None if randomness is None else [randomness[i] for i in members],
+            )
+            for name, values in result.metrics.items():
+                metrics.setdefault(name, np.zeros(len(client_ids)))[members] = values
+            positions = torch.from_numpy(members).to(self.device)
+            theta[positions[:, None], columns] = result.theta
+        return LocalResult(theta, metrics)
+
+    def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
+        """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
+        trainer, columns = self._placed(vector, round)
+        return trainer.over_budget(self._on_device(vector)[columns], client_ids, round)
+
+    def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
+        """Write down what these clients will release in a copy that trains them from ``vector``."""
+        trainer, columns = self._placed(vector, round)
+        trainer.charge(self._on_device(vector)[columns], client_ids, round)
+
+    @torch.no_grad()
+    def _placed(self, vector: Tensor, round: int) -> tuple[Trainer, Tensor]:
+        """A round's trainer, whose model has what rests from ``vector [d]``, and its columns."""
+        turn = self.alternation.part_of(round)
+        trainer = self._parts[turn]
+        resting = self.alternation.resting(turn)
+        values = self.layout.unflatten(self._on_device(vector))
+        for name, parameter in trainer.model.named_parameters():
+            if name in resting:
+                parameter.copy_(values[name])
+        return trainer, self._columns[turn]
+
+
+def _frozen_copy(model: nn.Module, names: frozenset[str]) -> nn.Module:
+    """A model with parameters of its own where these are trained, the ``names`` frozen."""
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    copied = copy.deepcopy(model, cast(Any, shared))
+    for name, parameter in copied.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+    return copied
+
+
+def _alike(vectors: Tensor, n: int) -> Iterator[Ints]:
+    """Positions of ``n`` clients, together where ``vectors [1 or n, d]`` sent to them are equal."""
+    if len(vectors) == 1:
+        yield np.arange(n)
+        return
+    _, groups = torch.unique(vectors.cpu(), dim=0, return_inverse=True)
+    for group in range(int(groups.max()) + 1):
+        yield np.flatnonzero(groups.numpy() == group)
