@@ -108,6 +108,22 @@ def test_both_kernels_train_to_the_same_numbers(monkeypatch) -> None:
     assert len(taken) == 2 * sum(size > 0 for size in SIZES)
 
 
+@pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    ("pool", "side", "sparse"),
+    [(nn.MaxPool2d(3, 2), 14, True), (nn.MaxPool2d(3, 2), 32, True), (nn.MaxPool2d(2), 10, False)],
+)
+def test_overlapping_windows_of_a_three_by_three_convolution_are_summed_over_their_winners(
+    pool: nn.MaxPool2d, side: int, sparse: bool
+) -> None:
+    module = nn.Conv2d(3, 4, 3, bias=False)
+    size = module.weight.numel()
+    layer = conv_layers.ConvLayer("conv", module, slice(0, size), None, nn.ReLU, pool)
+    row, x = module.weight.detach().flatten(), torch.randn(2, 3, side, side)
+    (past,) = conv_layers.forward([layer], row, x)
+    assert conv_layers._sparse(past) is sparse
+
+
 def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:
     data = make_data(SIZES, features=2 * 11 * 11, shape=(2, 11, 11))
     trainer = Trainer(network(torch.float32), SGD(lr=0.1), data, randomness=Randomness(0))
