@@ -207,7 +207,11 @@ class Landscape(ConfigRuns):
         return Report(
             tables=tables,
             figures={name: over_seeds(values)[0] for name, values in tests.items() if values},
-            claims=[self._claim(claim, tests) for claim in self.settings.claims],
+            claims=[
+                self._claim(claim, tests)
+                for claim in self.settings.claims
+                if set(claim.epsilons) <= set(self.settings.epsilons)
+            ],
             pictures={"map": self._picture(tests, chosen)},
             choices=[choice for choice in choices.values() if choice is not None],
         )
@@ -350,7 +354,9 @@ class Landscape(ConfigRuns):
         for federation, epsilon in columns:
             cells = [_cell(federation, epsilon, method) for method in methods]
             complete = [v for c in cells if len(v := tests.get(c, [])) == self.settings.seeds]
-            top = max(complete, key=lambda values: over_seeds(values)[0], default=None)
+            # Nothing is the best of a column before all of it has been run.
+            whole = len(complete) == sum(cell in tests for cell in cells)
+            top = max(complete, key=lambda values: over_seeds(values)[0]) if whole else None
             squares.append(
                 [self._square(tests.get(c), chosen.get(c), top, len(complete)) for c in cells]
             )
@@ -370,7 +376,7 @@ class Landscape(ConfigRuns):
         if not values:
             return Square("not run" if chosen is None else f"{chosen:.1f}\n(seed of the choice)")
         mean = over_seeds(values)[0]
-        if top is None or len(values) < self.settings.seeds:
+        if top is None:
             return Square(f"{mean:.1f}\n({seeds_text(len(values))})")
         behind = paired(top, values)
         # The best of several is compared with each of the others: the intervals hold together.

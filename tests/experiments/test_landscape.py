@@ -161,6 +161,14 @@ def test_every_member_is_a_run_that_is_private(name: str) -> None:
         assert bool(config.model.weights) == (config.data.name == "cifar10")
 
 
+def test_quick_version_makes_no_claim_of_an_epsilon_that_it_does_not_run() -> None:
+    experiment = load(find("landscape"), data=Path(), quick=True)
+    name = "Fashion-MNIST, IID, eps=8, clipping seed=2"
+    report = experiment.report({name: {"test": 80.0, "epsilon": 8.0}})
+    assert report.claims
+    assert all(", epsilon 8:" in claim.says for claim in report.claims)
+
+
 def test_a_square_is_level_with_the_best_unless_the_seeds_tell_it_apart() -> None:
     experiment = made(find("landscape"))
     results: dict[str, Result] = {}
@@ -168,6 +176,9 @@ def test_a_square_is_level_with_the_best_unless_the_seeds_tell_it_apart() -> Non
         ("clipping", [80.0, 80.2, 80.1, 79.9, 80.3]),
         ("normalisation", [79.9, 80.3, 80.0, 79.8, 80.3]),
         ("private SCAFFOLD", [70.0, 70.2, 70.1, 69.9, 70.4]),
+        ("clipping, banded noise", [60.0, 60.2, 60.1, 59.9, 60.4]),
+        ("normalisation, banded noise", [60.0, 60.2, 60.1, 59.9, 60.4]),
+        ("ADADP clients", [60.0, 60.2, 60.1, 59.9, 60.4]),
     ):
         for seed, test in enumerate(tests, 2):
             name = f"Fashion-MNIST, IID, eps=8, {method} seed={seed}"
@@ -177,3 +188,7 @@ def test_a_square_is_level_with_the_best_unless_the_seeds_tell_it_apart() -> Non
     assert texts["80.1"] == "bold"
     assert texts["80.1\n−0.0"] == "bold"
     assert texts["70.1\n−10.0"] == "normal"
+    # One cell that lacks a seed leaves its column without a best.
+    del results["Fashion-MNIST, IID, eps=8, ADADP clients seed=4"]
+    figure = experiment.report(results).pictures["map"]
+    assert {text.get_weight() for text in figure.axes[0].texts} == {"normal"}
