@@ -115,9 +115,8 @@ class Anew(CyclicCohort):
     name: ClassVar[str] = "anew"
 
     def draw(self, round: int, draws: Any, step: int = 0) -> Any:
-        self._of_clients.clear()
         numbers = draws.generator(round, 1).random(self.population)
-        self._of_clients[0] = (numbers * self.groups).astype(int)
+        self.memory["groups"] = (numbers * self.groups).astype(int)
         return super().draw(round, draws, step)
 
 

@@ -315,7 +315,7 @@ def test_a_bundle_tells_of_files_only_their_names_and_that_they_are_believed(
     everything = b"".join(path.read_bytes() for path in (tmp_path / "bundle").iterdir())
     assert str(tmp_path).encode() not in everything
     assert b'work = "work.txt"' in everything
-    assert b"taken to say nothing of clients' data (devices, client.work)" in everything
+    assert b"assumed to be independent of clients' data (devices, client.work)" in everything
 
 
 def test_a_run_without_a_guarantee_has_nothing_to_publish(tmp_path: Path) -> None:
