@@ -304,9 +304,16 @@ class ClientEvidence(Evidence):
 
     @property
     def system_cohorts(self) -> tuple[Sequence[bytes], int, float]:
-        """Cohorts of these runs, of a population at a rate."""
-        asked = [np.sort(ids).tobytes() for seen in self._system for ids in seen.asked]
+        """Cohorts of these runs, of a population at a rate.
+
+        Where rounds depend on each other, as where groups take turns, a cohort that returns in one
+        run is no mistake, and counts once in it.
+        """
         population = self.target.population
+        runs = [[np.sort(ids).tobytes() for ids in seen.asked] for seen in self._system]
+        if self.target.plan.sampler.law().inclusion(population) is None:
+            runs = [list(dict.fromkeys(run)) for run in runs]
+        asked = [cohort for run in runs for cohort in run]
         return asked, population, self.target.plan.denominator / population
 
     @cached_property

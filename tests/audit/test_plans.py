@@ -47,6 +47,7 @@ def checked(noise: Noise, cohort: Cohort = GROUPS) -> Verdict:
     ("noise", "cohort"),
     [
         (Banded(2.0), GROUPS),
+        (Banded(2.0), CyclicCohort(3, 1.0, population=120)),
         (Banded(2.0, bands=6), APART),
         (BLT(2.0), GROUPS),
         (BISR(2.0), APART),
