@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -69,32 +69,36 @@ class Check:
     part : "sampler", "bound", "noise", "plan" or "ledger"
         Which of the five parts of a release it is about.
     name : str
-        With "{row}" in the place of what a row is: "client" or "example".
-    needs : str
-        Which attribute of the evidence is tested, or of an attribute of it, after a dot.
     test : callable
-        From this attribute, or the entries of a tuple, to what was found; its docstring says what
-        is tested.
+        From a sample to what was found; its docstring says what is tested.
     cause : str
         What a violation most likely means.
     """
 
     part: Part
     name: str
-    needs: str
     test: Callable[..., Finding]
     cause: str
 
-    def findings(self, evidence: object) -> list[Finding]:
-        """What it finds; nothing where the evidence has no such attribute, or None for it."""
-        needed: Any = evidence
-        for attribute in self.needs.split("."):
-            needed = getattr(needed, attribute, None)
-        if needed is None:
-            return []
-        finding = self.test(*needed) if isinstance(needed, tuple) else self.test(needed)
-        name = self.name.format(row=getattr(evidence, "row", ""))
-        return [replace(finding, part=self.part, name=name, cause=self.cause)]
+    def find(self, *sample: Any) -> Finding:
+        """What the test finds, with the words of this check."""
+        return replace(self.test(*sample), part=self.part, name=self.name, cause=self.cause)
+
+
+Gathered = tuple[Callable[[], Any], Iterable[Check]]
+"""Gathers a sample, or a tuple of the arguments of tests, or None; and what it is tested by."""
+
+
+def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
+    """What all these checks find, or those of these names; only their samples are gathered."""
+    found = []
+    for gather, checks in gathered:
+        chosen = [check for check in checks if not names or check.name in names]
+        sample = gather() if chosen else None
+        if sample is not None:
+            sample = sample if isinstance(sample, tuple) else (sample,)
+            found += [check.find(*sample) for check in chosen]
+    return found
 
 
 def invariant(looked_at: str, broken: str | None, expected: str) -> Finding:

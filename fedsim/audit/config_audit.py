@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
+from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import own_examples
-from fedsim.audit.checks import Finding, Floats
+from fedsim.audit.checks import Check, Finding, Floats, Gathered, findings
 from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
 from fedsim.audit.clients import WORLDS
 from fedsim.audit.evidence import FEW, SMALL
@@ -26,13 +26,12 @@ from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.audit.plan_checks import own_addresses
 from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
-from fedsim.audit.verdict import Verdict, audit, findings, silenced_logs
+from fedsim.audit.verdict import Verdict, audit, silenced_logs
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, with_added_noise
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
-from fedsim.randomness import Address
 from fedsim.runs import factories
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
@@ -86,12 +85,13 @@ def audit_config(
     if checks:
         with silenced_logs():
             for clients in evidence.of_examples(max(20, runs // 2)):
-                of_examples = findings(clients)
+                of_examples = findings(clients.checks())
                 results += [replace(one, name=f"{one.name}, examples") for one in of_examples]
-            results += findings(evidence)
+            results += findings(evidence.checks())
             if config.evaluate.private:
                 metrics = MetricsEvidence(evaluating(resolved), seed)
-                results += [replace(one, name=f"{one.name}, metrics") for one in findings(metrics)]
+                of_metrics = findings(metrics.checks())
+                results += [replace(one, name=f"{one.name}, metrics") for one in of_metrics]
         if config.client.private:
             assumed["examples"] = evidence.examples
     if not config.private:
@@ -158,17 +158,21 @@ class ConfigEvidence:
 
     resolved: Resolved
     seed: int
-    row: ClassVar[str] = "client"
+
+    def checks(self) -> Iterator[Gathered]:
+        """Found without attacks, at both levels."""
+        yield lambda: own_addresses(self.config), catalogue.ADDRESSES
+        if self.resolved.example_privacy is not None:
+            yield lambda: self.resolved, _OWN_EXAMPLES
+        if self.config.private:
+            yield lambda: self.rival, catalogue.ANOTHER_RUN
+            yield lambda: self.promised, catalogue.PROMISE
+            yield lambda: self.budget, catalogue.BUDGET
 
     @property
     def config(self) -> RunConfig:
         """As it was resolved."""
         return self.resolved.config
-
-    @property
-    def private(self) -> ConfigEvidence | None:
-        """Itself, where there is a claim at client level."""
-        return self if self.config.private else None
 
     @property
     def noise(self) -> float:
@@ -240,7 +244,7 @@ class ConfigEvidence:
     def budget(self) -> tuple[Mapping[str, int], str] | None:
         """Rounds of a run with a budget, and of one stopped after its first round and resumed."""
         # A budget allows all or none of the rounds that are charged together.
-        if not self.config.private or self.full.event.law.rounds > 1:
+        if self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)
         target = StrategyTarget(strategies(self.smaller, self.noise, budget), rounds=AFFORDABLE + 3)
@@ -289,16 +293,15 @@ class ConfigEvidence:
             "the config's own data through its own model"
         )
 
-    @property
-    def addresses(self) -> tuple[list[Address], int]:
-        """Addresses that the run's first rounds draw from."""
-        return own_addresses(self.config)
 
-    @property
-    def own_examples(self) -> Finding | None:
-        """What one example moves, through the config's own model."""
-        return None if self.resolved.example_privacy is None else own_examples(self.resolved)
-
+_OWN_EXAMPLES = (
+    Check(
+        "bound",
+        "what one example moves in the model itself",
+        own_examples,
+        "gradients are not per example",
+    ),
+)
 
 _NEIGHBOURS = {
     "add-remove": "with the canary, or without such a client",

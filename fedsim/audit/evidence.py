@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
 
 import numpy as np
 
+from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import MeasuredNoise, Moved, Scale, in_units, shaped
-from fedsim.audit.checks import Finding, Floats, invariant
+from fedsim.audit.checks import Finding, Floats, Gathered, invariant
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import (
     NUMBERS,
@@ -27,7 +28,7 @@ from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
-from fedsim.privacy.plan import ReleasePlan, of_user
+from fedsim.privacy.plan import of_user
 
 MOST_ROUNDS = 1000
 RUNS = 2
@@ -43,7 +44,7 @@ SEEDS_TRIED = 300
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class Evidence(ABC):
     """Runs of one target.
 
     Two runs of different seeds show their noise and cohorts, and some of a smaller model more
@@ -62,10 +63,28 @@ class Evidence:
     seed: int
     deep: bool = False
 
+    def checks(self) -> Iterator[Gathered]:
+        """What is gathered of any target; without noise in every round nothing can be learned."""
+        row = self.target.row
+        yield lambda: self.units, catalogue.PRESENCE
+        if not self.present:
+            return
+        if self.alone:
+            yield lambda: self.noise, catalogue.NOISE
+            yield lambda: self.small_noise, catalogue.FEW_COORDINATES
+        if self.alone and self.in_layers:
+            yield lambda: self.grid, catalogue.ROUNDING
+            yield lambda: self.grid and self.grid.on_grid, catalogue.LOW_BITS
+        yield lambda: self.system_noise, catalogue.SYSTEM_NOISE
+        yield from catalogue.of_draws(lambda: self.sampled)
+        yield lambda: self.added, catalogue.bound(f"what each {row} adds")
+        yield lambda: self.several, catalogue.bound(f"what several {row}s add")
+        yield lambda: self.failing, catalogue.FAILURES
+
     @property
-    def row(self) -> str:
-        """What a row is."""
-        return self.target.row
+    @abstractmethod
+    def sampled(self) -> Sampled | None:
+        """Who was in, where that is known."""
 
     @cached_property
     def runs(self) -> list[Observation]:
@@ -93,19 +112,19 @@ class Evidence:
         return MeasuredNoise.of(self.units, self.target.columns)
 
     @cached_property
-    def present(self) -> Self | None:
-        """Itself, where every round has noise: else nothing more can be learned."""
-        return self if presence(self.units).p_value else None
+    def present(self) -> bool:
+        """Whether every round has noise."""
+        return presence(self.units).p_value > 0
 
     @cached_property
-    def in_layers(self) -> Self | None:
-        """Itself, where every layer has noise: lengths are measured in it."""
-        return self.present if self.measured.stds.all() else None
+    def in_layers(self) -> bool:
+        """Whether every layer has noise: lengths are measured in it."""
+        return self.present and bool(self.measured.stds.all())
 
     @property
-    def alone(self) -> Self | None:
-        """Itself, where releases are noise alone, or it is seen what zeros add."""
-        return self.present
+    def alone(self) -> bool:
+        """Whether releases are noise alone, or it is seen what zeros add."""
+        return True
 
     @property
     def noise(self) -> NoiseSample:
@@ -116,11 +135,9 @@ class Evidence:
         sizes = np.stack([seen.sizes for seen in self.runs])
         return NoiseSample.of(z, self.target.columns, sizes)
 
-    @property
+    @cached_property
     def grid(self) -> NoiseSample | None:
-        """These releases in steps of their grid, where every layer has noise."""
-        if self.in_layers is None:
-            return None
+        """These releases in steps of their grid."""
         return NoiseSample.of_steps(self._noise[1], self.target.columns)
 
     @cached_property
@@ -154,7 +171,7 @@ class Evidence:
         silent = max(0, self.target.population - self.target.layout.d)
         compared = ((moving, index, index + 1) for index in range(rounds))
         return self._added(
-            compared, f"{rounds} rounds, each {self.row} on its own coordinate", silent
+            compared, f"{rounds} rounds, each {self.target.row} on its own coordinate", silent
         )
 
     @property
@@ -163,7 +180,7 @@ class Evidence:
         target = self.target
         half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
         rounds, turns = target.rounds, 1
-        if shaped(self.runs[0].states) or target.adapts or self.row == "example":
+        if shaped(self.runs[0].states) or target.adapts or self.target.row == "example":
             # Later rounds depend on earlier releases: the first one is made several times.
             rounds, turns = 1, TURNS
         runs = []
@@ -173,7 +190,7 @@ class Evidence:
         compared = [
             (run, t, t + 1 + n) for n, run in enumerate(runs) for t in range(len(run.moves))
         ]
-        looked = f"{len(compared)} rounds of 1 to all {self.row}s at once, of .5 to 5 C"
+        looked = f"{len(compared)} rounds of 1 to all {self.target.row}s at once, of .5 to 5 C"
         return self._added(compared, looked)
 
     def _distance(self, quiet: Observation, loud: Observation, index: int) -> Floats:
@@ -197,7 +214,11 @@ class Evidence:
         silent : int
             So many clients, with the lowest ids, have no coordinate.
         """
-        allowed, most, whose = 1 / self.target.event.total_noise_multiplier, 0.0, f"no {self.row}"
+        allowed, most, whose = (
+            1 / self.target.event.total_noise_multiplier,
+            0.0,
+            f"no {self.target.row}",
+        )
         for moving, index, number in compared:
             added = self._distance(self.runs[0], moving, index)
             others = np.ones(len(added), dtype=np.bool_)
@@ -208,7 +229,7 @@ class Evidence:
                 return invariant(looked, broken, "only sampled clients do")
             if not added.max() <= most:
                 most = float(added.max())
-                whose = f"{self.row} {int(added.argmax()) + silent} in round {number}"
+                whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
         return Moved(looked, most, whose, allowed, self.measured)
 
     @property
@@ -217,12 +238,12 @@ class Evidence:
         target = self.target.with_model(parameters(FEW_PARAMETERS))
         if target.shares:
             return None
-        ways: dict[str, float | None] = {"raises": None} if self.row == "client" else {}
+        ways: dict[str, float | None] = {"raises": None} if self.target.row == "client" else {}
         ways |= {"sends NaN": np.nan, "sends an infinity": np.inf}
         if not target.adapts and not target.sides:
             # Then a client that sends zeros adds what one that fails does.
             ways["sends zeros"] = 0.0
-        rounds, turns = (1, len(NUMBERS)) if self.row == "example" else (TURNS, 1)
+        rounds, turns = (1, len(NUMBERS)) if self.target.row == "example" else (TURNS, 1)
         target = target.at_most(rounds)
         moves: dict[str, list[Floats]] = {way: [] for way in ways}
         for way, row in ways.items():
@@ -255,12 +276,33 @@ class ClientEvidence(Evidence):
 
     target: StrategyTarget
 
-    @property
-    def claim(self) -> tuple[Claim, int]:
-        """What all rounds claim together."""
-        return Claim((self.target.event.over(self.target.rounds),), self.target.delta), self.seed
+    def checks(self) -> Iterator[Gathered]:
+        """Of any target, and of a strategy: its ledger, its cohorts, its canaries."""
+        yield from super().checks()
+        yield lambda: ([*self.runs, *self.moving], self.target.plan), catalogue.LINES
+        yield lambda: (self.claim, self.seed), catalogue.CLAIM
+        if self.present:
+            yield lambda: self.resumed, catalogue.RESUME
+            yield lambda: self.declared_law, catalogue.DECLARED_LAW
+            # Two runs of one seed, whose clients send other rows.
+            yield lambda: (self.runs[0], self.moving[0]), catalogue.SAME_COHORTS
+            yield lambda: self.system_cohorts, catalogue.SYSTEM_COHORTS
+        if self.in_layers:
+            yield lambda: self.canaries, catalogue.CANARIES
+            yield lambda: self.canaries.moved, catalogue.moved_by("client")
+            yield (
+                lambda: self.canaries.moved_together,
+                catalogue.TOGETHER,
+            )
+            yield lambda: self.equal_sums, catalogue.NOTHING_BUT_SUMS
+            yield lambda: self.noise_only, catalogue.LEAVES
 
     @property
+    def claim(self) -> Claim:
+        """What all rounds claim together."""
+        return Claim((self.target.event.over(self.target.rounds),), self.target.delta)
+
+    @cached_property
     def sampled(self) -> Sampled:
         """Who was asked in all these runs."""
         target, cohort, chances = self.target, self.target.plan.sampler, None
@@ -282,16 +324,6 @@ class ClientEvidence(Evidence):
         if isinstance(cohort, InclusionSampler) or not of_user(cohort):
             return None
         return cohort, self.target.event, self.target.rounds, self.seed
-
-    @property
-    def charges(self) -> tuple[list[Observation], ReleasePlan[Any]]:
-        """Runs of one plan, whatever their data and seed."""
-        return [*self.runs, *self.moving], self.target.plan
-
-    @property
-    def same_seed(self) -> tuple[Observation, Observation]:
-        """Two runs of one seed, whose clients send other rows."""
-        return self.runs[0], self.moving[0]
 
     @property
     def resumed(self) -> tuple[Observation, Observation]:
@@ -343,11 +375,6 @@ class ClientEvidence(Evidence):
         neighbours.be_slow()
         neighbours.send_messages()
         return neighbours
-
-    @property
-    def moved(self) -> Moved:
-        """How far one canary moved parameters."""
-        return self.canaries.moved
 
     @property
     def equal_sums(self) -> tuple[Observation, Observation]:

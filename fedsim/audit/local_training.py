@@ -7,18 +7,19 @@ its bounds, its noise, its clients' ledgers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.audit.bound_checks import GradientRecorder, Moved, Scale
-from fedsim.audit.checks import Finding, Floats, Ids, invariant
+from fedsim.audit import catalogue
+from fedsim.audit.bound_checks import GradientRecorder, Scale
+from fedsim.audit.checks import Check, Finding, Floats, Gathered, Ids, invariant
 from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
 from fedsim.audit.clients import MadeUpClients, reach
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
@@ -251,17 +252,30 @@ class ExampleEvidence(Evidence):
         enough = target.with_releases(RELEASES)
         return cls(enough, seed, rounds=rounds, worlds_of=worlds)
 
+    def checks(self) -> Iterator[Gathered]:
+        """Of any target, and of local training: its ledgers, its batches, two worlds."""
+        yield from super().checks()
+        yield lambda: self.lines, _LINES
+        yield lambda: (self.claim, self.seed), catalogue.CLAIM
+        yield lambda: self.budget, catalogue.BUDGET
+        yield lambda: self.worlds, catalogue.TWO_WORLDS
+        if self.present:
+            yield lambda: self.passes, _PASSES
+        if self.in_layers:
+            yield lambda: self.reports, catalogue.REPORTS
+            yield lambda: self.reports.moved, catalogue.moved_by("example")
+
     @property
-    def claim(self) -> tuple[Claim, int]:
+    def claim(self) -> Claim:
         """What all rounds claim together."""
-        return Claim((self.target.event.times(self.rounds),), self.target.delta), self.seed
+        return Claim((self.target.event.times(self.rounds),), self.target.delta)
 
     @cached_property
-    def alone(self) -> Self | None:
-        """Itself, where a row of zeros adds nothing: how many there were is not seen."""
+    def alone(self) -> bool:
+        """Whether a row of zeros adds nothing: how many there were is not seen."""
         target = self.target
         scale = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout)
-        return None if np.abs(scale.zero).any() else self.present
+        return not scale.zero.any()
 
     @property
     def lines(self) -> tuple[TrainerTarget, ExampleRun]:
@@ -275,7 +289,7 @@ class ExampleEvidence(Evidence):
     @cached_property
     def _batches(self) -> list[list[Ids]] | None:
         """Which examples moved a release: who was in each batch."""
-        if self.target.adapts and self.alone is None:
+        if self.target.adapts and not self.alone:
             return None
         draws = []
         for quiet, loud in zip(self.runs, self.moving, strict=True):
@@ -284,7 +298,7 @@ class ExampleEvidence(Evidence):
             draws.append([np.flatnonzero(far * self.measured.stds > 0.5) for far in apart])
         return draws
 
-    @property
+    @cached_property
     def sampled(self) -> Sampled | None:
         """Who was in each batch, where the law says how likely that is."""
         size, event = self.target.size, self.target.event
@@ -320,11 +334,6 @@ class ExampleEvidence(Evidence):
         neighbours = Neighbours(target.with_releases(releases), self.seed)
         neighbours.try_behaviours(self.measured, {})
         return neighbours
-
-    @property
-    def moved(self) -> Moved:
-        """The longest move."""
-        return self.reports.moved
 
     @property
     def worlds(self) -> tuple[TwoWorlds, str]:
@@ -380,3 +389,9 @@ def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
                     broken = None if all(same) else "two passes of a round went in other orders"
     looked = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
     return invariant(looked, broken, "each example once a pass")
+
+
+_LINES = (
+    Check("ledger", "a line for every round", line_for_every_round, "a release is not charged"),
+)
+_PASSES = (Check("sampler", "passes", passes, "batches overlap within a pass"),)

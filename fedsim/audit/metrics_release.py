@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
-from fedsim.audit.checks import Finding, Floats, invariant
+from fedsim.audit import catalogue
+from fedsim.audit.checks import Check, Finding, Floats, Gathered, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.target import StrategyFactory
 from fedsim.federation.private_metrics import PrivateEvaluation
@@ -38,12 +39,11 @@ class MetricsEvidence:
 
     strategies: StrategyFactory
     seed: int
-    row: ClassVar[str] = "client"
 
-    @property
-    def alone(self) -> MetricsEvidence:
-        """Itself: a release without clients is noise alone."""
-        return self
+    def checks(self) -> Iterator[Gathered]:
+        """A release without clients is noise alone."""
+        yield lambda: self.noise, catalogue.NOISE
+        yield lambda: self.evaluated, _EVALUATED
 
     @cached_property
     def noise(self) -> NoiseSample:
@@ -94,3 +94,19 @@ def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Findin
     expected = [("evaluation", number, event) for number in range(1, len(moves) + 1)]
     broken = None if lines == expected else f"{len(lines)} lines, or of other events"
     return invariant(f"{len(moves)} evaluations", broken, "one line each, of its own event")
+
+
+_EVALUATED = (
+    Check(
+        "bound",
+        "what one client's metrics move",
+        moved_metrics,
+        "numbers are not clamped to their ranges",
+    ),
+    Check(
+        "ledger",
+        "a line for every evaluation",
+        line_for_every_evaluation,
+        "an evaluation is not charged",
+    ),
+)

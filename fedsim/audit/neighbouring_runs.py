@@ -315,7 +315,7 @@ class Neighbours:
         if lines[0] != lines[1]:
             self.note("charges", f"the ledgers differ with {culprit}")
         if left := difference(without.leaving, seen.leaving):
-            self.note("reports", f"{left} with {culprit}")
+            self.note("what else leaves a round", f"{left} with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
             self.note("earlier rounds", f"they differ with {culprit}, which was not sampled yet")
 
@@ -397,8 +397,3 @@ class ClientNeighbours(Neighbours):
 
 def _moved(before: Observation, after: Observation) -> bool:
     return not np.array_equal(before.moves, after.moves)
-
-
-def no_fault(kind: str, expected: str) -> Callable[[Neighbours], Finding]:
-    """A test that no canary causes a fault of this kind."""
-    return lambda runs: invariant(runs.looked_at, runs.faults.get(kind), expected)

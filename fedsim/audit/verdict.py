@@ -12,158 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.audit import claim as ledger
-from fedsim.audit import noise_checks as noise
-from fedsim.audit import plan_checks as plan
-from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.bound_checks import bounded
-from fedsim.audit.checks import Check, Finding, Floats, Part
+from fedsim.audit import catalogue
+from fedsim.audit.checks import Finding, Floats, findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import WORLDS, World
 from fedsim.audit.evidence import ClientEvidence, with_whole_model
-from fedsim.audit.local_training import line_for_every_round, passes
-from fedsim.audit.metrics_release import line_for_every_evaluation, moved_metrics
-from fedsim.audit.neighbouring_runs import no_fault
 from fedsim.audit.one_run import OneRun, guess_coins
 from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget
-from fedsim.audit.two_world import TwoWorlds, attack, errors_allowed
+from fedsim.audit.two_world import TwoWorlds, attack
 from fedsim.errors import FedsimError
 
 # Attacks are bounded from above and seldom use their share of the risk; the p-values of tests
 # are exact, and far smaller than their share where there is what they look for.
 SHARE_OF_CHECKS = 0.1
-
-fault = no_fault
-# fmt: off
-_TABLE: dict[Part, tuple[tuple[str, str, Callable[..., Finding], str], ...]] = {
-    # Name, what of the evidence is tested, by what (its docstring says for what), likely cause.
-    "noise": (
-        ("presence", "units", noise.presence, "noise is left out"),
-        ("size in each round", "alone.noise", noise.round_sizes, "noise of another size"),
-        ("size in each layer", "alone.noise", noise.layer_sizes, "another size in a layer"),
-        ("size in each coordinate", "alone.noise", noise.coordinate_sizes,
-         "a coordinate without noise"),
-        ("size in each direction", "alone.noise", noise.direction_sizes,
-         "a direction without noise"),
-        ("size in any direction", "alone.small_noise", noise.covariance,
-         "a direction without noise"),
-        ("mean", "alone.noise", noise.means, "something is added beside noise"),
-        ("accumulated over rounds", "alone.noise", noise.accumulated,
-         "noise of one round is cancelled or repeated in another"),
-        ("extreme values", "alone.noise", noise.extremes, "noise is truncated"),
-        ("shape of the distribution", "alone.noise", noise.shape, "not Gaussian"),
-        ("exact repeats", "alone.noise", noise.exact_repeats, "noise is used again"),
-        ("pairs of rounds", "alone.noise", noise.round_pairs, "noise is used again"),
-        ("pairs of rounds, without signs", "alone.noise", noise.round_pairs_without_signs,
-         "noise is used again with other signs"),
-        ("pairs of coordinates", "alone.noise", noise.coordinate_pairs,
-         "coordinates share noise"),
-        ("shifts in rounds and coordinates", "alone.noise", noise.shifts,
-         "overlapping streams of random numbers"),
-        ("size against the cohort's", "alone.noise", noise.against_sizes,
-         "noise depends on who was sampled"),
-        ("rounding to the grid", "alone.grid", noise.rounding, "low bits show the sum"),
-        ("equal values", "alone.grid.on_grid", noise.equal_values, "noise has too few values"),
-        ("low bits", "alone.grid.on_grid", noise.low_bits, "low bits show the sum"),
-        ("low bits in pairs of rounds", "alone.grid.on_grid", noise.low_bits_of_pairs,
-         "low bits are used again"),
-        ("noise of another run", "private.rival", noise.pairs, "noise is keyed by the seed alone"),
-        ("noise with system entropy", "present.system_noise", plan.system_noise, "too few seeds"),
-        ("noise of different seeds", "differences", noise.repeats, "too few seeds"),
-        ("resume", "present.resumed", plan.same_after_resume, "a resumed run draws noise again"),
-        ("earlier rounds", "in_layers.canaries",
-         fault("earlier rounds", "the same in rounds without the canary"),
-         "noise depends on updates"),
-        ("addresses of draws", "addresses", plan.addresses_once, "a random number is used twice"),
-    ),
-    "sampler": (
-        ("sampled ids", "present.sampled", sampling.ids, "sampling with replacement"),
-        ("charged rate", "present.sampled.unequal", sampling.charged_rate,
-         "more is sampled than charged"),
-        ("sizes", "present.sampled.known", sampling.sizes, "another sampler, or rate"),
-        ("spread of sizes", "present.sampled.alike", sampling.spread,
-         "cohorts of a fixed size, announced as Poisson"),
-        ("inclusion frequencies", "present.sampled.at_random", sampling.frequencies,
-         "some are sampled more often"),
-        ("pairs sampled together", "present.sampled.at_random", sampling.together,
-         "rows are not drawn independently"),
-        ("overlap of rounds", "present.sampled.at_random", sampling.overlaps,
-         "a draw is used again"),
-        ("rounds after being sampled", "present.sampled.alike", sampling.succession,
-         "rounds are not drawn independently"),
-        ("periodicity", "present.sampled.alike", sampling.periodicity,
-         "rounds are not drawn independently"),
-        ("declared inclusion probabilities", "present.declared_law", sampling.declared_law,
-         "the sampler does not follow its own law"),
-        ("passes", "passes", passes, "batches overlap within a pass"),
-        ("draws and data", "present.same_seed", plan.same_cohorts,
-         "updates influence who is sampled"),
-        ("cohorts with system entropy", "present.system_cohorts", plan.system_cohorts,
-         "too few seeds"),
-        ("other clients", "in_layers.canaries",
-         fault("other clients", "the same other clients are sampled"),
-         "updates influence who is sampled"),
-    ),
-    "bound": (
-        ("what each {row} adds", "present.added", bounded, "rows longer than C pass"),
-        ("what several {row}s add", "present.several", bounded, "rows longer than C pass"),
-        ("what one {row} moves", "in_layers.moved", bounded,
-         "rows longer than C pass, or noise is too small"),
-        ("what one client moves, released scalars included", "in_layers.canaries.moved_together",
-         bounded, "a released scalar has too little noise"),
-        ("messages", "in_layers.canaries",
-         fault("messages", "updates in messages add what blocks of rows add"), "rows count twice"),
-        ("what one client's metrics move", "evaluated", moved_metrics,
-         "numbers are not clamped to their ranges"),
-        ("what one example moves in the model itself", "own_examples", bounded,
-         "gradients are not per example"),
-    ),
-    "plan": (
-        ("several fail at once", "present.failing", plan.same_after_failures,
-         "the denominator is counted"),
-        ("releases", "in_layers.canaries", fault("releases", "every round is released"),
-         "a client decides whether a round is released"),
-        ("slowness", "in_layers.canaries",
-         fault("slowness", "a slow client excludes no other client"), "a common deadline"),
-        ("traces", "in_layers.canaries",
-         fault("traces", "a client that adds nothing leaves no trace"),
-         "the denominator is counted"),
-        ("nothing but the sum", "in_layers.equal_sums", plan.nothing_but_sums,
-         "something is released beside the sum"),
-        ("what else leaves a round", "in_layers.noise_only", plan.what_leaves,
-         "statistics are released without noise"),
-        ("what else leaves a round", "in_layers.reports",
-         fault("reports", "the same whatever an example is"),
-         "statistics are released without noise"),
-        ("rounds of each {row}", "present.sampled.planned", plan.participations,
-         "rows are in more rounds than the plan counts on"),
-        ("rounds", "charges", ledger.rounds_as_planned, "data decide when a run ends"),
-        ("two worlds", "worlds", errors_allowed, "noise is too small"),
-    ),
-    "ledger": (
-        ("a line for every release", "charges", ledger.line_for_every_release,
-         "a release is not charged"),
-        ("what a line says", "charges", ledger.event_of_every_line, "another event is charged"),
-        ("one line, one release", "charges", ledger.one_line_each, "a release is charged twice"),
-        ("a line for every evaluation", "evaluated", line_for_every_evaluation,
-         "an evaluation is not charged"),
-        ("a line for every round", "lines", line_for_every_round,
-         "a release is not charged"),
-        ("charges", "in_layers.canaries", fault("charges", "the same is charged"),
-         "updates influence what is charged"),
-        ("epsilon of the run", "private.promised", ledger.promise, "another event is charged"),
-        ("epsilon of the events", "claim", ledger.accounting, "the accountant counts too little"),
-        ("budget", "budget", ledger.budget, "a budget does not stop the run in time"),
-    ),
-}
-# fmt: on
-CHECKS = tuple(Check(part, *row) for part, rows in _TABLE.items() for row in rows)
-
-
-def findings(evidence: object, *names: str) -> list[Finding]:
-    """What all checks, or those of these names, find in evidence of one kind."""
-    chosen = (check for check in CHECKS if not names or check.name in names)
-    return [finding for check in chosen for finding in check.findings(evidence)]
 
 
 @dataclass(frozen=True)
@@ -331,46 +192,40 @@ def audit(
         )
     risk = _risk_of_attack(confidence, number, checks or bool(extra))
     target = StrategyTarget(strategy, rounds=rounds)
-    attacks: list[TwoWorlds | OneRun] = []
+    attacks: list[TwoWorlds] = []
+    guessed: list[OneRun] = []
     with silenced_logs():
         results = list(extra)
         if checks:
             evidence = ClientEvidence(full or target, seed, deep)
             # Before any run: without a claim there is nothing to check.
-            evidence.claim[0].curve(0.5)
-            results += findings(replace(evidence, target=with_whole_model(evidence.target)))
+            evidence.claim.curve(0.5)
+            whole = replace(evidence, target=with_whole_model(evidence.target))
+            results += findings(whole.checks())
         for index, world in enumerate(worlds):
             attacks.append(attack(target, world, runs, risk, seed + index, tick))
         if checks and worlds:
-            results += findings(_Attacked(target, attacks))
+            results += findings([(lambda: _differences(target, attacks), catalogue.SEEDS)])
         if canaries:
             canaries = min(canaries, population)
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
             model = (one_run or target).with_model(_same_names(target.start, d))
-            attacks.append(guess_coins(model, canaries, risk, seed))
-    claim = attacks[0].claim if attacks else Claim((target.event.over(rounds),))
-    return Verdict(claim, tuple(attacks), tuple(results), confidence)
+            guessed.append(guess_coins(model, canaries, risk, seed))
+    made: tuple[TwoWorlds | OneRun, ...] = (*attacks, *guessed)
+    claim = made[0].claim if made else Claim((target.event.over(rounds),))
+    return Verdict(claim, made, tuple(results), confidence)
 
 
-@dataclass(frozen=True)
-class _Attacked:
-    """Evidence: releases of the attacks' runs, each of a seed of its own."""
+def _differences(target: StrategyTarget, worlds: Sequence[TwoWorlds]) -> tuple[Floats, str]:
+    """Differences of coordinates of the first layer: a world's rows are the same at each.
 
-    target: StrategyTarget
-    attacks: Sequence[TwoWorlds | OneRun]
-
-    @property
-    def differences(self) -> tuple[Floats, str]:
-        """Differences of coordinates of the first layer: a world's rows are the same at each.
-
-        So there is noise alone in them.
-        """
-        d, layer = self.target.layout.d, self.target.columns[0]
-        worlds = [attack for attack in self.attacks if isinstance(attack, TwoWorlds)]
-        moves = np.concatenate([attack.moves.reshape(-1, d) for attack in worlds])
-        differences = np.diff(moves[:, layer])
-        differences = differences[(differences != 0).any(1)]
-        return differences, f"{len(differences):,} rounds of runs with seeds of their own"
+    So there is noise alone in them, and each run has a seed of its own.
+    """
+    d, layer = target.layout.d, target.columns[0]
+    moves = np.concatenate([attack.moves.reshape(-1, d) for attack in worlds])
+    differences = np.diff(moves[:, layer])
+    differences = differences[(differences != 0).any(1)]
+    return differences, f"{len(differences):,} rounds of runs with seeds of their own"
 
 
 @contextmanager

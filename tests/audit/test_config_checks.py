@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from fedsim import RunConfig
-from fedsim.audit.checks import Finding
+from fedsim.audit.checks import Finding, findings
 from fedsim.audit.config_audit import ConfigEvidence
-from fedsim.audit.verdict import findings
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs.resolve import resolve
@@ -35,7 +34,7 @@ def changed(**changes: str | bool) -> RunConfig:
 
 
 def found(config: RunConfig, name: str) -> Finding:
-    (finding,) = findings(ConfigEvidence(resolve(config), 1), name)
+    (finding,) = findings(ConfigEvidence(resolve(config), 1).checks(), name)
     return finding
 
 

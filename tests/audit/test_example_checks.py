@@ -8,8 +8,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from fedsim.audit.checks import findings
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
-from fedsim.audit.verdict import findings
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.laws.poisson import draw_poisson
@@ -23,7 +23,7 @@ RISK = 1e-5
 def refuted(mechanism: Mechanism, sampling: str = "poisson", work: LocalWork = WORK) -> set[str]:
     privacy = ExamplePrivacy(mechanism, 1.5, sampling=sampling)
     target = TrainerTarget.smaller(privacy, work, 36, 512)
-    checks = findings(ExampleEvidence.of(target, rounds=5, worlds=40, seed=2))
+    checks = findings(ExampleEvidence.of(target, rounds=5, worlds=40, seed=2).checks())
     return {check.name for check in checks if check.p_value <= RISK}
 
 

@@ -12,12 +12,13 @@ from leaks import OF_BUDGETS
 from planted import strategies
 
 from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit
+from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import ConfigEvidence
 from fedsim.audit.evidence import ClientEvidence
 from fedsim.audit.neighbouring_runs import ClientNeighbours
 from fedsim.audit.plan_checks import NoiseOnly, equal_sum_runs, nothing_but_sums, what_leaves
 from fedsim.audit.target import parameters
-from fedsim.audit.verdict import findings, silenced_logs
+from fedsim.audit.verdict import silenced_logs
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.mechanisms import (
@@ -55,7 +56,7 @@ NOISE = {
 def noise_tests(mechanism: Mechanism, rounds: int = 40) -> list[Finding]:
     """The tests of noise, on runs of clients that send zeros."""
     target = target_of(mechanism, rounds).with_model(parameters(512))
-    return findings(ClientEvidence(target, 3), *NOISE)
+    return findings(ClientEvidence(target, 3).checks(), *NOISE)
 
 
 def failed(checks: list[Finding]) -> set[str]:
@@ -94,7 +95,7 @@ def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> No
 def bounds_of(rounds: int = 60) -> list[Finding]:
     """The tests of several clients at once."""
     evidence = ClientEvidence(target_of(Normalization(1.0), rounds), 3)
-    return findings(evidence, "what several {row}s add", "several fail at once")
+    return findings(evidence.checks(), "what several clients add", "several fail at once")
 
 
 def test_honest_bounds_pass_with_several_clients_at_once() -> None:
@@ -119,7 +120,7 @@ def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
 
 def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
     evidence = ClientEvidence(target_of(AdaClip(), 3), 3)
-    (check,) = findings(evidence, "several fail at once")
+    (check,) = findings(evidence.checks(), "several fail at once")
     assert check.p_value == 1
     assert "in 3 ways" in check.looked_at
 
@@ -192,7 +193,7 @@ def test_few_seeds_of_the_system_are_detected(name: str | None, detected_by: set
 
     def checks() -> set[str]:
         names = ("noise with system entropy", "cohorts with system entropy")
-        return failed(findings(ClientEvidence(target, 3), *names))
+        return failed(findings(ClientEvidence(target, 3).checks(), *names))
 
     if name is None:
         assert not checks()
@@ -233,7 +234,7 @@ CONFIG = RunConfig.parse(
 @pytest.mark.parametrize("name", [None, *sorted(OF_BUDGETS)])
 def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> None:
     with silenced_logs(), BUGS[name]() if name else nullcontext():
-        (check,) = findings(ConfigEvidence(resolve(CONFIG), 1), "budget")
+        (check,) = findings(ConfigEvidence(resolve(CONFIG), 1).checks(), "budget")
     assert check.p_value == (0 if name else 1)
 
 
@@ -241,8 +242,8 @@ def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
     runs = ClientEvidence(target_of(Normalization(1.0), 6), 3)
     assert runs.runs[0].released == 6
     with BUGS["a resumed run draws the noise of its first rounds again"]():
-        (broken,) = findings(runs, "resume")
-    (honest,) = findings(runs, "resume")
+        (broken,) = findings(runs.checks(), "resume")
+    (honest,) = findings(runs.checks(), "resume")
     assert (broken.p_value, honest.p_value) == (0, 1)
 
 

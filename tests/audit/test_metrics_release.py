@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fedsim import RunConfig
+from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
-from fedsim.audit.verdict import findings
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.private_metrics import MetricsRelease, PrivateEvaluation
 from fedsim.mechanisms import Clipping
@@ -34,7 +34,7 @@ RISK = 1e-4  # of each of some sixteen checks
 
 def violated(seed: int) -> set[str]:
     evidence = MetricsEvidence(evaluating(resolve(CONFIG)), seed)
-    return {str(one) for one in findings(evidence) if one.refutes(RISK)}
+    return {str(one) for one in findings(evidence.checks()) if one.refutes(RISK)}
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.checks import Finding
+from fedsim.audit.catalogue import NOISE
+from fedsim.audit.checks import Finding, findings
 from fedsim.audit.noise_checks import NoiseSample
-from fedsim.audit.verdict import findings
 
 Floats = npt.NDArray[np.float64]
 LAYERS = (slice(0, 1500), slice(1500, 1900), slice(1900, 2048))
@@ -22,7 +21,7 @@ def white(seed: int = 0, rounds: int = 60, d: int = 2048) -> Floats:
 
 def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> list[Finding]:
     noise = NoiseSample.of(z, layers, sizes)
-    return findings(SimpleNamespace(alone=SimpleNamespace(noise=noise)))
+    return findings([(lambda: noise, NOISE)])
 
 
 def refuted(z: Floats, sizes: Floats | None = None) -> set[str]:

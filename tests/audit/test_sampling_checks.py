@@ -2,15 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.checks import Finding
+from fedsim.audit.catalogue import of_draws
+from fedsim.audit.checks import Finding, findings
 from fedsim.audit.sampling_checks import Sampled, declared_law
-from fedsim.audit.verdict import findings
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.privacy import Event
 from fedsim.privacy.laws import FixedSizeLaw, PoissonLaw
@@ -36,7 +35,7 @@ def draw_checks(
     probabilities: npt.NDArray[np.float64] | None = None,
 ) -> list[Finding]:
     sampled = Sampled.of(runs, event, population, probabilities=probabilities)
-    return findings(SimpleNamespace(present=SimpleNamespace(sampled=sampled)))
+    return findings(of_draws(lambda: sampled))
 
 
 def refuted(runs: list[Run], event: Event) -> set[str]:

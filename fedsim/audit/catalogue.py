@@ -1,0 +1,159 @@
+"""Every check of fedsim's own strategies and clients: what is tested, and what a violation means.
+
+Checks of one sample stand together. `fedsim.audit.evidence` says what gathers the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fedsim.audit import claim as ledger
+from fedsim.audit import noise_checks as noise
+from fedsim.audit import plan_checks as plan
+from fedsim.audit import sampling_checks as sampling
+from fedsim.audit.bound_checks import bounded
+from fedsim.audit.checks import Check, Finding, Gathered, Part, invariant
+from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.two_world import errors_allowed
+
+Test = Callable[..., Finding]
+TOO_LONG = "rows longer than C pass"
+NOT_COVERED = "statistics are released without noise"
+
+
+def _checks(part: Part, *rows: tuple[str, Test, str]) -> tuple[Check, ...]:
+    return tuple(Check(part, *row) for row in rows)
+
+
+def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
+    """How far something moved a release."""
+    return _checks("bound", (name, bounded, cause))
+
+
+def moved_by(row: str) -> tuple[Check, ...]:
+    """How far one row moved a release."""
+    return bound(f"what one {row} moves", f"{TOO_LONG}, or noise is too small")
+
+
+def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
+    """Whether no canary causes a fault of these names; what is expected instead, and a cause."""
+
+    def test(name: str, expected: str) -> Test:
+        return lambda runs: invariant(runs.looked_at, runs.faults.get(name), expected)
+
+    return tuple(Check(part, name, test(name, words), cause) for name, words, cause in rows)
+
+
+# fmt: off
+PRESENCE = _checks("noise", ("presence", noise.presence, "noise is left out"))
+NOISE = _checks("noise",
+    ("size in each round", noise.round_sizes, "noise of another size"),
+    ("size in each layer", noise.layer_sizes, "another size in a layer"),
+    ("size in each coordinate", noise.coordinate_sizes, "a coordinate without noise"),
+    ("size in each direction", noise.direction_sizes, "a direction without noise"),
+    ("mean", noise.means, "something is added beside noise"),
+    ("accumulated over rounds", noise.accumulated,
+     "noise of one round is cancelled or repeated in another"),
+    ("extreme values", noise.extremes, "noise is truncated"),
+    ("shape of the distribution", noise.shape, "not Gaussian"),
+    ("exact repeats", noise.exact_repeats, "noise is used again"),
+    ("pairs of rounds", noise.round_pairs, "noise is used again"),
+    ("pairs of rounds, without signs", noise.round_pairs_without_signs,
+     "noise is used again with other signs"),
+    ("pairs of coordinates", noise.coordinate_pairs, "coordinates share noise"),
+    ("shifts in rounds and coordinates", noise.shifts, "overlapping streams of random numbers"),
+    ("size against the cohort's", noise.against_sizes, "noise depends on who was sampled"),
+)
+FEW_COORDINATES = _checks("noise",
+    ("size in any direction", noise.covariance, "a direction without noise"))
+ROUNDING = _checks("noise", ("rounding to the grid", noise.rounding, "low bits show the sum"))
+LOW_BITS = _checks("noise",
+    ("equal values", noise.equal_values, "noise has too few values"),
+    ("low bits", noise.low_bits, "low bits show the sum"),
+    ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
+)
+SYSTEM_NOISE = _checks("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
+SEEDS = _checks("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
+ANOTHER_RUN = _checks("noise",
+    ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
+RESUME = _checks("noise",
+    ("resume", plan.same_after_resume, "a resumed run draws noise again"))
+ADDRESSES = _checks("noise",
+    ("addresses of draws", plan.addresses_once, "a random number is used twice"))
+
+IDS = _checks("sampler", ("sampled ids", sampling.ids, "sampling with replacement"))
+RATES = _checks("sampler",
+    ("charged rate", sampling.charged_rate, "more is sampled than charged"))
+SIZES = _checks("sampler", ("sizes", sampling.sizes, "another sampler, or rate"))
+FREQUENCIES = _checks("sampler",
+    ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
+    ("pairs sampled together", sampling.together, "rows are not drawn independently"),
+    ("overlap of rounds", sampling.overlaps, "a draw is used again"),
+)
+ROUNDS_ALIKE = _checks("sampler",
+    ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
+    ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
+    ("periodicity", sampling.periodicity, "rounds are not drawn independently"),
+)
+PARTICIPATIONS = _checks("plan",
+    ("rounds of each client", plan.participations,
+     "rows are in more rounds than the plan counts on"))
+DECLARED_LAW = _checks("sampler",
+    ("declared inclusion probabilities", sampling.declared_law,
+     "the sampler does not follow its own law"))
+SAME_COHORTS = _checks("sampler",
+    ("draws and data", plan.same_cohorts, "updates influence who is sampled"))
+SYSTEM_COHORTS = _checks("sampler",
+    ("cohorts with system entropy", plan.system_cohorts, "too few seeds"))
+
+FAILURES = _checks("plan",
+    ("several fail at once", plan.same_after_failures, "the denominator is counted"))
+NOTHING_BUT_SUMS = _checks("plan",
+    ("nothing but the sum", plan.nothing_but_sums, "something is released beside the sum"))
+LEAVES = _checks("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
+TOGETHER = bound("what one client moves, released scalars included")
+TWO_WORLDS = _checks("plan", ("two worlds", errors_allowed, "noise is too small"))
+
+CANARIES = (
+    *_faults("noise", ("earlier rounds", "the same in rounds without the canary",
+                       "noise depends on updates")),
+    *_faults("sampler", ("other clients", "the same other clients are sampled",
+                         "updates influence who is sampled")),
+    *_faults("bound", ("messages", "updates in messages add what blocks of rows add",
+                       "rows count twice")),
+    *_faults("plan",
+        ("releases", "every round is released", "a client decides whether a round is released"),
+        ("slowness", "a slow client excludes no other client", "a common deadline"),
+        ("traces", "a client that adds nothing leaves no trace", "the denominator is counted")),
+    *_faults("ledger", ("charges", "the same is charged", "updates influence what is charged")),
+)
+REPORTS = _faults("plan",
+    ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
+
+LINES = (
+    *_checks("plan", ("rounds", ledger.rounds_as_planned, "data decide when a run ends")),
+    *_checks("ledger",
+        ("a line for every release", ledger.line_for_every_release, "a release is not charged"),
+        ("what a line says", ledger.event_of_every_line, "another event is charged"),
+        ("one line, one release", ledger.one_line_each, "a release is charged twice")),
+)
+CLAIM = _checks("ledger",
+    ("epsilon of the events", ledger.accounting, "the accountant counts too little"))
+PROMISE = _checks("ledger", ("epsilon of the run", ledger.promise, "another event is charged"))
+BUDGET = _checks("ledger",
+    ("budget", ledger.budget, "a budget does not stop the run in time"))
+# fmt: on
+
+
+def of_draws(gather: Callable[[], Sampled | None]) -> Iterator[Gathered]:
+    """The checks of draws that are gathered so, each where it is about such draws."""
+
+    def where(about: Callable[[Sampled], Sampled | None]) -> Callable[[], Sampled | None]:
+        return lambda: None if (sampled := gather()) is None else about(sampled)
+
+    yield gather, IDS
+    yield where(lambda sampled: sampled.unequal), RATES
+    yield where(lambda sampled: sampled.known), SIZES
+    yield where(lambda sampled: sampled.at_random), FREQUENCIES
+    yield where(lambda sampled: sampled.alike), ROUNDS_ALIKE
+    yield where(lambda sampled: sampled.planned), PARTICIPATIONS
