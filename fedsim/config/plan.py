@@ -305,58 +305,25 @@ def release_digest(config: RunConfig) -> str:
     ):
         if value != wanted:
             raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
-    kept = {key for key, affects in _keys(RunConfig) if affects}
-    kept |= {table.key(key) for table in all_tables(config) for key in _of_choice(table)}
+    outside, flat = keys_outside_release(), config.to_run_config()
     if config.adapter.name == "none":  # as before there were any: such runs keep their noise
-        kept = {key for key in kept if not key.startswith("adapter.")}
-    return digest_of({key: value for key, value in config.to_run_config().items() if key in kept})
-
-
-def affects_release(key: str) -> bool:
-    """Whether a change of this dotted key may change what a run releases.
-
-    Raises
-    ------
-    FedsimError
-        If there is no such key.
-    """
-    keys = dict(_keys(RunConfig))
-    if key not in keys and not _is_of_choice(key):
-        raise FedsimError(f"there is no key {key} in a config.")
-    return keys.get(key, True)
+        flat = {key: value for key, value in flat.items() if not key.startswith("adapter.")}
+    return digest_of({key: value for key, value in flat.items() if key not in outside})
 
 
 def keys_outside_release() -> frozenset[str]:
     """The dotted keys that no release depends on, which a resumed run may therefore change."""
-    return frozenset(key for key, affects in _keys(RunConfig) if not affects)
+    return frozenset(_outside_release(RunConfig))
 
 
-def _of_choice(table: ConfigTable) -> list[str]:
-    """Keys of what a table names: all of those affect releases."""
-    if not isinstance(table, Choice):
-        return []
-    return ["options", *(setting.key for setting in table.own_settings(table.chosen))]
-
-
-def _is_of_choice(key: str) -> bool:
-    """Whether it is a setting of a kind that a table may name."""
-    table: type[ConfigTable] | None = RunConfig
-    *tables, last = key.split(".")
-    for name in tables:
-        table = table.tables().get(name) if table else None
-    if table is None or not issubclass(table, Choice):
-        return False
-    return last == "options" or bool(table.takers(last))
-
-
-def _keys(table: type[ConfigTable], affects: bool = True) -> Iterator[tuple[str, bool]]:
-    """Each dotted key below a table, and whether its declaration and its table's say so."""
+def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator[str]:
+    """Dotted keys below a table whose declaration, or whose table's, is marked so."""
     for setting in settings_of(table):
-        counts = affects and OUTSIDE_RELEASE not in setting.metadata
+        outside = marked or OUTSIDE_RELEASE in setting.metadata
         if is_table(setting):
-            yield from _keys(setting.type, counts)
-        else:
-            yield table.key(setting.key), counts
+            yield from _outside_release(setting.type, outside)
+        elif outside:
+            yield table.key(setting.key)
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -20,7 +20,12 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import affects_release, declares_stops, split_settings, stopping
+from fedsim.config.plan import (
+    declares_stops,
+    keys_outside_release,
+    split_settings,
+    stopping,
+)
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, durable
@@ -69,8 +74,9 @@ def resumed_config(
     wanted = _resolved(config, began, overrides)
     keys = dict.fromkeys([*wanted, *began])
     changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
+    outside = keys_outside_release()
     for key, value in changed.items():
-        if affects_release(key):
+        if key not in outside:
             raise FedsimError(
                 f"{key} = {_text(value)}; it must be {_text(began.get(key))} as it was when the "
                 f"run in {directory.path} began, since it changes what is released; give another "

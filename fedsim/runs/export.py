@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsim import extras
 from fedsim.config import RunConfig
-from fedsim.config.plan import affects_release
+from fedsim.config.plan import keys_outside_release
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.saved import SavedRun
@@ -240,8 +240,9 @@ def publish(saved: SavedRun, out: Path) -> Path:
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     """What bears on the releases: what a new key says does not is left out by itself."""
     tree: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
+    outside = keys_outside_release()
     for key, value in config.to_run_config().items():
-        if not affects_release(key) or (simulated and key == "seed"):
+        if key in outside or (simulated and key == "seed"):
             continue
         *tables, last = key.split(".")
         branch = tree
