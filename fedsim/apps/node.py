@@ -26,7 +26,6 @@ from fedsim.federation.flower_internals import client_id
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
 from fedsim.runs.data_split import (
-    DataSplit,
     RunData,
     device_of,
     partitioner,
@@ -59,11 +58,11 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     """
     if not file:
         everybody = resolve_data(config)
-        whole, split = everybody.dataset, everybody.split
-        train = whole.train[torch.from_numpy(split.train[client])]
+        whole = everybody.dataset
+        train = whole.train[torch.from_numpy(everybody.parts[client])]
         test = whole.test[:0]
-        if split.test is not None:
-            test = whole.test[torch.from_numpy(split.test[client])]
+        if everybody.test_parts is not None:
+            test = whole.test[torch.from_numpy(everybody.test_parts[client])]
         sizes = everybody.planned_sizes
         data = _of_one(config, client, replace(whole, train=train, test=test), sizes)
         return resolve(config, data=data)
@@ -106,8 +105,9 @@ def _of_one(
     train, test = dataset.train, dataset.test
     owned = partitioner(config).test_indices(train.columns, test.columns) is not None
     nobodys = np.zeros(0, dtype=np.int64)
-    split = DataSplit(its_own(len(train)), nobodys, its_own(len(test)) if owned else None)
-    return RunData(dataset.to(device_of(config)), split, sizes)
+    tests = its_own(len(test)) if owned else None
+    dataset = dataset.to(device_of(config))
+    return RunData(dataset, its_own(len(train)), nobodys, tests, all_sizes=sizes)
 
 
 def trainer_for(context: Context) -> Trainer:
@@ -175,7 +175,7 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
         One a client, readable by their owner only.
     """
     data = resolve_data(config.replace(**{"engine.device": "cpu"}))
-    dataset, split = data.dataset, data.split
+    dataset, owned = data.dataset, data.test_parts
     images = getattr(config.data, "layout", "auto") == "auto"
     # A client need not have examples of every class or token: the file says how many there are.
     sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
@@ -184,11 +184,11 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
         if values is not None:
             about[name] = np.array(values)
     paths = []
-    for client, rows in enumerate(split.train):
+    for client, rows in enumerate(data.parts):
         content = io.BytesIO()
         arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
         # Its own test examples; or one of another client, which shows their shape and type.
-        tests = np.zeros(0, np.int64) if split.test is None else split.test[client]
+        tests = np.zeros(0, np.int64) if owned is None else owned[client]
         shown = torch.from_numpy(tests) if len(tests) else slice(0, 1)
         arrays |= _arrays(dataset.test[shown], "test", images) | about
         np.savez_compressed(content, **arrays)

@@ -95,7 +95,7 @@ def audit_config(
         if config.client.private:
             assumed["examples"] = evidence.examples
     if not config.private:
-        privacy, sizes = resolved.example_privacy, resolved.data.split.sizes
+        privacy, sizes = resolved.example_privacy, resolved.data.sizes
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(results), confidence), assumed
@@ -280,7 +280,7 @@ class ConfigEvidence:
 
     @property
     def _sizes(self) -> list[int]:
-        sizes = self.resolved.data.split.sizes if self.config.client.private else []
+        sizes = self.resolved.data.sizes if self.config.client.private else []
         return sorted({min(sizes), max(sizes)}) if sizes else []
 
     @property

@@ -62,7 +62,7 @@ def partition(
     if labels.ndim > 1 or not num_classes:
         # Where a target is not one class, only the number of examples can be counted.
         labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
-    counts = class_counts(labels, data.split.train, num_classes)
+    counts = class_counts(labels, data.parts, num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"

@@ -200,7 +200,7 @@ def _planned_examples(config: RunConfig) -> Question:
 
     data = resolve_data(config)
     privacy = example_privacy(config, data)
-    worst = most_expensive_client(config, privacy, data.split.sizes, config.rounds)
+    worst = most_expensive_client(config, privacy, data.sizes, config.rounds)
     if worst is None or privacy is None:
         raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
     return Question(

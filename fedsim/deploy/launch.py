@@ -195,7 +195,7 @@ class _Rows:
                     row=row,
                     arrays=ArrayRecord(),
                     protects=self._resolved.config.protects,
-                    of_clients=self._resolved.data.split.of_clients,
+                    of_clients=self._resolved.data.of_clients,
                     directory=self._directory,
                 )
             )

@@ -203,7 +203,7 @@ class Judge:
             If the run has no such metric, if it is of the test examples, which nothing is chosen
             by, or in a private run of clients' own.
         """
-        config, own = resolved.config, resolved.data.split.of_clients
+        config, own = resolved.config, resolved.data.of_clients
         evaluated = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in resolved.trainer.metrics.items()}
         central = config.evaluate.every and config.data.validation

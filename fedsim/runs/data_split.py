@@ -20,54 +20,42 @@ from fedsim.training import ClientData
 
 
 @dataclass(frozen=True, eq=False)
-class DataSplit:
-    """Positions of examples.
-
-    Attributes
-    ----------
-    train : list of int64 arrays
-        Each client's training examples.
-    held_out : int64 array
-        Training examples that no client trains on; empty where none are held out.
-    test : list of int64 arrays, or None
-        Each client's test examples, where the data say whose they are.
-    of_clients : tuple of str
-        Which of ``test`` and ``validation`` are clients' own examples, in a private run: metrics of
-        them are not covered by its guarantee.
-    """
-
-    train: list[Indices]
-    held_out: Indices
-    test: list[Indices] | None = None
-    of_clients: tuple[str, ...] = ()
-
-    @property
-    def sizes(self) -> set[int]:
-        """Numbers of training examples that clients have, but for 0."""
-        return {len(indices) for indices in self.train if len(indices)}
-
-
-@dataclass(frozen=True, eq=False)
 class RunData:
-    """The examples of a run, or of one of its clients.
+    """The examples of a run, or of one of its clients, and whose they are.
 
     Attributes
     ----------
     dataset : Dataset
         On the run's device.
-    split : DataSplit
-    planned_sizes : collection of int
-        Numbers of examples that noise with a target epsilon must be enough for: all clients',
-        also where ``split`` knows of one client alone.
+    parts : list of int64 arrays
+        Positions of each client's training examples.
+    held_out : int64 array
+        Training examples that no client trains on; empty where none are held out.
+    test_parts : list of int64 arrays, or None
+        Each client's test examples, where the data say whose they are.
+    of_clients : tuple of str
+        Which of ``test`` and ``validation`` are clients' own examples, in a private run: metrics of
+        them are not covered by its guarantee.
+    all_sizes : collection of int, optional
+        Numbers of examples of all clients, where these are the data of one of them.
     """
 
     dataset: Dataset
-    split: DataSplit
-    planned_sizes: Collection[int]
+    parts: list[Indices]
+    held_out: Indices
+    test_parts: list[Indices] | None = None
+    of_clients: tuple[str, ...] = ()
+    all_sizes: Collection[int] | None = None
 
-    def clients(self, split: Split, parts: list[Indices]) -> ClientData:
-        """Examples of one of its splits, and whose they are."""
-        return client_data(self.dataset, split, parts)
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers of training examples that clients have here, but for 0."""
+        return {len(indices) for indices in self.parts if len(indices)}
+
+    @property
+    def planned_sizes(self) -> Collection[int]:
+        """Those that noise with a target epsilon must be enough for: all clients'."""
+        return self.sizes if self.all_sizes is None else self.all_sizes
 
 
 def resolve_data(
@@ -104,9 +92,7 @@ def resolve_data(
     partition = _partition(config, overrides)
     if private:
         refuse_found(dataset, partition)
-    dataset = dataset.to(device)
-    split = split_data(config, partition, dataset)
-    return RunData(dataset, split, split.sizes)
+    return _split(config, partition, dataset.to(device))
 
 
 def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
@@ -187,14 +173,8 @@ def load_dataset(config: RunConfig) -> Dataset:
     )
 
 
-def split_data(config: RunConfig, partition: Partition, dataset: Dataset) -> DataSplit:
-    """Hold examples out, and split the others among clients.
-
-    Raises
-    ------
-    FedsimError
-        If they cannot be split this way, or a private run would show what it must not.
-    """
+def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData:
+    """Hold examples out, and split the others among clients."""
     train, test = dataset.train, dataset.test
     if config.evaluate.every and not len(test):
         raise FedsimError(
@@ -223,7 +203,8 @@ def split_data(config: RunConfig, partition: Partition, dataset: Dataset) -> Dat
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
     # Nobody evaluates on one whose label is none.
     held_out = held_out[~train.columns.get(UNUSABLE, np.zeros(len(train), np.bool_))[held_out]]
-    return DataSplit(parts, held_out, partition.test_indices(columns, test.columns), of_clients)
+    tests = partition.test_indices(columns, test.columns)
+    return RunData(dataset, parts, held_out, tests, of_clients)
 
 
 def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:

@@ -418,7 +418,7 @@ def _contents(resolved: Resolved) -> Iterator[bytes]:
     """The training examples, and each client's."""
     train = resolved.data.dataset.train
     columns = [train.columns[name] for name in sorted(train.columns)]
-    for values in (train.x, train.y, train.mask, *columns, *resolved.data.split.train):
+    for values in (train.x, train.y, train.mask, *columns, *resolved.data.parts):
         if values is not None:
             array = values.cpu().numpy() if isinstance(values, Tensor) else values
             yield f"{array.dtype} {array.shape}".encode()

@@ -307,7 +307,7 @@ def example_privacy(
     client = config.client
     if client.mechanism.name == "none":
         return None
-    smallest = min(data.split.sizes, default=client.batch_size)
+    smallest = min(data.sizes, default=client.batch_size)
     # Where whole clients are protected too, how many examples one has decides nothing that others
     # see: a client with fewer than a batch takes them all.
     if client.batch_size > smallest and not config.private:

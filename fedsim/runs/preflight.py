@@ -90,7 +90,7 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
         sentences.append(_noisy_metrics(config))
     elif config.client.private and config.engine.name != "deployment":
-        smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
+        smallest = min((len(part) for part in resolved.data.parts if len(part)), default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     return [sentence for sentence in sentences if sentence]
 
@@ -117,7 +117,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
     if resolved.config.private:  # what it costs a client tells its size: it would fail alone
         return
     budget, privacy = resolved.config.client.noise.max_epsilon, resolved.example_privacy
-    worst = most_expensive_client(resolved.config, privacy, resolved.data.split.sizes, 1)
+    worst = most_expensive_client(resolved.config, privacy, resolved.data.sizes, 1)
     if budget is None or privacy is None or worst is None:
         return
     delta = privacy.stopping.planned_delta(privacy.delta)

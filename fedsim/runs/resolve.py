@@ -27,7 +27,7 @@ from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs import factories
-from fedsim.runs.data_split import RunData, device_of, resolve_data
+from fedsim.runs.data_split import RunData, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
 from fedsim.runs.factories import (
     LocalTraining,
@@ -142,9 +142,9 @@ def resolve(
     config = with_best_groups(config)
     overrides = overrides or ObjectOverrides()
     data = data or resolve_data(config, overrides)
-    dataset, split = data.dataset, data.split
-    clients = data.clients(dataset.train, split.train)
-    test = None if split.test is None else data.clients(dataset.test, split.test)
+    dataset, tests = data.dataset, data.test_parts
+    clients = client_data(dataset, dataset.train, data.parts)
+    test = None if tests is None else client_data(dataset, dataset.test, tests)
 
     model, notes = initial_model(config, dataset, overrides)
     try_model(config, model, dataset, clients)
@@ -259,7 +259,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs:
         # Where clients do not tell their sizes: the split's, which are public.
-        sizes = [len(indices) for indices in resolved.data.split.train]
+        sizes = [len(indices) for indices in resolved.data.parts]
     return DPFedAvg(
         plan=resolved.plan,
         delta=config.noise.delta,
@@ -302,13 +302,13 @@ class CentralEvaluation:
 
     def __init__(self, resolved: Resolved) -> None:
         data, config = resolved.data, resolved.config
-        dataset, held_out = data.dataset, data.split.held_out
+        dataset = data.dataset
         self._every, self._last = config.evaluate.every, config.rounds
         self._layout, self._device = resolved.trainer.layout, resolved.device
         everything = np.arange(len(dataset.test), dtype=np.int64)
-        splits = {"test": data.clients(dataset.test, [everything])} if self._every else {}
+        splits = {"test": client_data(dataset, dataset.test, [everything])} if self._every else {}
         if self._every and config.data.validation:
-            splits["validation"] = data.clients(dataset.train, [held_out])
+            splits["validation"] = client_data(dataset, dataset.train, [data.held_out])
         # They train nobody: how gradients would be protected need not be tried out.
         local = replace(resolved.local, privacy=None)
         self.trainers = {name: local.trainer(split) for name, split in splits.items()}

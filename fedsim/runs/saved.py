@@ -336,7 +336,7 @@ class SavedRun:
         """The run's data set, if metrics of its test examples may be shown."""
         config = self.config
         data = resolve_data(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
-        if "test" in data.split.of_clients and not config.evaluate.unprotected:
+        if "test" in data.of_clients and not config.evaluate.unprotected:
             raise FedsimError(
                 f"the test examples of {config.data.name} are clients' own, and metrics of them "
                 "have no noise: of a private run they are measured only if it has "

@@ -183,8 +183,8 @@ def measured(
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
         summary["test"] = _test(evaluation.trainers["test"], arrays)
-        summary["test-of-clients"] = "test" in resolved.data.split.of_clients or any(
-            len(indices) for indices in resolved.data.split.test or ()
+        summary["test-of-clients"] = "test" in resolved.data.of_clients or any(
+            len(indices) for indices in resolved.data.test_parts or ()
         )
     if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved)

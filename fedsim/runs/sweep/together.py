@@ -21,6 +21,7 @@ from fedsim.clients.proximal import server_numbers
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
+from fedsim.runs.data_split import client_data
 from fedsim.runs.factories import algorithm, seed_of
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import Rounds
@@ -89,8 +90,9 @@ class _SharedTrainer:
             _Shifted(seed_of(run.config), run.release, offset=offset)
             for run, offset in zip(runs, self._offsets, strict=True)
         ]
-        parts = [indices for run in runs for indices in run.data.split.train]
-        data = runs[0].data.clients(runs[0].data.dataset.train, parts)
+        parts = [indices for run in runs for indices in run.data.parts]
+        dataset = runs[0].data.dataset
+        data = client_data(dataset, dataset.train, parts)
         self._trainer: Trainer = runs[0].local.trainer(data)
         self._trainers = [run.trainer for run in runs]
 
