@@ -53,7 +53,8 @@ def partition(
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     import numpy as np
 
-    from fedsim.reports.partition import class_counts, draw, tabulate
+    from fedsim.partitions.counts import class_counts
+    from fedsim.reports.partition import draw, tabulate
     from fedsim.reports.plots import save
     from fedsim.runs.data_split import partitioner, resolve_data
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -16,10 +14,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedsim.partitions.counts import (
+    Counts,
+    Floats,
+    by_largest_class,
+    class_counts,
+    class_shares,
+)
 from fedsim.reports.plots import HATCHES, INK, SERIES, dress, titled
-
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _BARS_UP_TO = 60  # clients; of more, bars are too narrow
 _COLOURS_UP_TO = 20  # classes that have a colour of their own
@@ -27,16 +29,6 @@ _ROWS = 12  # clients in the table before it is abbreviated
 _WIDTH = 80  # of a terminal; where a column for each class needs more, classes are listed
 _PIXELS = 1000  # columns of a heat map; of more clients, neighbours are averaged
 _TICKS = (0.01, 0.1, 0.25, 0.5, 1.0)
-
-
-def class_counts(
-    labels: npt.NDArray[np.int64], parts: Sequence[npt.NDArray[np.int64]], num_classes: int
-) -> Counts:
-    """Count the examples of each class that each client has, int64 ``[n, num_classes]``."""
-    owner = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
-    cell = owner * num_classes + labels[np.concatenate(parts)]
-    counts = np.bincount(cell, minlength=len(parts) * num_classes)
-    return counts.reshape(len(parts), num_classes).astype(np.int64)
 
 
 def summary(counts: Counts) -> dict[str, str]:
@@ -48,7 +40,7 @@ def summary(counts: Counts) -> dict[str, str]:
     facts["examples a client"] = _spread(sizes)
     facts["classes a client"] = _spread((counts > 0).sum(1))
     if has.any():
-        shares = _shares(counts[has])
+        shares = class_shares(counts[has])
         facts["largest class's share"] = f"{np.median(shares.max(1)):.0%} (median)"
         facts["distance from the overall mix"] = (
             f"{_distance(counts):.2f} (total variation, mean), "
@@ -60,7 +52,7 @@ def summary(counts: Counts) -> dict[str, str]:
 def _distance(counts: Counts) -> float:
     """Mean total variation between the mix of a client that has data and that of all."""
     overall = counts.sum(0) / counts.sum()
-    shares = _shares(counts[counts.sum(1) > 0])
+    shares = class_shares(counts[counts.sum(1) > 0])
     return float(np.abs(shares - overall).sum(1).mean() / 2)
 
 
@@ -182,7 +174,7 @@ def _write_class(axes: Axes, label: int, column: Counts, below: Floats, highest:
 def _heat_map(counts: Counts, title: str) -> Figure:
     n, num_classes = counts.shape
     many = n > _BARS_UP_TO
-    order = _by_largest_class(counts) if many else np.arange(n)
+    order = by_largest_class(counts) if many else np.arange(n)
     sizes = counts.sum(1)
     figure = titled(11, 7.5 if many else 6, title)
     grid = figure.add_gridspec(
@@ -202,7 +194,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
     top.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     top.yaxis.set_major_formatter(_thousands)
     top.tick_params(labelbottom=False)
-    shares = _shares(counts[order])
+    shares = class_shares(counts[order])
     highest = next(tick for tick in _TICKS if tick >= min(shares.max(), 1))
     image = middle.imshow(
         _averaged(shares, _PIXELS).T,
@@ -256,23 +248,6 @@ def _histogram(axes: Axes, values: Counts, name: str) -> None:
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
         axis.set_major_formatter(_thousands)
     dress([axes], lines=False)
-
-
-def _by_largest_class(counts: Counts) -> npt.NDArray[np.int64]:
-    """Clients in order of their largest class, the purest first; empty ones last."""
-    n, num_classes = counts.shape
-    # Among equal counts a client takes one by its id, so that ties favour no class.
-    turn = (np.arange(n)[:, None] - np.arange(num_classes)) % num_classes
-    largest = (counts * num_classes + turn).argmax(1)
-    largest[counts.sum(1) == 0] = num_classes
-    order: npt.NDArray[np.int64] = np.lexsort((-_shares(counts).max(1), largest))
-    return order
-
-
-def _shares(counts: Counts) -> Floats:
-    """Each client's fraction of every class ``[n, K]``; zeros for an empty client."""
-    shares: Floats = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return shares
 
 
 def _number_clients(axes: Axes, n: int) -> None:

@@ -24,6 +24,7 @@ from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.lazy import function
+from fedsim.partitions.counts import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
@@ -298,7 +299,7 @@ def _partition(resolved: Resolved) -> dict[str, Any]:
     }
     y = data.y
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
-        dealt |= _classes(y.cpu().numpy(), data.indices, int(y.max()) + 1)
+        dealt |= _classes(class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1))
     return dealt
 
 
@@ -312,21 +313,14 @@ def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
     return {"labels": labels, "counts": counts.tolist()}
 
 
-def _classes(y: npt.NDArray[np.int64], indices: Any, classes: int) -> dict[str, Any]:
-    owner = np.repeat(np.arange(len(indices)), [len(own) for own in indices])
-    labels = y[np.concatenate(indices)] if len(owner) else np.zeros(0, dtype=np.int64)
-    counts = np.bincount(owner * classes + labels, minlength=len(indices) * classes)
-    counts = counts.reshape(len(indices), classes)
+def _classes(counts: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """How many of each client's classes there are, and its mix of them, of ``counts [n, K]``."""
     found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
-    if classes <= _BINS:
-        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        # Among equal shares a client takes one by its id, so that ties favour no class.
-        turn = (np.arange(len(counts))[:, None] - np.arange(classes)) % classes
-        largest = (counts * classes + turn).argmax(1)
-        order = np.lexsort((-shares.max(1), largest))
+    if counts.shape[1] <= _BINS:
+        shares, order = class_shares(counts), by_largest_class(counts)
         columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
         found["mixes"] = {
-            "labels": [str(k) for k in range(classes)],
+            "labels": [str(k) for k in range(counts.shape[1])],
             "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],
             "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
         }

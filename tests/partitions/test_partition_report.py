@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.partitions import IID, Dirichlet, InterpolatedPathological, Shards
-from fedsim.reports.partition import class_counts, draw, summary, tabulate
+from fedsim.partitions.counts import class_counts
+from fedsim.reports.partition import draw, summary, tabulate
 from fedsim.reports.plots import save
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 600))
