@@ -352,6 +352,14 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[key] = value
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a config by dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        _assign(tree, key, value)
+    return tree
+
+
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for key, value in tree.items():

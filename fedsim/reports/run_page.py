@@ -14,6 +14,7 @@ import numpy.typing as npt
 import tomli_w
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.run_config import nested
 from fedsim.privacy import Statement
 from fedsim.reports.charts import (
     Bars,
@@ -83,7 +84,7 @@ def run_page(record: RunRecord) -> str:
         machine=_machine(record),
         times=_times(record),
         changed=_changed(config),
-        config=_toml(config),
+        config=tomli_w.dumps(nested(config)),
     )
 
 
@@ -346,14 +347,3 @@ def _changed(config: Mapping[str, Scalar]) -> dict[str, str]:
         for key, value in config.items()
         if value != defaults.get(key) and value != ""
     }
-
-
-def _toml(config: Mapping[str, Scalar]) -> str:
-    tree: dict[str, Any] = {}
-    for key, value in config.items():
-        *tables, last = key.split(".")
-        branch = tree
-        for table in tables:
-            branch = branch.setdefault(table, {})
-        branch[last] = value
-    return tomli_w.dumps(tree)

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedsim import extras
 from fedsim.config import RunConfig
 from fedsim.config.plan import keys_outside_release
+from fedsim.config.run_config import nested
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.saved import SavedRun
@@ -239,15 +240,10 @@ def publish(saved: SavedRun, out: Path) -> Path:
 
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     """What bears on the releases: what a new key says does not is left out by itself."""
-    tree: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
+    shown: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
     outside = keys_outside_release()
     for key, value in config.to_run_config().items():
-        if key in outside or (simulated and key == "seed"):
-            continue
-        *tables, last = key.split(".")
-        branch = tree
-        for table in tables:
-            branch = branch.setdefault(table, {})
-        is_path = key in _PATHS and "/" in str(value)
-        branch[last] = Path(str(value)).name if is_path else value
-    return tree
+        if key not in outside and not (simulated and key == "seed"):
+            is_path = key in _PATHS and "/" in str(value)
+            shown[key] = Path(str(value)).name if is_path else value
+    return nested(shown)
