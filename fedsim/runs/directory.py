@@ -57,6 +57,8 @@ class Ending(NamedTuple):
     why: str = ""
 
 
+DATA_SPLIT = "data-split.json"
+
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
 
@@ -92,7 +94,7 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint"
         self.tensorboard = self.path / "tensorboard"
         self.clients = self.path / "clients"
-        self.data_split = self.path / "data-split.json"
+        self.data_split = self.path / DATA_SPLIT
         self.archive = self.path / "archive"
         self.metrics_file = MetricsFile(self.metrics)
         self._lock = RunLock(self.path)

@@ -19,11 +19,11 @@ from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import private_key
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import check_state_dir
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of
+from fedsim.runs.split_record import check_state_dir
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 

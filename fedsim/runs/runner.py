@@ -34,7 +34,6 @@ from fedsim.runs.earlier_runs import (
     move_client_ledgers,
     refuse_other_objects,
     resumed_config,
-    write_record,
 )
 from fedsim.runs.factories import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -42,6 +41,7 @@ from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.session import YOURS, Session
+from fedsim.runs.split_record import write_record
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import RunFailedError, run_to_end
 from fedsim.training.batches import local_multiplications

@@ -23,12 +23,12 @@ from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Judge, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.directory import Ended, RunDirectory
-from fedsim.runs.earlier_runs import check_state_dir
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunResult, statements_of
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
+from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
     DPFedAvg,
     RoundReport,

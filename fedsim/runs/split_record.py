@@ -1,0 +1,174 @@
+"""Which client holds which examples, recorded beside the ledgers and compared among runs.
+
+What two private runs cost a client adds up only if it holds the same examples in both. Settings are
+compared as they stand in the config, objects from Python by an HMAC of the examples and of who
+holds them, under the key of the directory: no unkeyed digest of protected data is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from fedsim import regular_files
+from fedsim.arguments import shown
+from fedsim.config import RunConfig, Scalar
+from fedsim.config.plan import split_settings
+from fedsim.errors import FedsimError
+from fedsim.privacy import durable
+from fedsim.privacy.digest import KEY, Fingerprints
+from fedsim.runs.directory import DATA_SPLIT
+from fedsim.runs.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class SplitRecord:
+    """How examples were assigned to clients.
+
+    Attributes
+    ----------
+    settings : mapping
+        By dotted keys, those of `split_settings`.
+    objects : str
+        HMAC of the examples and of who holds them, where ``data=`` or ``partition=`` was an object
+        from Python; empty otherwise.
+    """
+
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    objects: str = ""
+
+    @classmethod
+    def of(cls, resolved: Resolved, directory: Path) -> SplitRecord:
+        """The split of a run; objects from Python under the key of a directory."""
+        settings = dict(split_settings(resolved.config))
+        contents = _contents(resolved) if _has_objects(resolved) else None
+        return cls(settings, "" if contents is None else Fingerprints(directory).of(contents))
+
+    @classmethod
+    def read(cls, directory: Path) -> SplitRecord | None:
+        """The record in a directory; None if there is none.
+
+        Raises
+        ------
+        FedsimError
+            If it is damaged.
+        """
+        try:
+            return cls(**json.loads(regular_files.read_text(directory / DATA_SPLIT)))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise FedsimError(
+                f"{directory / DATA_SPLIT} is damaged ({error}); put back what the run wrote."
+            ) from None
+
+    def to_json(self) -> bytes:
+        """As it stands in its file."""
+        return json.dumps(asdict(self), indent=1).encode() + b"\n"
+
+
+def write_record(resolved: Resolved, directory: Path) -> None:
+    """Record the split of a private run with objects from Python in the run's directory.
+
+    Without such objects config.toml says it all.
+    """
+    if resolved.config.protects and _has_objects(resolved):
+        durable.replace(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
+
+
+def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> None:
+    """Refuse to add a private run to one in which clients held other examples.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    past : path
+        The directory of the earlier run's ledger.
+    earlier : RunConfig
+        Its config.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key; or if the earlier run had other objects from Python, or cannot be compared.
+    """
+    if not (resolved.config.protects and earlier.protects):
+        return
+    before = SplitRecord.read(past) or SplitRecord(dict(split_settings(earlier)))
+    changed = _changed(resolved, before, past)
+    if changed is not None:
+        name, now, then = changed
+        raise FedsimError(
+            f"{name} {now}; it must be {then}, as in the private run in {past}: with another value "
+            "examples are assigned to other clients, and what the two runs cost a client cannot be "
+            "added up; choose another --out."
+        )
+
+
+def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
+    """Refuse a ``client.state-dir`` whose ledgers are about clients with other examples.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    record : bool
+        Whether to record this run's split there, if none is recorded yet.
+
+    Raises
+    ------
+    FedsimError
+        Naming ``client.state-dir`` and the key that differs.
+    """
+    config = resolved.config
+    # In a deployment nothing is assigned: examples are the nodes' own.
+    if not (config.client.private and config.client.state_dir) or not split_settings(config):
+        return
+    directory = Path(config.client.state_dir)
+    if record and not (directory / DATA_SPLIT).exists():
+        durable.create(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
+    before = SplitRecord.read(directory)
+    changed = None if before is None else _changed(resolved, before, directory)
+    if changed is not None:
+        name, now, then = changed
+        raise FedsimError(
+            f"client.state-dir = '{directory}' holds ledgers of clients whose {name} was {then}; "
+            f"here {name} {now}, so that a client has other examples, and what the runs cost it "
+            "cannot be added up; make them equal, or choose another client.state-dir."
+        )
+
+
+def _has_objects(resolved: Resolved) -> bool:
+    return resolved.overrides.data is not None or resolved.overrides.partition is not None
+
+
+def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str, str, str] | None:
+    """What differs from an earlier split: its name, what it is now, and what it was."""
+    now = dict(split_settings(resolved.config))
+    for key in {**before.settings, **now}:
+        value, then = now.get(key, "unset"), before.settings.get(key, "unset")
+        if value != then:
+            return key, f"= {shown(value)}", shown(then)
+    if not before.objects and not _has_objects(resolved):
+        return None
+    # Compared under the key of then: without it nothing is known, and the run is refused.
+    comparable = before.objects and _has_objects(resolved) and (place / KEY).exists()
+    if comparable and SplitRecord.of(resolved, place).objects == before.objects:
+        return None
+    value = "is another object from Python" if _has_objects(resolved) else "is left out"
+    then = "the same object from Python" if before.objects else "left out"
+    return "data= or partition=", value, then
+
+
+def _contents(resolved: Resolved) -> Iterator[bytes]:
+    """The training examples, and each client's."""
+    train = resolved.data.dataset.train
+    columns = [train.columns[name] for name in sorted(train.columns)]
+    for values in (train.x, train.y, train.mask, *columns, *resolved.data.parts):
+        if values is not None:
+            array = values.cpu().numpy() if isinstance(values, Tensor) else values
+            yield f"{array.dtype} {array.shape}".encode()
+            yield repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
