@@ -131,6 +131,11 @@ def client_data(dataset: Dataset, split: Split, parts: list[Indices]) -> ClientD
     return ClientData(split.x, split.y, parts, *input_statistics(dataset), split.mask, unusable)
 
 
+def all_test_examples(dataset: Dataset) -> ClientData:
+    """All of a data set's test examples, as one client's."""
+    return client_data(dataset, dataset.test, [np.arange(len(dataset.test), dtype=np.int64)])
+
+
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
     """Mean and standard deviation of inputs ``[C, 1, 1]`` or ``[features]``, or None."""
     images = dataset.train.x.dim() == 4

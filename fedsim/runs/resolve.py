@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from flwr.app import ArrayRecord, MetricRecord
-from torch import nn
+from torch import Tensor, nn
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import (
@@ -27,7 +27,7 @@ from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs import factories
-from fedsim.runs.data_split import RunData, client_data, device_of, resolve_data
+from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
 from fedsim.runs.factories import (
     LocalTraining,
@@ -305,8 +305,7 @@ class CentralEvaluation:
         dataset = data.dataset
         self._every, self._last = config.evaluate.every, config.rounds
         self._layout, self._device = resolved.trainer.layout, resolved.device
-        everything = np.arange(len(dataset.test), dtype=np.int64)
-        splits = {"test": client_data(dataset, dataset.test, [everything])} if self._every else {}
+        splits = {"test": all_test_examples(dataset)} if self._every else {}
         if self._every and config.data.validation:
             splits["validation"] = client_data(dataset, dataset.train, [data.held_out])
         # They train nobody: how gradients would be protected need not be tried out.
@@ -320,7 +319,13 @@ class CentralEvaluation:
         vector = self._layout.flatten(tensors(arrays)).to(self._device)
         metrics: dict[str, int | float | list[int] | list[float]] = {}
         for split, trainer in self.trainers.items():
-            (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), server_round)
-            measured = {k: v for k, v in block.metrics.items() if k != "num-examples"}
-            metrics |= {f"{split}-{name}": float(values[0]) for name, values in measured.items()}
+            measured = evaluated(trainer, vector, server_round)
+            metrics |= {f"{split}-{name}": value for name, value in measured.items()}
         return MetricRecord(metrics)
+
+
+def evaluated(trainer: Trainer, vector: Tensor, round: int) -> dict[str, float]:
+    """Loss and metrics of ``vector [d]`` on the examples of a trainer's one client."""
+    (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), round)
+    metrics = {name: values for name, values in block.metrics.items() if name != "num-examples"}
+    return {name: float(values[0]) for name, values in metrics.items()}

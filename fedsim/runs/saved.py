@@ -22,12 +22,12 @@ from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
-from fedsim.models import load_weights, values_of
+from fedsim.models import load_weights
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import (
-    client_data,
+    all_test_examples,
     device_of,
     input_statistics,
     load_dataset,
@@ -37,6 +37,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import LocalTraining
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.record import RunRecord
+from fedsim.runs.resolve import evaluated
 
 _CHUNK = 256  # examples that go through the model at a time
 
@@ -114,10 +115,10 @@ class InferenceModel(nn.Module):
     def __init__(self, model: nn.Module, mean: Tensor | None, std: Tensor | None) -> None:
         super().__init__()
         self.model = model
-        dtype = next(parameter.dtype for parameter in model.parameters())
-        self.dtype = dtype
-        self.register_buffer("mean", None if mean is None else mean.to(dtype), persistent=False)
-        self.register_buffer("std", None if std is None else std.to(dtype), persistent=False)
+        self.dtype = next(parameter.dtype for parameter in model.parameters())
+        for name, number in (("mean", mean), ("std", std)):
+            number = None if number is None else number.to(self.dtype)
+            self.register_buffer(name, number, persistent=False)
         self.eval().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,10 +240,7 @@ class SavedRun:
         model, _ = initial_model(self._config, self._dataset)
         load_weights(model, self.directory.model)
         if self.best is not None:
-            values = values_of(model)
-            with torch.no_grad():
-                for name, value in self.best.parameters.items():
-                    values[name].copy_(value)
+            model.load_state_dict(dict(self.best.parameters), strict=False)
         return self.config.adapter.make().merged(model) if self.merge else model
 
     @property
@@ -291,8 +289,7 @@ class SavedRun:
         array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         wanted = self.input_shape
         if array.ndim and len(array) and array.shape[1:] != wanted:
-            blank = np.zeros(len(array), dtype=np.int64)
-            split = {"x": array, "y": blank}
+            split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
             array = Dataset.of("x", split, split).test.x.numpy()
         if not array.ndim or array.shape[1:] != wanted:
             raise FedsimError(
@@ -308,10 +305,6 @@ class SavedRun:
         data : str
             A data set's name or path, whose test examples are taken; the run's own if empty.
 
-        Returns
-        -------
-        dict of str to float
-
         Raises
         ------
         FedsimError
@@ -321,16 +314,10 @@ class SavedRun:
         dataset = self._other(data) if data else self._own()
         # Normalised as this model was trained.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
-        everything = np.arange(len(dataset.test), dtype=np.int64)
-        # Nothing is trained: the run's kernels need not be on this machine.
-        config = self._config.replace(**{"client.kernel": "auto"})
-        local = LocalTraining(config, self.trained, [], device_of(config))
-        trainer = local.trainer(client_data(dataset, dataset.test, [everything]))
+        local = LocalTraining(self._config, self.trained, [], device_of(self._config))
+        trainer = local.trainer(all_test_examples(dataset))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
-        vector = trainer.layout.flatten(values)
-        (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), self.config.rounds)
-        metrics = {k: v for k, v in block.metrics.items() if k != "num-examples"}
-        return {name: float(values[0]) for name, values in metrics.items()}
+        return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
@@ -372,9 +359,12 @@ class SavedRun:
 
     @cached_property
     def _config(self) -> RunConfig:
-        """The run's, for the CPU and without the weights that it started from."""
+        """The run's, for the CPU and without the weights that it started from.
+
+        Nothing is trained: the run's kernels need not be on this machine.
+        """
         files = ("model.weights", "model.weights-for", "adapter.weights")
-        unset = dict.fromkeys(files, "") | {"engine.device": "cpu"}
+        unset = dict.fromkeys(files, "") | {"engine.device": "cpu", "client.kernel": "auto"}
         return self.config.replace(**unset)
 
     @cached_property
