@@ -131,12 +131,8 @@ class AlternatingTrainer(Trainer):
             trainer.block_size = self.block_size
         return copied
 
-    def _copy(self, **changes: Any) -> Trainer:
-        settings = self._settings() | changes
-        del settings["personal"]
-        return AlternatingTrainer(
-            algorithm=self.algorithm, data=self.data, alternation=self.alternation, **settings
-        )
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"alternation": self.alternation}
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""

@@ -275,24 +275,22 @@ class Trainer:
 
     def copy_for(self, device: str) -> Trainer:
         """The same clients on another device, by the same path, in blocks of the same size."""
-        copied = self._copy(
-            model=copy.deepcopy(self.model),
-            path=cast(PathName, self.path.name),
-            device=device,
-            state=self.client_state.kind,
-        )
+        model, path = copy.deepcopy(self.model), cast(PathName, self.path.name)
+        copied = self._copy(model=model, path=path, device=device, state=self.client_state.kind)
         copied.rounds.releases = None  # the original writes down what it releases (`charge`)
         # Not that device's rule: the clients of a run may train on several.
         copied.block_size = self.block_size
         return copied
 
     def _copy(self, **changes: Any) -> Trainer:
-        return Trainer(algorithm=self.algorithm, data=self.data, **(self._settings() | changes))
+        return type(self)(**(self._settings() | changes))
 
     def _settings(self) -> dict[str, Any]:
         work = self.workload.work
         return {
             "model": self.model,
+            "algorithm": self.algorithm,
+            "data": self.data,
             "batch_size": work.batch_size,
             "epochs": work.epochs,
             "steps": work.steps,
