@@ -8,7 +8,7 @@ import tomli_w
 
 from fedsim import registry
 from fedsim.config.describe import choices_of, flower_table, keys
-from fedsim.config.plan import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release
 
 ROOT = Path(__file__).parents[1]
 HEAD = "[tool.flwr.app.config]\n"

@@ -17,7 +17,7 @@ from fedsim import registry
 from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.describe import Key, choice_in, choices_of, keys, schema, template
-from fedsim.config.plan import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
 
 config = typer.Typer(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedsim.cli.console import ConfigFile, Output, Overrides
 from fedsim.config import RunConfig
-from fedsim.config.plan import split_settings
+from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:

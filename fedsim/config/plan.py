@@ -1,25 +1,22 @@
-"""What a config says of its releases: samplers, noise, local work, their digest; without torch."""
+"""What a config says of its releases: samplers, noise, local work; without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from fedsim import registry
 from fedsim.cohorts import Cohort
 from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
 from fedsim.config.run_config import RunConfig, past_config
 from fedsim.config.sections import DevicesSection
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.privacy.calibration import calibrate
 from fedsim.privacy.claims import FIXED, Extrapolation, Stopping
-from fedsim.privacy.digest import digest_of
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.local_work import LocalWork
@@ -27,7 +24,6 @@ from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
 from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
 from fedsim.privacy.statement import Statement
-from fedsim.settings import settings_of
 
 BoundOf = TypeVar("BoundOf", bound=Bounded)
 
@@ -43,17 +39,6 @@ def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
     sampler: Cohort = config.cohort.make(population=config.partition.clients, rounds=config.rounds)
     return sampler
-
-
-def cohort_known(config: RunConfig) -> bool:
-    """Whether the guarantee is against the server, which knows the sampled clients."""
-    return config.secagg.threshold > 0 and config.secagg.observer == "server"
-
-
-def selection(config: RunConfig) -> Selection | None:
-    """The random number of runs of which the best is published, if the config is of such a run."""
-    section = config.privacy
-    return Selection(section.selection, section.selection_mean) if section.selection else None
 
 
 def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
@@ -73,14 +58,17 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
 
 def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     """The same, with a noise multiplier of 0 where a target decides it."""
+    privacy, secagg = config.privacy, config.secagg
+    selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
     return ReleasePlan(
         level="client",
         sampler=cohort(config),
         bound=bound,
         noise=made_noise(with_added_noise(config).noise),
         rounds=config.rounds,
-        selection=selection(config),
-        cohort_known=cohort_known(config),
+        selection=selected or None,
+        # The server knows the sampled clients: against it sampling amplifies nothing.
+        cohort_known=secagg.threshold > 0 and secagg.observer == "server",
     )
 
 
@@ -256,22 +244,6 @@ def with_config_figures(
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
 
 
-def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
-    """What decides which example is whose, by dotted keys.
-
-    Releases of two runs are about the same clients, and add up, only where it is the same. In a
-    deployment there is no partition: examples are the nodes' own.
-    """
-    if config.engine.name == "deployment":
-        return ()
-    seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
-    return tuple(
-        (key, value)
-        for key, value in config.to_run_config().items()
-        if key in seed or key.startswith(("data.", "partition."))
-    )
-
-
 def has_devices(flat: Mapping[str, Scalar]) -> bool:
     """Whether a config by dotted keys has a model of devices, or of clients' work."""
     usual = DevicesSection().to_tree()
@@ -285,57 +257,3 @@ def local_work(config: RunConfig) -> LocalWork:
     return LocalWork(
         client.batch_size, None if client.steps else client.epochs, client.steps or None
     )
-
-
-def release_digest(config: RunConfig) -> str:
-    """Digest of a config whose noise multipliers and entropy are resolved.
-
-    Two configs of one digest release the same, and draw the same noise for it. Where the
-    examples are stored and what they are, and the code of the user's own classes, are outside.
-
-    Raises
-    ------
-    FedsimError
-        If something is not resolved, as `fedsim.runs.resolve` does it.
-    """
-    for key, value, wanted in (
-        ("noise.target-epsilon", config.noise.target_epsilon, None),
-        ("client.noise.target-epsilon", config.client.noise.target_epsilon, None),
-        ("noise.entropy", config.noise.entropy or None, config.noise.entropy or "resolved"),
-    ):
-        if value != wanted:
-            raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
-    outside, flat = keys_outside_release(), config.to_run_config()
-    if config.adapter.name == "none":  # as before there were any: such runs keep their noise
-        flat = {key: value for key, value in flat.items() if not key.startswith("adapter.")}
-    return digest_of({key: value for key, value in flat.items() if key not in outside})
-
-
-def keys_outside_release() -> frozenset[str]:
-    """The dotted keys that no release depends on, which a resumed run may therefore change."""
-    return frozenset(_outside_release(RunConfig))
-
-
-def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator[str]:
-    """Dotted keys below a table whose declaration, or whose table's, is marked so."""
-    for setting in settings_of(table):
-        outside = marked or OUTSIDE_RELEASE in setting.metadata
-        if is_table(setting):
-            yield from _outside_release(setting.type, outside)
-        elif outside:
-            yield table.key(setting.key)
-
-
-def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
-    named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
-    for table in all_tables(config):
-        if isinstance(table, Choice):
-            named.append((table.key(table.selector), table.kind, table.chosen))
-    modules = []
-    for key, kind, name in named:
-        if ":" in name:
-            modules.append((key, name, name.partition(":")[0].strip()))
-        elif name in registry.plugins(kind):
-            modules.append((key, name, registry.plugins(kind)[name].module))
-    return modules

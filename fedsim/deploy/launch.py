@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fedsim import allowed_code, registry, regular_files
 from fedsim.config import RunConfig
-from fedsim.config.plan import modules_named
+from fedsim.config.release_keys import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator

@@ -16,7 +16,8 @@ from flwr.app import ConfigRecord
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, modules_named, with_added_noise
+from fedsim.config.plan import entropy, with_added_noise
+from fedsim.config.release_keys import modules_named
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier

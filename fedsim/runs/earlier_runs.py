@@ -12,11 +12,8 @@ from pathlib import Path
 
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import (
-    declares_stops,
-    keys_outside_release,
-    stopping,
-)
+from fedsim.config.plan import declares_stops, stopping
+from fedsim.config.release_keys import keys_outside_release
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsim import extras
 from fedsim.config import RunConfig
-from fedsim.config.plan import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release
 from fedsim.config.run_config import nested
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA

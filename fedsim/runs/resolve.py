@@ -13,13 +13,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import (
-    entropy,
-    evaluation_event,
-    release_digest,
-    stopping,
-    with_best_groups,
-)
+from fedsim.config.plan import entropy, evaluation_event, stopping, with_best_groups
+from fedsim.config.release_keys import release_digest
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers

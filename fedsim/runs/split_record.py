@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import split_settings
+from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.digest import KEY, Fingerprints

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedsim import RunConfig
-from fedsim.config.plan import keys_outside_release, release_digest
+from fedsim.config.release_keys import keys_outside_release, release_digest
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
 from fedsim.runs.resolve import resolve
@@ -152,7 +152,7 @@ def test_a_digest_is_of_settings_and_neither_of_state_nor_of_addresses() -> None
 
 def test_a_digest_is_the_same_in_another_process() -> None:
     script = (
-        "from fedsim import RunConfig; from fedsim.config.plan import release_digest;"
+        "from fedsim import RunConfig; from fedsim.config.release_keys import release_digest;"
         "print(release_digest(RunConfig().replace(**{'noise.entropy': 'config'})))"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.config.plan import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
 from fedsim.runs.export import export, publish

@@ -12,7 +12,7 @@ from fedsim.allowed_code import allow
 from fedsim.cli import main
 from fedsim.cli.sweep import _joint_cost
 from fedsim.cohorts import FixedCohort, PoissonCohort
-from fedsim.config.plan import split_settings
+from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import split_settings
+from fedsim.config.release_keys import split_settings
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import end_on_signal

@@ -1,0 +1,83 @@
+"""What single keys of a config decide: releases, whose examples are whose, which code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fedsim import registry
+from fedsim.config.run_config import RunConfig
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
+from fedsim.config.values import Scalar
+from fedsim.errors import FedsimError
+from fedsim.privacy.digest import digest_of
+from fedsim.settings import settings_of
+
+
+def release_digest(config: RunConfig) -> str:
+    """Digest of a config whose noise multipliers and entropy are resolved.
+
+    Two configs of one digest release the same, and draw the same noise for it. Where the
+    examples are stored and what they are, and the code of the user's own classes, are outside.
+
+    Raises
+    ------
+    FedsimError
+        If something is not resolved, as `fedsim.runs.resolve` does it.
+    """
+    for key, value, wanted in (
+        ("noise.target-epsilon", config.noise.target_epsilon, None),
+        ("client.noise.target-epsilon", config.client.noise.target_epsilon, None),
+        ("noise.entropy", config.noise.entropy or None, config.noise.entropy or "resolved"),
+    ):
+        if value != wanted:
+            raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
+    outside, flat = keys_outside_release(), config.to_run_config()
+    if config.adapter.name == "none":  # as before there were any: such runs keep their noise
+        flat = {key: value for key, value in flat.items() if not key.startswith("adapter.")}
+    return digest_of({key: value for key, value in flat.items() if key not in outside})
+
+
+def keys_outside_release() -> frozenset[str]:
+    """The dotted keys that no release depends on, which a resumed run may therefore change."""
+    return frozenset(_outside_release(RunConfig))
+
+
+def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator[str]:
+    """Dotted keys below a table whose declaration, or whose table's, is marked so."""
+    for setting in settings_of(table):
+        outside = marked or OUTSIDE_RELEASE in setting.metadata
+        if is_table(setting):
+            yield from _outside_release(setting.type, outside)
+        elif outside:
+            yield table.key(setting.key)
+
+
+def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
+    """What decides which example is whose, by dotted keys.
+
+    Releases of two runs are about the same clients, and add up, only where it is the same. In a
+    deployment there is no partition: examples are the nodes' own.
+    """
+    if config.engine.name == "deployment":
+        return ()
+    seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
+    return tuple(
+        (key, value)
+        for key, value in config.to_run_config().items()
+        if key in seed or key.startswith(("data.", "partition."))
+    )
+
+
+def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
+    named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
+    for table in all_tables(config):
+        if isinstance(table, Choice):
+            named.append((table.key(table.selector), table.kind, table.chosen))
+    modules = []
+    for key, kind, name in named:
+        if ":" in name:
+            modules.append((key, name, name.partition(":")[0].strip()))
+        elif name in registry.plugins(kind):
+            modules.append((key, name, registry.plugins(kind)[name].module))
+    return modules
