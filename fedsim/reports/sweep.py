@@ -19,9 +19,10 @@ from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending
 from fedsim.runs.metrics import MetricsFile, display_name
-from fedsim.runs.sweep.search import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
+from fedsim.runs.sweep.search import LAST_EVALUATIONS, Spread, numbers_in, validated
 
 _FINISHED = Ending("finished")
 
@@ -135,7 +136,7 @@ def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
     for setting in settings:
         judged = setting.spread("validation")
         if judged is not None and len(setting.ended) == len(setting.lines):
-            score = judged.mean * (1 if setting.lines[0].measure.higher_is_better else -1)
+            score = setting.lines[0].measure.score(judged.mean)
             best = (score, setting) if math.inf > score > best[0] else best
     return best[1]
 

@@ -180,22 +180,22 @@ _CENTRAL = "validation-"
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Says which of two values of a metric is better.
+class Measure:
+    """What rounds or runs are compared by.
 
     Attributes
     ----------
-    metric : str
-        A column of metrics.csv.
+    name : str
+        Of a metric, or of a column of metrics.csv.
     higher_is_better : bool
     """
 
-    metric: str
+    name: str
     higher_is_better: bool
 
     @classmethod
-    def of(cls, resolved: Resolved, key: str, metric: str) -> Judge:
-        """By a metric that the config names under ``key``.
+    def of_column(cls, resolved: Resolved, key: str, column: str) -> Measure:
+        """By a column that the config names under ``key``.
 
         Raises
         ------
@@ -215,23 +215,27 @@ class Judge:
         known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
         if (released := private_metrics(config)) is not None:
             known |= {f"clients-{one.name}": evaluated[one.name] for one in released.ranges}
-        if metric not in known:
+        if column not in known:
             allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
             of_clients = (
                 private
                 * " (of clients' data it must have noise, evaluate.private, in a private run)"
             )
             test = "; nothing is chosen by test examples, data.validation holds out others"
-            test *= metric.startswith("test-")
-            raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{of_clients}{test}.")
-        return cls(metric, known[metric])
+            test *= column.startswith("test-")
+            raise FedsimError(f"{key} = '{column}'; it must be {allowed}{of_clients}{test}.")
+        return cls(column, known[column])
+
+    def score(self, value: float) -> float:
+        """A value so that higher is better, and back."""
+        return value if self.higher_is_better else -value
 
     def improves(self, row: Mapping[str, float | int], best: float | None) -> bool:
-        """Whether a row has the metric, better than the best so far."""
-        value = row.get(self.metric)
+        """Whether a row has the column, better than the best so far."""
+        value = row.get(self.name)
         if value is None or math.isnan(value):
             return False
-        return best is None or (value > best if self.higher_is_better else value < best)
+        return best is None or self.score(value) > self.score(best)
 
 
 class EarlyStopping(Callback):
@@ -239,13 +243,13 @@ class EarlyStopping(Callback):
 
     Parameters
     ----------
-    judge : Judge
+    measure : Measure
     patience : int
         Rounds; one without the metric is not judged.
     """
 
-    def __init__(self, judge: Judge, patience: int) -> None:
-        self._judge = judge
+    def __init__(self, measure: Measure, patience: int) -> None:
+        self._measure = measure
         self._patience = patience
         self._best: float | None = None
         self._round = 0
@@ -257,17 +261,17 @@ class EarlyStopping(Callback):
     def on_round(self, status: RunStatus) -> str | None:
         """Judge the round; a sentence if the run should stop."""
         metrics = status.metrics
-        if self._judge.metric not in metrics:
+        if self._measure.name not in metrics:
             return None
-        if self._judge.improves(metrics, self._best):
-            self._best, self._round = float(metrics[self._judge.metric]), status.round
+        if self._measure.improves(metrics, self._best):
+            self._best, self._round = float(metrics[self._measure.name]), status.round
         return self._verdict(status)
 
     def _verdict(self, status: RunStatus) -> str | None:
         if self._best is None or status.round - self._round < self._patience:
             return None
         return (
-            f"{self._judge.metric} has not been better than {self._best:.4g} in the "
+            f"{self._measure.name} has not been better than {self._best:.4g} in the "
             f"{status.round - self._round} rounds since round {self._round}"
         )
 

@@ -38,7 +38,7 @@ from fedsim.config import Scalar
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
 from fedsim.rows.block import KEEP_SINCE
-from fedsim.runs.callbacks import Judge
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
@@ -288,9 +288,9 @@ class Checkpointing:
         self._checkpoints = Checkpoints(directory.checkpoint)
         self._metrics = directory.metrics_file
         self._best: float | None = None
-        self._judge: Judge | None = None
+        self._measure: Measure | None = None
         if self._settings.best:
-            self._judge = Judge.of(resolved, "checkpoint.best", self._settings.best)
+            self._measure = Measure.of_column(resolved, "checkpoint.best", self._settings.best)
             best = self._checkpoints.best()
             self._best = None if best is None else best.row.get(self._settings.best)
         self._saved = done
@@ -315,8 +315,8 @@ class Checkpointing:
         number = int(row["round"])
         tasks: list[Callable[[], None]] = []
         if self._settings.every and number:
-            if self._judge is not None and self._judge.improves(row, self._best):
-                self._best = row[self._judge.metric]
+            if self._measure is not None and self._measure.improves(row, self._best):
+                self._best = row[self._measure.name]
                 # No run resumes from it, so it need not hold the noise's secret.
                 best = replace(self._state(), strategy={})
                 tasks.append(self._checkpoints.writing(best, "best"))

@@ -17,7 +17,7 @@ from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import private_key
-from fedsim.runs.callbacks import Judge
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
@@ -61,7 +61,7 @@ def check(resolved: Resolved) -> None:
         ("stop.metric", resolved.config.stop.metric),
     ):
         if metric:
-            Judge.of(resolved, key, metric)
+            Measure.of_column(resolved, key, metric)
     loggers(resolved.config.log.to)
     _check_clients_budget(resolved)
     key = resolved.config.noise.ledger_key

@@ -20,7 +20,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import QUANTILES
 from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
-from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Judge, RunStatus
+from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.factories import private_metrics
@@ -313,8 +313,8 @@ def _of_config(resolved: Resolved) -> dict[str, Callback]:
     stop = resolved.config.stop
     chosen: dict[str, Callback] = {}
     if stop.metric:
-        judge = Judge.of(resolved, "stop.metric", stop.metric)
-        chosen["stop"] = EarlyStopping(judge, stop.patience)
+        measure = Measure.of_column(resolved, "stop.metric", stop.metric)
+        chosen["stop"] = EarlyStopping(measure, stop.patience)
     return chosen | loggers(resolved.config.log.to)
 
 

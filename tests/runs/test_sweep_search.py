@@ -16,9 +16,9 @@ from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, seeds_csv
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending, RunDirectory
 from fedsim.runs.sweep import Halving, Span, grid_runs, parse_axes, random_runs, run_sweep
-from fedsim.runs.sweep.search import Measure
 from fedsim.tasks.class_metrics import Accuracy
 
 BASE = RunConfig().replace(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
-from fedsim.runs.callbacks import Judge
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.sweep.search import Measure, Spread, SweepRun, measure_of, validated
+from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, validated
 
 MOST_OUTCOMES = 10**100
 """With more, the share of delta would underflow."""
@@ -83,7 +83,7 @@ class Halving:
                     f"to {self.first}, the rounds to the first rung, where runs are compared."
                 )
             measure = f"validation-{measure_of(config).name}"
-            Judge.of(resolve_run(run), "--halving by", measure)
+            Measure.of_column(resolve_run(run), "--halving by", measure)
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
         """In how many ways the settings that continue at each rung may be chosen."""
@@ -139,18 +139,17 @@ def _setting(run: SweepRun) -> Setting:
 def _score_text(score: float, measure: Measure) -> str:
     if not math.isfinite(score):
         return f"no validation-{measure.name} of all its seeds"
-    value = score if measure.higher_is_better else -score
-    return f"validation-{measure.name} {value:.4g}"
+    return f"validation-{measure.name} {measure.score(score):.4g}"
 
 
 def _score(seeds: Sequence[tuple[SweepRun, Sequence[Row] | None]]) -> float:
     """The mean over a setting's seeds, larger where it is better; a run that failed ranks last."""
     scores = []
     for run, rows in seeds:
-        measure: Measure = measure_of(run.config)
+        measure = measure_of(run.config)
         value = None if rows is None else validated(rows, measure)
         if value is None or not math.isfinite(value):
             return -math.inf
-        scores.append(value if measure.higher_is_better else -value)
+        scores.append(measure.score(value))
     spread = Spread.of(scores)
     return -math.inf if spread is None else spread.mean

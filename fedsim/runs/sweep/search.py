@@ -17,6 +17,7 @@ from fedsim.config.values import read_options, read_value, split_top_level
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
+from fedsim.runs.callbacks import Measure
 
 LONGEST_LABEL = 150
 
@@ -212,21 +213,6 @@ def _span(over: str, text: str) -> Span | None:
 
 LAST_EVALUATIONS = 5
 """How many evaluations a figure of a sweep is the mean of."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What runs are compared by.
-
-    Attributes
-    ----------
-    name : str
-        Of a metric, or "loss"; its columns are ``test-name`` and ``validation-name``.
-    higher_is_better : bool
-    """
-
-    name: str
-    higher_is_better: bool
 
 
 @dataclass(frozen=True)

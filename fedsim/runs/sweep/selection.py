@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.selection import Selection
-from fedsim.runs.callbacks import Judge
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.data_split import resolve_data
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import release_plan
@@ -94,7 +94,7 @@ class RandomStopping:
                     "choose another --out."
                 )
         first = members[0].config
-        judge = Judge.of(
+        measure = Measure.of_column(
             resolve(first, data=resolve_data(first)),
             "--select",
             f"validation-{measure_of(first).name}",
@@ -103,7 +103,7 @@ class RandomStopping:
         drawn = generator.integers(len(members), size=self.selection.draw(generator))
         hidden.mkdir(parents=True, mode=0o700)
         try:
-            best = self._best([members[index] for index in drawn.tolist()], hidden, judge)
+            best = self._best([members[index] for index in drawn.tolist()], hidden, measure)
             if best is not None:
                 best.rename(selected)
         finally:
@@ -111,7 +111,7 @@ class RandomStopping:
             shutil.rmtree(hidden)
         return None if best is None else selected
 
-    def _best(self, drawn: Sequence[SweepRun], hidden: Path, judge: Judge) -> Path | None:
+    def _best(self, drawn: Sequence[SweepRun], hidden: Path, measure: Measure) -> Path | None:
         runs = [
             SweepRun({**run.point, "draw": number}, run.config)
             for number, run in enumerate(drawn, start=1)
@@ -122,6 +122,6 @@ class RandomStopping:
             rows = RunDirectory(hidden / run.label).metrics_file.rows()
             if outcomes[run.label].ended == "failed" or not rows:
                 continue
-            if judge.improves(rows[-1], reached):
-                best, reached = hidden / run.label, rows[-1][judge.metric]
+            if measure.improves(rows[-1], reached):
+                best, reached = hidden / run.label, rows[-1][measure.name]
         return best
