@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +43,7 @@ SEEDS_TRIED = 300
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence(ABC):
+class Evidence:
     """Runs of one target.
 
     Two runs of different seeds show their noise and cohorts, and some of a smaller model more
@@ -76,15 +75,9 @@ class Evidence(ABC):
             yield lambda: self.grid, catalogue.ROUNDING
             yield lambda: self.grid and self.grid.on_grid, catalogue.LOW_BITS
         yield lambda: self.system_noise, catalogue.SYSTEM_NOISE
-        yield from catalogue.of_draws(lambda: self.sampled)
         yield lambda: self.added, catalogue.bound(f"what each {row} adds")
         yield lambda: self.several, catalogue.bound(f"what several {row}s add")
         yield lambda: self.failing, catalogue.FAILURES
-
-    @property
-    @abstractmethod
-    def sampled(self) -> Sampled | None:
-        """Who was in, where that is known."""
 
     @cached_property
     def runs(self) -> list[Observation]:
@@ -282,6 +275,7 @@ class ClientEvidence(Evidence):
         yield lambda: ([*self.runs, *self.moving], self.target.plan), catalogue.LINES
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
         if self.present:
+            yield from catalogue.of_draws(lambda: self.sampled)
             yield lambda: self.resumed, catalogue.RESUME
             yield lambda: self.declared_law, catalogue.DECLARED_LAW
             # Two runs of one seed, whose clients send other rows.
