@@ -53,8 +53,9 @@ _log = logging.getLogger(__name__)
 PathName = Literal["auto", "plain", "func", "layered"]
 KernelName = Literal["auto", "eager", "compiled"]
 
-# What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
-CPU_BYTES = 8 * 2**20
+# What a block's rows may take. On a CPU more clients share each operation's dispatch, which gains
+# more than rows lose that leave the cache; on a GPU it is a corner of the memory.
+CPU_BYTES = 2**25
 CUDA_BYTES = 2**31
 SMALL_BYTES = 2**18
 MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
