@@ -28,6 +28,7 @@ from fedsim.cli.privacy_question import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
 from fedsim.privacy.claims import Stopping, group_cost
+from fedsim.privacy.entry import History
 from fedsim.privacy.events import simple_laws
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
@@ -342,15 +343,13 @@ def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
         table.add_column(name, justify="right")
     entries = ledger.charged
     every = max(1, math.ceil(len(entries) / 10))
-    accountant, last = Accountant(), ledger.history.last_event
+    history = History()
     for number, entry in enumerate(entries, start=1):
-        accountant.add(entry.event)
-        last = entry.event if entry.of_round else last
+        history.charge(entry)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
-            end = stopping.after(entry.round or 0)
-            epsilon = end.epsilon(accountant, last, delta)
-            table.add_row(f"{accountant.releases:,}", label, _number(epsilon))
+            epsilon = stopping.after(entry.round or 0).epsilon(history, delta)
+            table.add_row(f"{history.accountant.releases:,}", label, _number(epsilon))
     return table
 
 

@@ -191,9 +191,7 @@ class Accounting:
 
     def cost(self, rounds_done: int) -> Cost:
         """What may be claimed after so many rounds."""
-        stopping = self.stopping.after(rounds_done)
-        spent = self.ledger.history
-        return stopping.cost(spent.accountant, spent.last_event, self.delta)
+        return self.stopping.after(rounds_done).cost(self.ledger.history, self.delta)
 
     def spent(self, rounds_done: int) -> str:
         """The cost so far as a progress line has it."""

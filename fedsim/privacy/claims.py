@@ -84,9 +84,9 @@ class Stopping:
         """The same after so many of the planned rounds."""
         return replace(self, left=max(self.left - made, 0), made=self.made + made)
 
-    def planned(self, spent: Accountant, event: Event | None) -> Accountant:
-        """The accountant of all planned rounds; parameters as for `epsilon`."""
-        planned = spent.copy()
+    def planned(self, history: History) -> Accountant:
+        """The accountant of all planned rounds, of which a history has those that were made."""
+        planned, event = history.accountant.copy(), history.last_event
         if self.left and event is not None:
             planned.add(event.further(self.left, self.made))
             if further := self._evaluations_left:
@@ -101,43 +101,35 @@ class Stopping:
         every = self.evaluation_every
         return (self.made + self.left) // every - self.made // every
 
-    def epsilon(self, spent: Accountant, event: Event | None, delta: float) -> float:
-        """Epsilon that may be claimed after any round.
+    def epsilon(self, history: History, delta: float) -> float:
+        """Epsilon that may be claimed of a history, after any round.
 
         Where it was declared that releases may end the run, that is `shared_cost`. Where they have
         ended it and it was not declared, all planned rounds count: what is released of them is a
         post-processing. A budget makes the plan shorter: its check looks at events alone, which
         are the same in every round and known before the first, so the round in which it ends a
         run is fixed in advance, and the rounds until then cost no more than the budget.
-
-        Parameters
-        ----------
-        spent : Accountant
-            What was released.
-        event : Event or None
-            What one more round costs; None where nothing was released.
-        delta : float
         """
-        figures = self._figures(spent, event, delta)
-        return self._within_budget(spent, delta, min(a.epsilon(at) for a, at in figures))
+        figures = self._figures(history, delta)
+        return self._within_budget(history, delta, min(a.epsilon(at) for a, at in figures))
 
-    def cost(self, spent: Accountant, event: Event | None, delta: float) -> Cost:
+    def cost(self, history: History, delta: float) -> Cost:
         """The same, with how it was found."""
-        cost = _cost(self._figures(spent, event, delta), delta)
-        epsilon = self._within_budget(spent, delta, cost.epsilon)
-        return replace(cost, epsilon=epsilon, releases=spent.releases)
+        cost = _cost(self._figures(history, delta), delta)
+        epsilon = self._within_budget(history, delta, cost.epsilon)
+        return replace(cost, epsilon=epsilon, releases=history.accountant.releases)
 
-    def _figures(self, spent: Accountant, event: Event | None, delta: float) -> Figures:
-        planned = self.planned(spent, event)
+    def _figures(self, history: History, delta: float) -> Figures:
+        planned = self.planned(history)
         if self.times and self.left:
-            return _shared(spent, planned, delta, self.times)
+            return _shared(history.accountant, planned, delta, self.times)
         return [(planned, self.planned_delta(delta))]
 
-    def _within_budget(self, spent: Accountant, delta: float, epsilon: float) -> float:
+    def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
         if not self.left or self.max_epsilon is None:
             return epsilon
         # A budget that is exceeded already did not hold for what has been released.
-        holds = spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
+        holds = history.accountant.epsilon(self.planned_delta(delta)) <= self.max_epsilon
         return min(epsilon, self.max_epsilon) if holds else epsilon
 
 
@@ -189,10 +181,7 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
     }
     candidates = [distinct[single[event]] for event in _pareto_front(single)]
     candidates += [history for counts, history in distinct.items() if len(counts) != 1]
-    return max(
-        candidates,
-        key=lambda history: stopping.epsilon(history.accountant, history.last_event, delta),
-    )
+    return max(candidates, key=lambda history: stopping.epsilon(history, delta))
 
 
 def _pareto_front(events: Iterable[Event]) -> list[Event]:

@@ -142,8 +142,7 @@ class ClientLedgers:
         if not spent:
             return 0.0
         stopping = replace(stopping, max_epsilon=None)  # the server's
-        worst = costliest(spent, self.delta, stopping)
-        return stopping.epsilon(worst.accountant, worst.last_event, self.delta)
+        return stopping.epsilon(costliest(spent, self.delta, stopping), self.delta)
 
     def worst(self) -> Ledger:
         """The ledger of the client that has spent most; at least one must have released."""

@@ -206,8 +206,7 @@ class History:
         self.counts: Counter[Event] = Counter()
         self._recorded: dict[Place, list[Entry]] = defaultdict(list)
         for entry in before:
-            self.accountant.add(entry.event)
-            self._charge(entry)
+            self.charge(entry)
         self.before = tuple(self.charged)
 
     @property
@@ -275,8 +274,13 @@ class History:
         self.entries.append(entry)
         if entry.place is not None:
             self._recorded[entry.place].append(entry)
-        self._charge(entry)
+        self._count(entry)
 
-    def _charge(self, entry: Entry) -> None:
+    def charge(self, entry: Entry) -> None:
+        """Count one more entry, whatever stands before it."""
+        self.accountant.add(entry.event)
+        self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
         self.charged.append(entry)
         self.counts[entry.event.once] += entry.event.count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.accountant import Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.claims import FIXED, Extrapolation, GroupCost, Stopping, costliest, group_cost
 from fedsim.privacy.entry import Entry, History
@@ -128,20 +128,19 @@ class Statement:
             advance.
         """
         worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
-        spent, last = worst.accountant, worst.last_event
-        this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
+        this_run = History(worst.of_this_run) if worst.before else None
         single = ledgers[0] if len(ledgers) == 1 and place is None else None
         if single is not None and single.path is not None:
             place = str(single.path)
         return cls(
-            cost=stopping.cost(spent, last, delta),
+            cost=stopping.cost(worst, delta),
             level=ledgers[0].level,
             charged=tuple(worst.charged),
-            tradeoff=tradeoff(stopping.planned(spent, last)),
+            tradeoff=tradeoff(stopping.planned(worst)),
             ledgers=len(ledgers),
             rows=min(filter(None, (_rows(ledger.history) for ledger in ledgers)), default=None),
             before=sum(entry.event.count for entry in worst.before),
-            this_run=None if this_run is None else stopping.cost(this_run, last, delta),
+            this_run=None if this_run is None else stopping.cost(this_run, delta),
             ledger=place,
             head=single.head if single is not None and single.heads else "",
             lines=len(single.heads) if single is not None else 0,
@@ -152,8 +151,7 @@ class Statement:
         """With what the same releases cost an owner of up to ``size`` rows; 1 adds nothing."""
         if size == 1:
             return self
-        spent = History(self.charged)
-        planned = self.stopping.planned(spent.accountant, spent.last_event)
+        planned = self.stopping.planned(History(self.charged))
         # A user's own sampler may draw rows of one owner together.
         return replace(self, group=group_cost(planned, size, self.delta, chained=self.declared))
 

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.entry import History
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signature, file_digest
 
@@ -235,19 +235,17 @@ def _spent_by_round(
     Of a run that releases may end only the last: earlier rows may be from before its number of
     rounds was raised, on which their epsilons depend.
     """
-    spent = Accountant(entry.event for entry in ledger.history.before)
+    spent = History(ledger.history.before)
     entries = ledger.history.of_this_run
     last = {entry.round: index for index, entry in enumerate(entries) if entry.round is not None}
     rounds = sorted(last)
     computed = set(rounds[-1:])
     if not stopping.times:
         computed |= set(rounds[:: max(1, len(rounds) // _COMPUTED)])
-    made = ledger.history.last_event
     for index, entry in enumerate(entries):
-        spent.add(entry.event)
-        made = entry.event if entry.of_round else made
+        spent.charge(entry)
         if entry.round in computed and last[entry.round] == index:
-            yield entry.round, stopping.after(entry.round).epsilon(spent, made, delta)
+            yield entry.round, stopping.after(entry.round).epsilon(spent, delta)
 
 
 def _client_ledgers(

@@ -275,7 +275,7 @@ class Session:
         resolved, end = self.resolved, self._stopping.after(server_round)
         if self.strategy.private:
             spent = self.strategy.ledger.as_of(server_round, resolved.release)
-            row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
+            row["epsilon"] = end.epsilon(spent, self.strategy.delta)
             if (plan := self.strategy.plan).charged_ahead:
                 row["epsilon-so-far"] = plan.epsilon(self.strategy.delta, after=server_round)
         if resolved.client_ledgers is not None:

@@ -21,7 +21,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.mechanisms.bounded_values import ValueRange
-from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy import Accountant, Entry, Event, Ledger
+from fedsim.privacy.entry import History
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.rows.block import Block
 from fedsim.strategies import DPFedAvg, PrivateMetrics
@@ -209,13 +210,16 @@ def test_a_target_is_of_rounds_and_evaluations_together() -> None:
 def test_a_stop_counts_the_evaluations_that_were_planned() -> None:
     config = CONFIG.replace(**{"stop.metric": "clients-accuracy", "stop.patience": 2})
     end = stopping(config.to_run_config())
-    spent, event = Accountant(), Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.5))
+    event = Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.5))
+    made = [Entry(event=event)] * 7
     assert end.evaluation is not None
     expected = Accountant([event.times(12), end.evaluation.times(2)])
-    assert end.planned(spent, event).epsilon(1e-6) == pytest.approx(expected.epsilon(1e-6))
-    # After seven rounds one evaluation is left.
-    expected = Accountant([event.times(5), end.evaluation.times(1)])
-    left = end.after(7).planned(spent, event)
+    assert end.after(1).planned(History(made[:1])).epsilon(1e-6) == pytest.approx(
+        expected.epsilon(1e-6)
+    )
+    # After seven rounds, here without the one that was made in them, one evaluation is left.
+    expected = Accountant([event.times(12), end.evaluation.times(1)])
+    left = end.after(7).planned(History(made))
     assert left.epsilon(1e-6) == pytest.approx(expected.epsilon(1e-6))
 
 

@@ -15,6 +15,7 @@ from fedsim.privacy import Entry, Ledger, epsilon
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import rounds_within
 from fedsim.privacy.claims import Stopping
+from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import Full, Participation, Poisson
 from fedsim.privacy.laws.correlated import CorrelatedLaw
@@ -92,13 +93,13 @@ def test_a_plan_is_one_gaussian_charged_with_its_first_round() -> None:
 
 def test_what_may_still_be_released_of_a_plan_costs_nothing_more() -> None:
     plan = plan_of(Cyclic(5, population=100), LambdaCGD(2.0), 20)
-    spent = Accountant(plan.charge(number) for number in range(1, 8))
+    spent = History(Entry(event=plan.charge(number)) for number in range(1, 8))
     stopping = Stopping(left=20).after(7)
-    assert stopping.epsilon(spent, plan.charge(7), 1e-5) == pytest.approx(plan.epsilon(1e-5))
+    assert stopping.epsilon(spent, 1e-5) == pytest.approx(plan.epsilon(1e-5))
     groups = plan_of(Cyclic(5, population=100), Independent(2.0), 20)
-    spent = Accountant(groups.charge(number) for number in range(1, 8))
-    assert spent.releases == 2
-    planned = stopping.planned(spent, groups.charge(7))
+    spent = History(Entry(event=groups.charge(number)) for number in range(1, 8))
+    assert spent.accountant.releases == 2
+    planned = stopping.planned(spent)
     assert planned.releases == 4
     assert planned.epsilon(1e-5) == pytest.approx(groups.epsilon(1e-5))
 

@@ -4,15 +4,20 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedsim.privacy import Accountant, Event
+from fedsim.privacy import Accountant, Entry, Event
 from fedsim.privacy.claims import Stopping, shared_cost
+from fedsim.privacy.entry import History
 from fedsim.privacy.laws import PoissonLaw
 
 DELTA = 1e-5
 
 
-def gaussians(rounds: int, z: float) -> Accountant:
-    return Accountant([Event(noise_multiplier=z, count=rounds)])
+def history(*events: Event) -> History:
+    return History(Entry(event=event) for event in events)
+
+
+def gaussians(rounds: int, z: float) -> History:
+    return history(Event(noise_multiplier=z, count=rounds))
 
 
 def true_delta(z: float, first: int, rounds: int, claims: tuple[float, float]) -> float:
@@ -35,17 +40,17 @@ def true_delta(z: float, first: int, rounds: int, claims: tuple[float, float]) -
 
 @pytest.mark.parametrize(("z", "rounds"), [(5.0, 20), (10.0, 50), (20.0, 100)])
 def test_the_lesser_of_two_figures_holds_at_delta_only_where_they_share_it(z, rounds):
-    event = Event(noise_multiplier=z)
     old, new = [], []
     for first in (1, rounds // 4, rounds // 2, rounds - 1):
-        spent, planned = gaussians(first, z), gaussians(rounds, z)
+        spent, planned = gaussians(first, z).accountant, gaussians(rounds, z).accountant
         # As if each were the only figure: the lesser of two that hold at delta.
         each = min(spent.epsilon(DELTA / 2), planned.epsilon(DELTA))
         old.append(true_delta(z, first, rounds, (each, planned.epsilon(DELTA))))
         stopping = Stopping(times=2, left=rounds - first)
-        stopped = stopping.epsilon(spent, event, DELTA)
+        rounds_made = [Event(noise_multiplier=z)] * first
+        stopped = stopping.epsilon(history(*rounds_made), DELTA)
         assert stopped == shared_cost(spent, planned, DELTA, 2).epsilon
-        finished = stopping.after(rounds - first).epsilon(planned, event, DELTA)
+        finished = stopping.after(rounds - first).epsilon(gaussians(rounds, z), DELTA)
         assert finished == planned.epsilon(DELTA / 2)
         new.append(true_delta(z, first, rounds, (stopped, finished)))
     assert max(old) > 1.4 * DELTA
@@ -57,27 +62,27 @@ def test_the_lesser_of_two_figures_holds_at_delta_only_where_they_share_it(z, ro
 
 def test_an_end_that_was_not_declared_costs_all_planned_rounds():
     event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
-    spent = Accountant([event.times(4)])
+    spent = history(*[event] * 4)
     planned = Accountant([event.times(30)])
-    cost = Stopping(left=26).cost(spent, event, DELTA)
+    cost = Stopping(left=26).cost(spent, DELTA)
     assert cost.epsilon == planned.epsilon(DELTA)
     assert (cost.delta, cost.releases) == (DELTA, 4)
-    assert Stopping().epsilon(spent, event, DELTA) == spent.epsilon(DELTA)
+    assert Stopping().epsilon(spent, DELTA) == spent.accountant.epsilon(DELTA)
 
 
 def test_a_budget_bounds_the_plan_only_where_it_was_one():
     event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
-    spent = Accountant([event.times(4)])
-    budget = 1.01 * spent.epsilon(DELTA / 2)
+    spent = history(*[event] * 4)
+    budget = 1.01 * spent.accountant.epsilon(DELTA / 2)
     within = Stopping(times=50, left=46, max_epsilon=budget)
-    assert within.epsilon(spent, event, DELTA) == budget
+    assert within.epsilon(spent, DELTA) == budget
     # What has been released already was not stopped by it.
     exceeded = Stopping(times=50, left=46, max_epsilon=0.5 * budget)
     free = Stopping(times=50, left=46)
-    assert exceeded.epsilon(spent, event, DELTA) == free.epsilon(spent, event, DELTA)
+    assert exceeded.epsilon(spent, DELTA) == free.epsilon(spent, DELTA)
 
 
 def test_a_run_without_a_guarantee_has_none_however_it_ends():
     event = Event(noise_multiplier=0.0, guarantee=False)
-    assert Stopping(times=9, left=8).epsilon(Accountant([event]), event, DELTA) == np.inf
-    assert Stopping(times=9, left=9).epsilon(Accountant(), None, DELTA) == 0
+    assert Stopping(times=9, left=8).epsilon(history(event), DELTA) == np.inf
+    assert Stopping(times=9, left=9).epsilon(History(), DELTA) == 0
