@@ -49,7 +49,7 @@ def keyed(
     return Randomness(seed, release or digest_of(settings))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Accounting:
     """Writes each release down before it is made, and knows when the budget is spent.
 
@@ -215,8 +215,8 @@ class Accounting:
         kept = {} if self.ledger.path is not None else self.ledger.state_dict()
         return {"head": self.ledger.head, **kept}
 
-    def restored(self, state: Mapping[str, Any]) -> Accounting:
-        """The same, resuming what `state` gave.
+    def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
+        """Resume what `state` gave, with the plan as it is now.
 
         Raises
         ------
@@ -231,8 +231,8 @@ class Accounting:
                 "state counts; it must be the ledger of the run whose state= this is."
             )
         # The first line is the header, which is no entry.
-        heads = self.ledger.heads
-        return replace(self, known=heads.index(state["head"]) if state["head"] in heads else 0)
+        heads, self.plan = self.ledger.heads, plan
+        self.known = heads.index(state["head"]) if state["head"] in heads else 0
 
 
 ClientBudget = Callable[[Tensor, Ids, int], str | None]

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -195,9 +195,11 @@ class MetricsSum(Protocol):
         """What is shown of them, if anything."""
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Which clients evaluate, how often, and how their messages are read.
+@dataclass(kw_only=True)
+class ClientEvaluation(ABC):
+    """Has clients evaluate the model on their examples every so many rounds.
+
+    A subclass says which clients, and what aggregates their metrics.
 
     Parameters
     ----------
@@ -209,6 +211,7 @@ class EvaluationSettings:
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
         Which of the chosen clients can be reached.
     keys : RecordKeys
+        How their messages are read.
     """
 
     participants: Participants
@@ -216,21 +219,7 @@ class EvaluationSettings:
     every: int
     reachable: Replying | None
     keys: RecordKeys
-
-    def due(self, server_round: int) -> bool:
-        """Whether clients evaluate in this round."""
-        return self.fraction > 0 and server_round % self.every == 0
-
-
-class ClientEvaluation(ABC):
-    """Has clients evaluate the model on their examples every so many rounds.
-
-    A subclass says which clients, and what aggregates their metrics.
-    """
-
-    def __init__(self, settings: EvaluationSettings) -> None:
-        self.settings = settings
-        self._recipients: Recipients | None = None
+    _recipients: Recipients | None = field(default=None, init=False, repr=False)
 
     @abstractmethod
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
@@ -245,9 +234,13 @@ class ClientEvaluation(ABC):
         """Of its releases; None where metrics are shown without noise, and nothing is charged."""
         return None
 
+    def due(self, server_round: int) -> bool:
+        """Whether clients evaluate in this round."""
+        return self.fraction > 0 and server_round % self.every == 0
+
     def stops(self, server_round: int) -> str | None:
         """Why this round's evaluation may not be made, if so: a budget does not allow it."""
-        if self.accounting is None or not self.settings.due(server_round):
+        if self.accounting is None or not self.due(server_round):
             return None
         return self.accounting.stops(server_round)
 
@@ -256,7 +249,7 @@ class ClientEvaluation(ABC):
     ) -> Iterable[Message]:
         """Messages for this round's evaluators; none in rounds without an evaluation."""
         self._recipients = None
-        if not self.settings.due(server_round):
+        if not self.due(server_round):
             return []
         self._recipients = recipients = self.evaluators(server_round, grid)
         server = tensors(arrays)
@@ -268,7 +261,7 @@ class ClientEvaluation(ABC):
             client_ids=recipients.client_ids,
             node_ids=recipients.node_ids,
             config=ConfigRecord({**config, "server-round": server_round}),
-            keys=self.settings.keys,
+            keys=self.keys,
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -280,7 +273,7 @@ class ClientEvaluation(ABC):
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            expected = ExpectedReply(None, None, self.settings.keys)
+            expected = ExpectedReply(None, None, self.keys)
             sent = read(replies, recipients.client_of, expected, tally)
         metrics = self.metrics_sum(server_round)
         for reply in sent:
@@ -288,29 +281,25 @@ class ClientEvaluation(ABC):
         return metrics.record()
 
 
+@dataclass(kw_only=True)
 class OpenEvaluation(ClientEvaluation):
     """Shows means over a keyed sample of the clients, without noise.
 
     Parameters
     ----------
-    settings : EvaluationSettings
-    aggregate : callable, optional
+    aggregator : callable, optional
         As for `MetricMeans`.
     quantiles : bool
         Whether quantiles over clients stand beside the means.
     """
 
-    def __init__(
-        self, settings: EvaluationSettings, aggregate: MetricsAggregator | None, *, quantiles: bool
-    ) -> None:
-        super().__init__(settings)
-        self._new = partial(MetricMeans, settings.keys.weighted_by, aggregate, quantiles=quantiles)
+    aggregator: MetricsAggregator | None
+    quantiles: bool
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """A fixed share of the available clients."""
-        fraction, reachable = self.settings.fraction, self.settings.reachable
-        return self.settings.participants.evaluators(server_round, grid, fraction, reachable)
+        return self.participants.evaluators(server_round, grid, self.fraction, self.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricMeans:
         """Weighted means."""
-        return self._new()
+        return MetricMeans(self.keys.weighted_by, self.aggregator, quantiles=self.quantiles)

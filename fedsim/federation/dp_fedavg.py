@@ -30,14 +30,14 @@ from fedsim.federation.aggregation.server_sum import (
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
 from fedsim.federation.client_metrics import (
-    EvaluationSettings,
     MetricsAggregator,
+    OpenEvaluation,
     TrainMetrics,
 )
 from fedsim.federation.extras import NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Participants, Replying
-from fedsim.federation.private_metrics import PrivateMetrics, evaluation_of
+from fedsim.federation.private_metrics import PrivateEvaluation, PrivateMetrics
 from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.replies import RecordKeys
 from fedsim.federation.round_report import Failures
@@ -235,7 +235,6 @@ evaluate_metrics_aggr_fn
         fraction = allowed_fraction(
             fraction_evaluate, self.shows_clients or private_metrics is not None
         )
-        counts = declared_counts(example_counts, plan.sampler)
         refuse_open_shares(secure, placement, unprotected_metrics)
         summed, self.aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
@@ -273,16 +272,22 @@ evaluate_metrics_aggr_fn
         )
         self._failures = Failures(None if self.protects else max_failed_rounds)
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
-        self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
+        self._aggregation_settings = AggregationSettings(
+            summed, self.randomness, keys, declared_counts(example_counts, plan.sampler)
+        )
         self.participants = Participants(
             plan, self.randomness, min_available_nodes, node_timeout, private=self.protects
         )
-        self.evaluation = evaluation_of(
-            EvaluationSettings(self.participants, fraction, evaluate_every, reachable, keys),
-            private_metrics,
-            lambda: self._accounting,
-            evaluate_metrics_aggr_fn,
-            evaluate_quantiles,
+        evaluators: dict[str, Any] = {
+            "participants": self.participants, "fraction": fraction, "every": evaluate_every,
+            "reachable": reachable, "keys": keys,
+        }  # fmt: skip
+        self.evaluation = (
+            OpenEvaluation(
+                **evaluators, aggregator=evaluate_metrics_aggr_fn, quantiles=evaluate_quantiles
+            )
+            if private_metrics is None
+            else PrivateEvaluation(**evaluators, metrics=private_metrics, rounds=self._accounting)
         )
         self._vectors = None
         if algorithm is not None and algorithm.receives:

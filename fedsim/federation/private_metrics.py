@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,12 +14,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.errors import BudgetSpentError
 from fedsim.federation.accounting import Accounting
-from fedsim.federation.client_metrics import (
-    ClientEvaluation,
-    EvaluationSettings,
-    MetricsAggregator,
-    OpenEvaluation,
-)
+from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Recipients
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoiseSource, Releaser
@@ -79,15 +74,15 @@ class PrivateMetrics:
         return tuple(name for one in self.ranges for name in one.shown)
 
 
+@dataclass(kw_only=True)
 class PrivateEvaluation(ClientEvaluation):
     """Releases metrics of clients that are sampled independently, as one noisy sum.
 
     Parameters
     ----------
-    settings : EvaluationSettings
     metrics : PrivateMetrics
-    rounds : callable returning Accounting
-        The current accounting of the rounds, whose population and neighbours evaluations have.
+    rounds : Accounting
+        Of the rounds, whose population and neighbours evaluations have.
 
     Attributes
     ----------
@@ -95,50 +90,30 @@ class PrivateEvaluation(ClientEvaluation):
         What one evaluation releases.
     """
 
-    def __init__(
-        self,
-        settings: EvaluationSettings,
-        metrics: PrivateMetrics,
-        rounds: Callable[[], Accounting],
-    ) -> None:
-        super().__init__(settings)
-        self.metrics, self._rounds = metrics, rounds
-        self.plan = plan = metrics.plan(rounds().plan.sampler, settings.fraction)
+    metrics: PrivateMetrics
+    rounds: Accounting
+
+    def __post_init__(self) -> None:
+        self.plan = self.metrics.plan(self.rounds.plan.sampler, self.fraction)
         # Keyed by all that this release follows from: other metrics have other noise.
-        keyed = rounds().randomness
-        release = digest_of({"rounds": keyed.release, "evaluation": plan})
+        keyed = self.rounds.randomness
+        release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
         self._randomness = Randomness(keyed.seed, release)
 
     @property
     def accounting(self) -> Accounting:
         """Of evaluations, in the ledger of the rounds."""
-        return replace(
-            self._rounds(), kind="evaluation", plan=self.plan, randomness=self._randomness
-        )
+        return replace(self.rounds, kind="evaluation", plan=self.plan, randomness=self._randomness)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """Each client independently, at the rate that is charged."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         drawn = self.plan.sampler.draw(server_round, draws)
-        participants, reachable = self.settings.participants, self.settings.reachable
-        return participants.present(server_round, drawn, grid, reachable)
+        return self.participants.present(server_round, drawn, grid, self.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """The noisy sum, written to the ledger before it is released."""
-        return MetricsRelease(self.metrics, self.plan, self.accounting, server_round)
-
-
-def evaluation_of(
-    settings: EvaluationSettings,
-    metrics: PrivateMetrics | None,
-    rounds: Callable[[], Accounting],
-    aggregate: MetricsAggregator | None,
-    quantiles: bool,
-) -> ClientEvaluation:
-    """With noise if there are private metrics, else without."""
-    if metrics is None:
-        return OpenEvaluation(settings, aggregate, quantiles=quantiles)
-    return PrivateEvaluation(settings, metrics, rounds)
+        return MetricsRelease(self, server_round)
 
 
 class MetricsRelease:
@@ -146,25 +121,16 @@ class MetricsRelease:
 
     Parameters
     ----------
-    metrics : PrivateMetrics
-    plan : ReleasePlan
-    accounting : Accounting
-        Of evaluations.
+    evaluation : PrivateEvaluation
     round : int
     """
 
-    def __init__(
-        self,
-        metrics: PrivateMetrics,
-        plan: ReleasePlan[Clipping],
-        accounting: Accounting,
-        round: int,
-    ) -> None:
-        self._ranges, self._plan = metrics.ranges, plan
-        self._accounting, self._round = accounting, round
-        size = sum(one.size for one in metrics.ranges)
+    def __init__(self, evaluation: PrivateEvaluation, round: int) -> None:
+        self._evaluation, self._round = evaluation, round
+        self._ranges = evaluation.metrics.ranges
+        size = sum(one.size for one in self._ranges)
         layout = Layout.of({"metrics": torch.empty(size, dtype=torch.float64)})
-        self._releaser = Releaser(plan, layout)
+        self._releaser = Releaser(evaluation.plan, layout)
         self._total = self._releaser.start({})
 
     def add(self, reply: Reply) -> None:
@@ -198,13 +164,13 @@ class MetricsRelease:
         BudgetSpentError
             If another process has spent the budget meanwhile; then nothing is released.
         """
-        accounting = self._accounting
+        accounting, plan = self._evaluation.accounting, self._evaluation.plan
         norm, content = joint_norm(self._ranges), self._total.content()
         if (why := accounting.record(self._round, norm, content)) is not None:
             raise BudgetSpentError(why)
         generator = accounting.randomness.generator(
             Purpose.NOISE, level="client", round=self._round
         )
-        source = NoiseSource(generator, self._plan.noise.hardened, self._round)
+        source = NoiseSource(generator, plan.noise.hardened, self._round)
         released = self._releaser.release(self._total, source)
-        return np.asarray(released.mean.numpy() * self._plan.denominator)
+        return np.asarray(released.mean.numpy() * plan.denominator)

@@ -366,7 +366,7 @@ class PrivateRounds(ResumableStrategy):
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
         self.plan = resumed_plan(self.plan, state)
-        self._accounting = replace(self._accounting.restored(state["ledger"]), plan=self.plan)
+        self._accounting.restore(state["ledger"], self.plan)
         self._aggregation_settings.noise.restore(state.get("noise"))
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])
