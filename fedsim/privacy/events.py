@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
-from fedsim.privacy.laws.base import Adjacency, Law, Sampler
+from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw, Sampler
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.records import read_record, to_json
@@ -192,7 +192,7 @@ def shipped_laws() -> Mapping[str, type[Law]]:
 
 def simple_laws() -> list[str]:
     """Names of those that are not around another one."""
-    return [name for name, law in shipped_laws().items() if "base" not in law.__dataclass_fields__]
+    return [name for name, law in shipped_laws().items() if not issubclass(law, WrappingLaw)]
 
 
 def law_named(name: str) -> type[Law]:

@@ -21,7 +21,6 @@ from fedsim.privacy.laws.base import (
     Law,
     Participation,
     RememberingSampler,
-    check_population,
     declared_population,
 )
 from fedsim.privacy.losses import (
@@ -35,7 +34,7 @@ from fedsim.privacy.losses import (
 )
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, check_settings
+from fedsim.settings import Doc, Ge
 
 STEPS_PER_STD = 40
 MOST_POINTS = 4096
@@ -310,8 +309,7 @@ class Allocation(RememberingSampler):
     ] = False
 
     def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
+        super().__post_init__()
         if self.participations > self.rounds:
             raise FedsimError(
                 f"cohort.participations is {self.participations}; it must be at most the run's "

@@ -24,6 +24,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
 from fedsim.privacy.records import to_json
 from fedsim.randomness import Draws
+from fedsim.settings import check_settings
 
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
 Level = Literal["client", "example"]
@@ -245,6 +246,34 @@ class Law(ABC):
         return {"name": self.name, **dict(sorted(to_json(self).items()))}
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrappingLaw(Law):
+    """A law around another one: of noise that rounds share, of the best of several runs.
+
+    Attributes
+    ----------
+    base : Law
+        How rows are drawn.
+    """
+
+    neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
+
+    base: Law
+
+    @property
+    def rate(self) -> float:
+        """That of the base."""
+        return self.base.rate
+
+    def comparable(self, other: Law) -> bool:
+        """Only if it is the same."""
+        return self == other
+
+    def round_sentence(self, population: int) -> str:
+        """Which clients take part in a round, for a report."""
+        return self.base.round_sentence(population)
+
+
 class Sampler(ABC):
     """Which rows are sampled, and what that costs. All fields are public information.
 
@@ -258,6 +287,10 @@ class Sampler(ABC):
 
     population: int | None
     """Declared public number of those who may be drawn."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
+        check_population(self.population)
 
     @property
     def rate(self) -> float:

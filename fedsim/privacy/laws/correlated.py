@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Inclusion, Law
+from fedsim.privacy.laws.base import Inclusion, Law, WrappingLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.losses import Array, DominatingPair
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrelatedLaw(Law):
+class CorrelatedLaw(WrappingLaw):
     """The cost of several rounds with noise ``C^-1 Z``, for a lower triangular matrix C.
 
     They are one Gaussian on ``C X``, X being the rounds' sums: one draw of ``base`` of rows whose
@@ -34,7 +34,6 @@ class CorrelatedLaw(Law):
     """
 
     name: ClassVar[str] = "correlated"
-    neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
 
     base: Law = field(default_factory=FullLaw)
     noise: str = ""
@@ -59,11 +58,6 @@ class CorrelatedLaw(Law):
         base = FullLaw(adjacency=self.adjacency, population=self.population)
         return replace(self, base=base, sensitivity=self.again, rounds=1)
 
-    @property
-    def rate(self) -> float:
-        """That of the base."""
-        return self.base.rate
-
     def gaussian(self, noise_multiplier: float) -> float | None:
         """Sensitivity in standard deviations, if sampling amplifies nothing."""
         return self.base.gaussian(noise_multiplier / self.sensitivity)
@@ -79,10 +73,6 @@ class CorrelatedLaw(Law):
     def inclusion(self, population: int) -> Inclusion | None:
         """What an audit may test of draws, if sampling amplifies."""
         return None if self.rate == 1 else self.base.inclusion(population)
-
-    def comparable(self, other: Law) -> bool:
-        """Only if it is the same."""
-        return self == other
 
     @property
     def label(self) -> str:
@@ -105,7 +95,3 @@ class CorrelatedLaw(Law):
             f"{drawn}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
             f"are charged together, as one Gaussian of sensitivity {self.sensitivity:.4g} C"
         )
-
-    def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
-        return self.base.round_sentence(population)

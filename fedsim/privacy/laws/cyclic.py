@@ -13,14 +13,13 @@ from fedsim.privacy.laws.base import (
     Law,
     Participation,
     RememberingSampler,
-    check_population,
     declared_population,
 )
 from fedsim.privacy.laws.poisson import poisson_rdp
 from fedsim.privacy.losses import Array, DominatingPair, SampledGaussian, gaussian_rdp
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Le, check_settings
+from fedsim.settings import Doc, Ge, Gt, Le
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +111,6 @@ class Cyclic(RememberingSampler):
         float, Gt(0), Le(1.0), Doc("Of the group whose round it is, the share that takes part.")
     ] = 1.0
     population: int | None = None
-
-    def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
 
     @property
     def expected_size(self) -> float:

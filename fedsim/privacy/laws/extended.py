@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Law
+from fedsim.privacy.laws.base import Law, WrappingLaw
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.losses import Array, gaussian_rdp
 
@@ -29,7 +29,7 @@ class Extension:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtendedLaw(Law):
+class ExtendedLaw(WrappingLaw):
     """A plan of correlated rounds, less a shorter one of the same matrix that it extends.
 
     The shorter plan's rounds are the first of the longer one's, with the same draws, so that both
@@ -46,9 +46,7 @@ class ExtendedLaw(Law):
     """
 
     name: ClassVar[str] = "extended"
-    neighbours: ClassVar = CorrelatedLaw.neighbours
 
-    base: Law
     shorter: Law
 
     def __post_init__(self) -> None:
@@ -106,10 +104,6 @@ class ExtendedLaw(Law):
     def inclusion(self, population: int) -> None:
         """None, as of the plans."""
 
-    def comparable(self, other: Law) -> bool:
-        """Only if it is the same."""
-        return self == other
-
     @property
     def label(self) -> str:
         """A few words for a table."""
@@ -122,7 +116,3 @@ class ExtendedLaw(Law):
             f"charged together, as one Gaussian of sensitivity {self.base.sensitivity:.4g} C "
             "(if no release has decided on it)"
         )
-
-    def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
-        return self.base.round_sentence(population)

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Adjacency, Ids, Inclusion, Law, Sampler, check_population
+from fedsim.privacy.laws.base import Adjacency, Ids, Inclusion, Law, Sampler
 from fedsim.privacy.laws.poisson import PoissonLaw
 from fedsim.privacy.losses import ORDERS, Array, gaussian_rdp, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, check_settings
+from fedsim.settings import Doc, Ge
 
 # Sampling without replacement is bounded at whole orders and interpolated between them;
 # beyond 64 its bound costs more time than it ever gains.
@@ -128,8 +128,7 @@ class FixedSize(Sampler):
     population: int = 0  # which is refused: it must be declared
 
     def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
+        super().__post_init__()
         if not 1 <= self.size <= self.population:
             raise FedsimError(
                 f"cohort.size is {self.size}; it must lie in [1, population = {self.population}]."

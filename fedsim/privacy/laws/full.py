@@ -12,13 +12,11 @@ from fedsim.privacy.laws.base import (
     Ids,
     Law,
     Sampler,
-    check_population,
     declared_population,
 )
 from fedsim.privacy.losses import Array
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +64,6 @@ class Full(Sampler):
     name: ClassVar[str] = "full"
     population: int | None = None
     adjacency: Literal["zero-out", "replace-one"] = field(default="zero-out", kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
 
     @property
     def steps(self) -> int:

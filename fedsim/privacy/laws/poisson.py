@@ -24,7 +24,7 @@ from fedsim.privacy.laws.full import Full
 from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le, check_settings
+from fedsim.settings import Doc, Ge, Le
 
 Drawn = npt.NDArray[np.bool_]
 
@@ -133,10 +133,6 @@ class Poisson(Sampler):
     ] = 0.1
     population: int | None = None
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids, by the gaps between them, which are geometric."""

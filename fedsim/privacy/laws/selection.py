@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Inclusion, Law
+from fedsim.privacy.laws.base import Inclusion, Law, WrappingLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.losses import ORDERS, Array, bisected, gaussian_rdp, rdp_delta
 
@@ -84,7 +84,7 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionLaw(Law):
+class SelectionLaw(WrappingLaw):
     """All releases of a run that is the best of a random number of runs like it.
 
     Attributes
@@ -100,7 +100,6 @@ class SelectionLaw(Law):
     """
 
     name: ClassVar[str] = "selection"
-    neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
 
     base: Law = field(default_factory=FullLaw)
     invocations: int = 1
@@ -115,11 +114,6 @@ class SelectionLaw(Law):
             raise FedsimError(
                 "a selection among runs needs rounds, and the neighbours of its runs."
             )
-
-    @property
-    def rate(self) -> float:
-        """That of the base."""
-        return self.base.rate
 
     def gaussian(self, noise_multiplier: float) -> None:
         """Never: the best of several runs is no Gaussian."""
@@ -137,10 +131,6 @@ class SelectionLaw(Law):
         """What an audit may test of the base's draws."""
         return self.base.inclusion(population) if self.base.rounds == 1 else None
 
-    def comparable(self, other: Law) -> bool:
-        """Only if it is the same."""
-        return self == other
-
     @property
     def label(self) -> str:
         """A few words for a table."""
@@ -152,10 +142,6 @@ class SelectionLaw(Law):
             f"{self.base.sentence(row)}; the best of a random number of such runs was published, "
             f"{self.mean:g} on average ({self.distribution}), and the others are not revealed"
         )
-
-    def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
-        return self.base.round_sentence(population)
 
 
 @lru_cache(maxsize=256)

@@ -13,12 +13,11 @@ from fedsim.privacy.laws.base import (
     Law,
     Participation,
     RememberingSampler,
-    check_population,
     declared_population,
 )
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Le, check_settings
+from fedsim.settings import Doc, Ge, Gt, Le
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,6 @@ class Separated(RememberingSampler):
     max_participations: Annotated[
         int, Ge(0), Doc("In how many rounds a client takes part at most; 0 for any number.")
     ] = 0
-
-    def __post_init__(self) -> None:
-        check_settings(self, "cohort.")
-        check_population(self.population)
 
     @property
     def expected_size(self) -> float:
