@@ -248,7 +248,7 @@ evaluate_metrics_aggr_fn
         self.randomness = keyed(seed, release, plan, placement, others)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
-        self.server_optimizer, self.replying = server_optimizer, replying
+        self.server_optimizer = server_optimizer
         self.alternation = allowed_alternation(alternation, plan, algorithm)
         if not isinstance(ledger, Ledger):
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
@@ -276,7 +276,12 @@ evaluate_metrics_aggr_fn
             summed, self.randomness, keys, declared_counts(example_counts, plan.sampler)
         )
         self.participants = Participants(
-            plan, self.randomness, min_available_nodes, node_timeout, private=self.protects
+            plan,
+            self.randomness,
+            min_available_nodes,
+            node_timeout,
+            replying=replying,
+            private=self.protects,
         )
         evaluators: dict[str, Any] = {
             "participants": self.participants, "fraction": fraction, "every": evaluate_every,

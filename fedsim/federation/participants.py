@@ -36,6 +36,8 @@ class Participants:
         Clients to wait for before a round.
     timeout : float
         Seconds to wait for them.
+    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Which of the sampled clients take part.
     private : bool
         Then they are waited for before the first round only: later, clients may have left
         because of their data, and one is enough.
@@ -53,6 +55,7 @@ class Participants:
         min_available: int,
         timeout: float,
         *,
+        replying: Replying | None = None,
         private: bool,
     ) -> None:
         self.population = declared_population(plan.sampler)
@@ -61,7 +64,7 @@ class Participants:
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=plan.amplified)
         self._min_available = min_available
-        self._private = private
+        self.replying, self._private = replying, private
         self._begun = False
         self._warned = (0, 0)
         self._directory = ClientDirectory(timeout=timeout)
@@ -111,15 +114,15 @@ class Participants:
         if strangers:
             _log.warning("%d nodes beyond the population have no part in the run.", strangers)
 
-    def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> Recipients:
-        """Sample this round's cohort; its clients that are available and ``replying`` take part.
+    def drawn(self, server_round: int, grid: Grid) -> Recipients:
+        """Sample this round's cohort; its clients that are available and replying take part.
 
         Raises
         ------
         FedsimError
             If the nodes are no clients of this population, or too few came in time.
         """
-        return self.present(server_round, self.cohort(server_round), grid, replying)
+        return self.present(server_round, self.cohort(server_round), grid, self.replying)
 
     def present(
         self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None = None

@@ -21,7 +21,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, NamedVectors, RoundResult, take_reply
-from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.participants import Participants
 from fedsim.federation.replies import to_arrays
 from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
 from fedsim.federation.rounds import ResumableStrategy
@@ -59,10 +59,8 @@ class PrivateRounds(ResumableStrategy):
         The bound of a round's sum: the plan's, or none where a robust mean takes the sum's place.
     private, protects : bool
         Whether the run claims privacy at client level, and at either level.
-    replying : callable, optional
-        Which of the sampled clients take part; all that are available by default.
     participants : Participants
-        Samples cohorts.
+        Samples cohorts, and says which of their clients take part.
     aggregation : callable ``(settings, pending round)``
         Makes the aggregation of each round.
     extras : dict of str to Extra
@@ -82,7 +80,6 @@ class PrivateRounds(ResumableStrategy):
     private: bool
     server_optimizer: ServerOptimizer
     alternation: Alternation | None
-    replying: Replying | None
     _accounting: Accounting
     _budgets: ClientBudgets
     participants: Participants
@@ -130,7 +127,7 @@ class PrivateRounds(ResumableStrategy):
         layout = self.take_layout(server)
         attempt = self._accounting.attempt(server_round)
         self._aggregation_settings.noise.begin(server_round, attempt)
-        recipients = self.participants.drawn(server_round, grid, self.replying)
+        recipients = self.participants.drawn(server_round, grid)
         vector = self._model.flatten(server)
         if self._stops(self._budgets.exceeded(vector, recipients.client_ids, server_round)):
             return []

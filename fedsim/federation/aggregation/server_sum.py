@@ -159,7 +159,11 @@ class ServerSum:
         return None
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
-        """The first stage: the round's instructions, and what this aggregation adds to them."""
+        """The messages of the first stage, which for most is the only one."""
+        return self.training(instructions)
+
+    def training(self, instructions: Instructions) -> Instructions:
+        """The round's instructions for clients that train, with what this aggregation adds."""
         if self.summing.declared is None:
             return instructions
         declared = self.summing.declared[1].astype(int).tolist()

@@ -6,12 +6,11 @@ What missing clients would have added to the noise, the server adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 from torch import Tensor
 
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
@@ -58,17 +57,11 @@ class ShareSum(ServerSum):
         self.share_request = ShareRequest(plan.bound, plan.noise, plan.denominator, parts, release)
         self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
 
-    def request(self, instructions: Instructions) -> Iterable[Message]:
+    def training(self, instructions: Instructions) -> Instructions:
         """The round's instructions, the noise of a share, and the state that bounds a row."""
-        return self.share_instructions(instructions)
-
-    def share_instructions(self, instructions: Instructions) -> Instructions:
-        """The same, whole."""
-        requests = super().request(instructions)
-        assert isinstance(requests, Instructions)
         return replace(
-            requests,
-            config=ConfigRecord({**requests.config, **self.share_request.entries()}),
+            super().training(instructions),
+            config=ConfigRecord({**instructions.config, **self.share_request.entries()}),
             records={STATE_RECORD: array_record(self._bounding)},
         )
 

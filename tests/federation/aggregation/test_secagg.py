@@ -106,7 +106,7 @@ def test_the_model_is_that_of_the_same_shares_in_the_clear(
     gone = set().union(*(lost.get(stage, set()) for stage in STAGES[:3]))
     in_clear = strategy_of(resolved)
     # In the clear the same clients do not take part.
-    in_clear.replying = lambda number, ids: ~np.isin(ids, list(gone))
+    in_clear.participants.replying = lambda number, ids: ~np.isin(ids, list(gone))
     assert masked == model_of(in_clear, LocalGrid(resolved.trainer), resolved)
 
 
@@ -117,7 +117,7 @@ def test_a_round_of_too_few_is_lost_and_charged(resolved: Resolved, stage: str) 
     assert model_of(strategy, Unsteady(resolved, {stage: {0, 2, 5}}), resolved) == start
     assert [entry.round for entry in strategy.ledger.entries] == [1, 2]
     in_clear = strategy_of(resolved)
-    in_clear.replying = lambda number, ids: ids < THRESHOLD - 1
+    in_clear.participants.replying = lambda number, ids: ids < THRESHOLD - 1
     assert model_of(in_clear, LocalGrid(resolved.trainer), resolved) == start
     assert in_clear.ledger.head == strategy.ledger.head or stage == "unmask"
 
@@ -147,7 +147,7 @@ def test_the_shares_of_the_fewest_honest_survivors_bring_the_noise() -> None:
     start = np.concatenate([t.numpy().ravel() for t in tensors(made.initial_arrays).values()])
     for gone, survivors in ((0, CLIENTS), (2, THRESHOLD)):
         strategy = strategy_of(made)
-        strategy.replying = lambda number, ids, gone=gone: ids >= gone
+        strategy.participants.replying = lambda number, ids, gone=gone: ids >= gone
         end = np.frombuffer(model_of(strategy, LocalGrid(made.trainer), made), dtype=np.float32)
         noise = (end - start).astype(np.float64) * CLIENTS
         # One deviation of 650 numbers' deviation is 3 %.

@@ -120,7 +120,7 @@ class SecureSum(ShareSum):
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
         """The first stage of the protocol; the round's instructions where this process trains."""
-        training = self.share_instructions(instructions)
+        training = self.training(instructions)
         if self.pending.in_blocks:
             return training
         self._stages = self._protocol(training)
