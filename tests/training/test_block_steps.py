@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.workers import guarded_blocks
+from fedsim.federation.engines.workers import RoundCall, guarded_blocks
 from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -102,7 +102,7 @@ def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, m
         trainer = Trainer(
             model, SGD(lr=0.1), clients, batch_size=5, path="layered", randomness=Randomness(3)
         )
-        found.append(list(guarded_blocks(trainer, "train", trainer.initial(), IDS, 1)))
+        found.append(list(guarded_blocks(trainer, RoundCall("train", trainer.initial(), 1), IDS)))
     rows = [
         {
             client: row

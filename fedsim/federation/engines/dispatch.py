@@ -150,13 +150,8 @@ class Dispatch:
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
         cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, cut))
-        self._call = RoundCall(
-            instructions.message_type,
-            self._start,
-            instructions.round,
-            dict(instructions.config),
-            None if into is None else into.summing,
-            instructions.row_size,
+        self._call = RoundCall.of(
+            replace(instructions, vector=self._start), None if into is None else into.summing
         )
 
     def blocks(self) -> Iterator[Block]:

@@ -20,7 +20,7 @@ from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
 from fedsim.federation.engines.process import keep_freed_memory
-from fedsim.federation.engines.workers import Crew, guarded_blocks
+from fedsim.federation.engines.workers import Crew, RoundCall, guarded_blocks
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
@@ -248,14 +248,8 @@ class LocalGrid(Closed, OwnGrid):
                 retries=self._retries,
                 into=into,
             ).blocks()
-        return guarded_blocks(
-            trainer,
-            instructions.message_type,
-            instructions.vector,
-            np.asarray(instructions.client_ids, dtype=np.int64),
-            instructions.round,
-            instructions.row_size,
-        )
+        client_ids = np.asarray(instructions.client_ids, dtype=np.int64)
+        return guarded_blocks(trainer, RoundCall.of(instructions), client_ids)
 
     def _take(self, message: Message, waited: float = 0.0) -> str:
         """Note a message that was made ``waited`` seconds before its turn came."""

@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.exchange import MessageType
+from fedsim.federation.exchange import Instructions, MessageType
 from fedsim.federation.row_sums import RowSum, Summing
 from fedsim.mechanisms import Releaser
 from fedsim.rows.block import (
@@ -53,7 +53,6 @@ class RoundCall:
     ----------
     message_type : "train" or "evaluate"
     vector : Tensor ``[d]``
-        On the CPU.
     round : int
     config : mapping
     summing : Summing, optional
@@ -65,9 +64,21 @@ class RoundCall:
     message_type: MessageType
     vector: Tensor
     round: int
-    config: Mapping[str, object]
+    config: Mapping[str, object] = field(default_factory=dict)
     summing: Summing | None = None
     row_size: int | None = None
+
+    @classmethod
+    def of(cls, instructions: Instructions, summing: Summing | None = None) -> RoundCall:
+        """What trainers need of a round's instructions."""
+        return cls(
+            instructions.message_type,
+            instructions.vector,
+            instructions.round,
+            dict(instructions.config),
+            summing,
+            instructions.row_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -199,8 +210,7 @@ class TrainingWorker:
 
     def begin(self, call: RoundCall) -> None:
         """A round begins, and nothing of an earlier one counts any more."""
-        self._call, self._sum = call, None
-        self._vector = call.vector.to(self._device)
+        self._call, self._sum = replace(call, vector=call.vector.to(self._device)), None
         if call.message_type == "train":
             self._trainer.receive(call.config)
 
@@ -223,22 +233,13 @@ class TrainingWorker:
         if call.summing is not None and self._sum is None:
             plan, layout = call.summing.plan, call.summing.layout
             self._sum = RowSum(call.summing, Releaser(plan, layout, device=self._device))
-        blocks = guarded_blocks(
-            self._trainer, call.message_type, self._vector, client_ids, call.round, call.row_size
-        )
+        blocks = guarded_blocks(self._trainer, call, client_ids)
         sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
         keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
         return WorkerReply(sent, keeps)
 
 
-def guarded_blocks(
-    trainer: BlockTrainer,
-    message_type: MessageType,
-    vector: Tensor,
-    client_ids: Ids,
-    round: int,
-    row_size: int | None = None,
-) -> Iterator[Block]:
+def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> Iterator[Block]:
     """Blocks of a trainer, in which the clients that raise have failed and no others.
 
     When a block raises, or is not what was asked for, its clients are run one at a time until
@@ -250,8 +251,7 @@ def guarded_blocks(
     Block
         In the order of ``client_ids``.
     """
-    work = trainer.train if message_type == "train" else trainer.evaluate
-    row_size = len(vector) if row_size is None else row_size
+    work = trainer.train if call.message_type == "train" else trainer.evaluate
     position = 0
     alone = False
     while position < len(client_ids):
@@ -260,21 +260,21 @@ def guarded_blocks(
         reason: Reason = "missing"
         detail = "there was no block of it"
         try:
-            for block in work(vector, asked, round):
-                _require_asked(block, message_type, row_size, client_ids[position:end])
+            for block in work(call.vector, asked, call.round):
+                _require_asked(block, call, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
         # A client's code may raise anything, and `sys.exit` is one way to.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = f"{type(error).__name__}: {error}"
-            _log.debug("clients %s in round %d", asked, round, exc_info=True)
+            _log.debug("clients %s in round %d", asked, call.round, exc_info=True)
         if position == end:
             continue
         if not alone:
             alone = True
             continue
-        _log.warning("client %d failed in round %d: %s", client_ids[position], round, detail)
+        _log.warning("client %d failed in round %d: %s", client_ids[position], call.round, detail)
         yield Block.failed(client_ids[position:end], reason)
         position += 1
         alone = False
@@ -286,12 +286,13 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_asked(block: Block, message_type: MessageType, row_size: int, asked: Ids) -> None:
+def _require_asked(block: Block, call: RoundCall, asked: Ids) -> None:
     """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
     ids = block.client_ids
+    row_size = len(call.vector) if call.row_size is None else call.row_size
     if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
         raise MalformedBlockError(f"a block is of clients {ids}; asked next were {asked}.")
-    if message_type == "evaluate":
+    if call.message_type == "evaluate":
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
     elif block.rows is None:

@@ -18,7 +18,7 @@ from toy_clients import ToyTrainer, toy_instructions
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record, tensors
-from fedsim.federation.engines.workers import guarded_blocks
+from fedsim.federation.engines.workers import RoundCall, guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block, MalformedBlockError
@@ -226,7 +226,7 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
         make_mlp(), SGD(lr=0.1), data, loss=clamped,
         path="layered", block_size=1, randomness=Randomness(3),
     )  # fmt: skip
-    for block in guarded_blocks(trainer, "train", trainer.initial(), np.arange(6), 1):
+    for block in guarded_blocks(trainer, RoundCall("train", trainer.initial(), 1), np.arange(6)):
         for index, client in enumerate(block.client_ids.tolist()):
             if client not in (1, 4):
                 (own,) = alone.train(trainer.initial(), np.array([client]), 1)
@@ -245,7 +245,7 @@ def test_a_client_that_is_run_again_after_its_neighbour_raised_draws_and_is_char
         trainer = treacherous(orders, privacy=privacy, randomness=randomness)
         for server_round in (1, 2):
             for _ in guarded_blocks(
-                trainer, "train", trainer.initial(), np.arange(6), server_round
+                trainer, RoundCall("train", trainer.initial(), server_round), np.arange(6)
             ):
                 pass
         for client in EVERYBODY:
@@ -281,7 +281,7 @@ def test_a_block_that_is_not_what_was_asked_for_costs_its_client_alone(how, reas
     vector = torch.arange(4.0)
     good = {k: ToyTrainer().row(vector, k, 1) for k in range(7)}
     reasons = {}
-    for block in guarded_blocks(Misbehaving(how), "train", vector, np.arange(7), 1):
+    for block in guarded_blocks(Misbehaving(how), RoundCall("train", vector, 1), np.arange(7)):
         reasons |= block.reasons
         for index, client in enumerate(block.client_ids.tolist()):
             assert not block.ok[index] or torch.equal(block.rows[index], good.pop(client))
@@ -294,7 +294,7 @@ def test_clients_that_a_trainer_leaves_out_are_missing():
         def train(self, vector, client_ids, round):
             return super().train(vector, client_ids[client_ids != 2], round)
 
-    got = list(guarded_blocks(Forgetful(), "train", torch.zeros(4), np.arange(7), 1))
+    got = list(guarded_blocks(Forgetful(), RoundCall("train", torch.zeros(4), 1), np.arange(7)))
     assert {k: v for block in got for k, v in block.reasons.items()} == {2: "missing"}
     assert sorted(k for block in got for k in block.client_ids.tolist()) == list(range(7))
 
@@ -305,7 +305,7 @@ def test_what_a_trainer_raises_after_a_block_costs_nobody_in_it():
             yield from super().train(vector, client_ids, round)
             raise RuntimeError("while tidying up")
 
-    got = list(guarded_blocks(Untidy(), "train", torch.zeros(4), np.arange(7), 1))
+    got = list(guarded_blocks(Untidy(), RoundCall("train", torch.zeros(4), 1), np.arange(7)))
     assert [k for block in got for k in block.client_ids.tolist()] == list(range(7))
     assert all(block.ok.all() for block in got)
 
