@@ -48,7 +48,6 @@ from fedsim.federation.strategy_checks import (
     plan_of_keywords,
     refuse_client_state,
     refuse_flowers_keywords,
-    refuse_noise,
     refuse_open_shares,
     refuse_private_metrics,
     refuse_vectors_of,
@@ -226,7 +225,7 @@ evaluate_metrics_aggr_fn
         self.delta, self.placement, self.secure = delta, placement, secure
         self.protects = plan.private or private_examples
         self.shows_clients = not self.protects or unprotected_metrics
-        refuse_void_settings(plan.bound, max_epsilon, private_examples, example_counts)
+        refuse_void_settings(plan, max_epsilon, private_examples, example_counts)
         if average_client_state:
             refuse_client_state(plan.private, placement)
         refuse_private_metrics(
@@ -321,7 +320,6 @@ def _aggregation_of(
     """The plan of a round's sum, and what makes the round's aggregation."""
     bound = plan.bound
     if isinstance(bound, RobustMean):
-        refuse_noise(bound, plan.noise.multiplier)
         bound.check(plan.sampler.expected_size)
         aggregation = partial(RobustAggregation, bound)
         return cast(Any, replace(plan, bound=NoPrivacy("uniform"))), aggregation

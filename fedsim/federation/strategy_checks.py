@@ -100,40 +100,14 @@ def plan_of_keywords(
             f"{missing} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
             "a ReleasePlan as plan=."
         )
-    multiplier = required_noise(mechanism, noise_multiplier)
-    noise = Independent(multiplier, True if hardened_noise is None else hardened_noise)
-    return ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
-
-
-def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
-    """Refuse noise on a robust mean, whose sensitivity to one client is not bounded.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if noise_multiplier:
-        raise FedsimError(
-            f"noise.multiplier is {noise_multiplier}; it must be unset with {mechanism} "
-            "(mechanism.name): what one client moves a robust mean by depends on all others' "
-            "updates, and is bounded by no sensitivity of the plan's."
-        )
-
-
-def required_noise(mechanism: Mechanism | RobustMean, noise_multiplier: float | None) -> float:
-    """The noise multiplier, which must be given where the mechanism can give a guarantee.
-
-    Raises
-    ------
-    FedsimError
-        If none is given.
-    """
     if noise_multiplier is None and mechanism.guarantee != "none":
         raise FedsimError(
             f"noise_multiplier is not given; with {mechanism} it must be a number above 0, or 0.0 "
             "to train without noise and without a guarantee."
         )
-    return noise_multiplier or 0.0
+    hardened = True if hardened_noise is None else hardened_noise
+    noise = Independent(noise_multiplier or 0.0, hardened)
+    return ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
 
 
 def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> None:
@@ -321,7 +295,7 @@ def refuse_private_metrics(
 
 
 def refuse_void_settings(
-    mechanism: Mechanism | RobustMean,
+    plan: ReleasePlan[Mechanism | RobustMean],
     max_epsilon: float | None,
     private_examples: bool,
     example_counts: Sequence[int] | None,
@@ -332,6 +306,13 @@ def refuse_void_settings(
     ------
     FedsimError
     """
+    mechanism = plan.bound
+    if isinstance(mechanism, RobustMean) and plan.noise.multiplier:
+        raise FedsimError(
+            f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {mechanism} "
+            "(mechanism.name): what one client moves a robust mean by depends on all others' "
+            "updates, and is bounded by no sensitivity of the plan's."
+        )
     if mechanism.guarantee == "none" and max_epsilon is not None:
         raise FedsimError(
             f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
