@@ -258,8 +258,7 @@ class ClientEvaluation(ABC):
             round=server_round,
             arrays=arrays,
             vector=Layout.of(server).flatten(server),
-            client_ids=recipients.client_ids,
-            node_ids=recipients.node_ids,
+            recipients=recipients,
             config=ConfigRecord({**config, "server-round": server_round}),
             keys=self.keys,
         )

@@ -53,6 +53,11 @@ class Recipients:
         """Client id of each node: only messages ask for it."""
         return dict(zip(self.node_ids.tolist(), self.client_ids.tolist(), strict=True))
 
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """Node of each client id."""
+        return dict(zip(self.client_ids.tolist(), self.node_ids.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class Instructions(Iterable[Message]):
@@ -66,8 +71,7 @@ class Instructions(Iterable[Message]):
         The global parameters, as Flower sends them.
     vector : Tensor ``[d]``
         The same parameters (floating entries only) in the layout's order.
-    client_ids, node_ids : int64 and uint64 ``[n]``
-        The sampled clients by their ids, and the Flower node that each of them is.
+    recipients : Recipients
     config : ConfigRecord
         Goes with every message.
     keys : RecordKeys
@@ -83,8 +87,7 @@ class Instructions(Iterable[Message]):
     round: int
     arrays: ArrayRecord
     vector: Tensor
-    client_ids: Ids
-    node_ids: NodeIds
+    recipients: Recipients
     config: ConfigRecord
     keys: RecordKeys = field(default_factory=RecordKeys)
     records: Mapping[str, ArrayRecord] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class Instructions(Iterable[Message]):
     row_size: int | None = None
 
     def __len__(self) -> int:
-        return len(self.client_ids)
+        return len(self.recipients.client_ids)
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self._messages)
@@ -101,7 +104,7 @@ class Instructions(Iterable[Message]):
     def _messages(self) -> list[Message]:
         # Cached: Flower's HttpGrid goes over the messages twice, and sets their ids the first
         # time.
-        return [self._message(*place) for place in enumerate(self.node_ids.tolist())]
+        return [self._message(*place) for place in enumerate(self.recipients.node_ids.tolist())]
 
     def _message(self, index: int, node_id: int) -> Message:
         # Each client gets records of its own: one that empties its payload must not empty its
@@ -152,9 +155,7 @@ class Replies(Iterable[Message]):
 
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     """Flower replies of a block's clients: their own parameters and what they report."""
-    node_of = dict(
-        zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
-    )
+    node_of = instructions.recipients.node_of
     shapes = tensors(instructions.arrays)
     for index, client_id in enumerate(block.client_ids.tolist()):
         request = Message(RecordDict(), node_of[client_id], instructions.message_type)

@@ -17,7 +17,7 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
-from fedsim.federation.exchange import Instructions
+from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.federation.extras import RoundResult, SharedClientState
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoPrivacy
@@ -60,7 +60,9 @@ RESULT = RoundResult(pending=None, update=torch.zeros(2), count=1)
 def sent(state: SharedClientState) -> dict[str, object]:
     """What clients of a round are told of it."""
     ids = np.arange(1)
-    asked = Instructions("train", 1, PARAMETERS, torch.zeros(2), ids, ids, ConfigRecord())
+    asked = Instructions(
+        "train", 1, PARAMETERS, torch.zeros(2), Recipients(ids, ids), ConfigRecord()
+    )
     return dict(state.send(asked).config)
 
 

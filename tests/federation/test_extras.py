@@ -151,15 +151,14 @@ class TwoStages(ServerSum):
     """Asks who is ready before it has them train."""
 
     def request(self, instructions: Instructions) -> Instructions:
-        self.training = super().request(instructions)
+        self.second = super().request(instructions)
         self.heard: list[set[float]] = []
-        return self.stage(ConfigRecord({**self.training.config, "stage": "ready"}))
+        return self.stage(ConfigRecord({**self.second.config, "stage": "ready"}))
 
     def stage(self, config: ConfigRecord) -> Instructions:
-        asked = self.training
+        asked = self.second
         return Instructions(
-            "train", asked.round, asked.arrays, asked.vector, asked.client_ids, asked.node_ids,
-            config,
+            "train", asked.round, asked.arrays, asked.vector, asked.recipients, config
         )  # fmt: skip
 
     def next_stage(self, replies):
@@ -167,7 +166,7 @@ class TwoStages(ServerSum):
             return None
         records = (reply.content.metric_records["metrics"] for reply in replies)
         self.heard.append({record["ready"] for record in records})
-        return self.stage(self.training.config)
+        return self.stage(self.second.config)
 
 
 def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:

@@ -73,7 +73,7 @@ def test_a_client_that_poisons_its_update_does_not_decide_whether_noise_is_relea
     alone = 0
     for server_round in range(1, 301):
         asked = list_of(poisoned, server_round, initial, grid)
-        alone += asked.client_ids.tolist() == [0]
+        alone += asked.recipients.client_ids.tolist() == [0]
         arrays, _ = poisoned.aggregate_train(server_round, grid.send_and_receive(asked))
         assert arrays is not None
         assert (tensors(arrays)["w"] != 0).all()

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines import array_record, tensors
-from fedsim.federation.exchange import Instructions
+from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.rows.block import Block, Ids, TrainerDefaults
 
 
@@ -61,8 +61,9 @@ def toy_instructions(
         round=round,
         arrays=array_record({"w": vector.reshape(2, d // 2)}),
         vector=vector,
-        client_ids=np.array(ids, dtype=np.int64),
-        node_ids=np.array([nodes[k] for k in ids], dtype=np.uint64),
+        recipients=Recipients(
+            np.array(ids, dtype=np.int64), np.array([nodes[k] for k in ids], dtype=np.uint64)
+        ),
         config=ConfigRecord({"server-round": round}),
     )
 

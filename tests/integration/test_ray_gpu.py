@@ -11,7 +11,7 @@ from torch import nn
 from fedsim.clients import AdadpLR
 from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.ray import RayGrid
-from fedsim.federation.exchange import Instructions
+from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
 
@@ -40,8 +40,7 @@ def test_two_workers_on_half_a_gpu_each_train_as_one_process_does():
         round=1,
         arrays=array_record({"w": vector}),
         vector=vector,
-        client_ids=ids,
-        node_ids=(ids + 2).astype(np.uint64),
+        recipients=Recipients(ids, (ids + 2).astype(np.uint64)),
         config=ConfigRecord({"server-round": 1}),
     )
     here = by_client(LocalGrid(trainer), asked)

@@ -17,7 +17,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.ray import RayGrid
 from fedsim.federation.engines.workers import pack, unpack
-from fedsim.federation.exchange import Instructions
+from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.rows.block import Block, TrainerDefaults
 
 
@@ -55,8 +55,7 @@ def ask(grid, ids=range(24)) -> Instructions:
         round=3,
         arrays=array_record({"w": vector}),
         vector=vector,
-        client_ids=ids,
-        node_ids=(ids + 2).astype(np.uint64),
+        recipients=Recipients(ids, (ids + 2).astype(np.uint64)),
         config=ConfigRecord({"server-round": 3}),
     )
 

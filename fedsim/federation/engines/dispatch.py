@@ -144,7 +144,7 @@ class Dispatch:
         self._timeout, self._retries = timeout, retries
         # On the CPU whatever the trainer's device: it goes to processes by shared memory or Ray.
         self._start = instructions.vector.detach().cpu()
-        ids = np.asarray(instructions.client_ids, dtype=np.int64)
+        ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         row_bytes = max(self._start.numel() * self._start.element_size(), 1)
         # Rows that are summed do not travel, so that a chunk of them may be of any size.
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)

@@ -248,7 +248,7 @@ class LocalGrid(Closed, OwnGrid):
                 retries=self._retries,
                 into=into,
             ).blocks()
-        client_ids = np.asarray(instructions.client_ids, dtype=np.int64)
+        client_ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         return guarded_blocks(trainer, RoundCall.of(instructions), client_ids)
 
     def _take(self, message: Message, waited: float = 0.0) -> str:

@@ -104,14 +104,14 @@ class _SharedTrainer:
             blocks[run].append(block)
         for run in due.keys() - training.keys():
             # By the run's own trainer: test examples and a model's draws are its own.
-            vector, ids, number = due[run].vector, due[run].client_ids, due[run].round
+            vector, ids, number = due[run].vector, due[run].recipients.client_ids, due[run].round
             blocks[run] += self._trainers[run].evaluate(vector, ids, number)
         return {run: Replies(m, partial(_given, blocks[run])) for run, m in due.items()}
 
     def _train(self, training: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
         """Blocks of clients, each with its run; a run's clients stand together."""
         owners = np.repeat([*training], [len(m) for m in training.values()])
-        ids = [self._offsets[run] + m.client_ids for run, m in training.items()]
+        ids = [self._offsets[run] + m.recipients.client_ids for run, m in training.items()]
         for start in range(0, len(owners), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)
             yield from self._guarded(training, owners[block], np.concatenate(ids)[block])

@@ -141,9 +141,7 @@ class SecureSum(ShareSum):
 
         Ends with the sum added to `total`, or with `lost` set.
         """
-        node_of = dict(
-            zip(instructions.client_ids.tolist(), instructions.node_ids.tolist(), strict=True)
-        )
+        node_of = instructions.recipients.node_of
         # The nonce makes each attempt at a round a protocol of its own: keys, sealed shares and
         # masks of one attempt are useless in another, also if the server resumes.
         run = str(instructions.config.get("run", ""))
