@@ -34,7 +34,7 @@ from fedsim.federation.client_metrics import (
     OpenEvaluation,
     TrainMetrics,
 )
-from fedsim.federation.extras import NamedVectors, SharedClientState
+from fedsim.federation.extras import Extra, NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.private_metrics import PrivateEvaluation, PrivateMetrics
@@ -293,11 +293,7 @@ evaluate_metrics_aggr_fn
             if private_metrics is None
             else PrivateEvaluation(**evaluators, metrics=private_metrics, rounds=self._accounting)
         )
-        self._vectors = None
-        if algorithm is not None and algorithm.receives:
-            expected = plan.denominator if plan.private else None
-            self._vectors = NamedVectors(algorithm, plan.sampler.population or 0, expected)
-        extras = {
+        extras: dict[str, Extra | None] = {
             "metrics": TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
             if self.shows_clients
             else None,
@@ -307,7 +303,13 @@ evaluate_metrics_aggr_fn
             else None,
             "clients": SharedClientState() if average_client_state else None,
             # Last: it takes the vectors out of the mean, which then has the parameters' layout.
-            "vectors": self._vectors,
+            "vectors": NamedVectors(
+                algorithm,
+                plan.sampler.population or 0,
+                plan.denominator if plan.private else None,
+            )
+            if algorithm is not None and algorithm.receives
+            else None,
         }
         self.extras = {name: extra for name, extra in extras.items() if extra is not None}
 

@@ -59,6 +59,10 @@ class RoundResult:
 class Extra:
     """Something that a round does besides its sum; by default nothing."""
 
+    def row_layout(self, layout: Layout) -> Layout:
+        """The layout of a row, with what this has clients send after their update."""
+        return layout
+
     def send(self, instructions: Instructions) -> Instructions:
         """A round's instructions, with what this sends to clients."""
         return instructions
@@ -173,13 +177,11 @@ class NamedVectors(Extra):
         self._algorithm, self._population, self._expected = algorithm, population, expected
         self.values: Tensor | None = None
 
-    def row_layout(self, parameters: Layout) -> Layout:
-        """The layout of a row, from that of the parameters."""
-        self._parameters, self._received = (
-            parameters,
-            with_vectors(parameters, self._algorithm.receives),
-        )
-        return with_vectors(parameters, self._algorithm.sends)
+    def row_layout(self, layout: Layout) -> Layout:
+        """That of the parameters, and after them the vectors that clients send."""
+        self._parameters = layout
+        self._received = with_vectors(layout, self._algorithm.receives)
+        return with_vectors(layout, self._algorithm.sends)
 
     def send(self, instructions: Instructions) -> Instructions:
         """With the vectors after the parameters."""

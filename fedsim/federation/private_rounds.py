@@ -20,7 +20,7 @@ from fedsim.federation.aggregation.server_sum import AggregationSettings, Pendin
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.extras import Extra, NamedVectors, RoundResult, take_reply
+from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
 from fedsim.federation.replies import to_arrays
 from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
@@ -87,7 +87,6 @@ class PrivateRounds(ResumableStrategy):
     _aggregation_settings: AggregationSettings
     aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
     extras: dict[str, Extra]
-    _vectors: NamedVectors | None
     _failures: Failures
 
     def __init__(self) -> None:
@@ -281,8 +280,8 @@ class PrivateRounds(ResumableStrategy):
             If these parameters cannot be trained here, or are others than before.
         """
         self._model = layout = Layout.of(server)
-        if self._vectors is not None:
-            layout = self._vectors.row_layout(layout)
+        for extra in self.extras.values():
+            layout = extra.row_layout(layout)
         if layout == self._layout:
             return layout
         if self._layout is not None:
