@@ -18,7 +18,7 @@ that clients send, and draws the noise. Other aggregations change one or two of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -70,11 +70,11 @@ class PendingRound:
     in_blocks: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class AggregationSettings:
     """What the aggregations of all rounds have in common.
 
-    Attributes
+    Parameters
     ----------
     plan : ReleasePlan
     randomness : Randomness
@@ -93,13 +93,10 @@ class AggregationSettings:
     randomness: Randomness
     keys: RecordKeys
     example_counts: Floats | None = None
-    noise: NoiseSources = field(init=False, repr=False, compare=False)
-    _releasers: dict[tuple[Layout, str], Releaser] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise", NoiseSources(self.randomness, self.plan.noise))
+        self.noise = NoiseSources(self.randomness, self.plan.noise)
+        self._releasers: dict[tuple[Layout, str], Releaser] = {}
 
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
         """Of a round's sum on this device; it has no state, so that one does for all rounds.
