@@ -248,13 +248,7 @@ class Law(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class WrappingLaw(Law):
-    """A law around another one: of noise that rounds share, of the best of several runs.
-
-    Attributes
-    ----------
-    base : Law
-        How rows are drawn.
-    """
+    """A law around another, its ``base``: of noise that rounds share, of the best of runs."""
 
     neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
 
