@@ -91,6 +91,12 @@ class ReleasePlan(Generic[BoundT]):
     Guarantee: that of `event`, for rows drawn by ``sampler``, bounded by ``bound``, summed with
     ``noise`` and divided by `denominator`, with nothing else that follows from them released.
 
+    Rounds are charged as its law says: each by itself; several in a row, of which a row can be in
+    one, together before the first of them; or all of them together before round 1, where they
+    share draws or a row is in a fixed number of them. `event` is that cost, and `charge` the part
+    of it that a round's line in the ledger has. A plan is `closed` if no further round may follow,
+    and `charged_ahead` if, besides, it would have cost less to plan fewer rounds.
+
     Parameters
     ----------
     level : "client" or "example"
