@@ -318,7 +318,8 @@ class ReleasePlan(Generic[BoundT]):
         whole, noise = self.event().over(rounds), self.noise
         if not (self.charged_ahead and isinstance(noise, Correlated)):
             return whole
-        prefix = noise.plan.first(min(rounds, noise.plan.rounds))
+        known = noise.known_participation
+        prefix = known.first(min(rounds, known.rounds))
         assert isinstance(whole.law, CorrelatedLaw)
         return replace(whole, law=replace(whole.law, sensitivity=noise.sensitivity(prefix)))
 

@@ -84,7 +84,7 @@ def test_later_noise_takes_earlier_away_also_in_a_run_that_was_resumed(tmp_path:
 def test_a_plan_is_charged_before_its_first_round_and_ends_with_its_last(tmp_path: Path) -> None:
     strategy = strategy_of(tmp_path / "ledger.jsonl", 1)
     releases(strategy, range(1, 2))
-    sensitivity = strategy.plan.noise.sensitivity(strategy.plan.noise.plan)  # type: ignore[attr-defined]
+    sensitivity = strategy.plan.noise.sensitivity(strategy.plan.noise.known_participation)  # type: ignore[attr-defined]
     expected = gaussian_epsilon(sensitivity / Z, 1e-5)
     assert strategy.ledger.epsilon(1e-5) == pytest.approx(expected)
     releases(strategy, range(2, ROUNDS + 1))

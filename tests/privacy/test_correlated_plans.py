@@ -154,7 +154,7 @@ def test_a_limit_of_participations_holds_after_a_resume_and_lowers_the_sensitivi
         plan_of(replace(sampler, max_participations=most), LambdaCGD(4.0, coefficients="0.5"), 30)
         for most in (2, 0)
     )
-    assert limited.noise.plan.participations == 2
+    assert limited.noise.known_participation.participations == 2
     # Rows 3 rounds apart of a series .5^j: |c + shifted c|^2 = 4/3 (2 + 2 / 8), but for the end.
     assert limited.event().law.sensitivity == pytest.approx(3**0.5, rel=1e-6)
     assert limited.epsilon(1e-5) < usual.epsilon(1e-5)

@@ -36,8 +36,8 @@ FAMILIES = [Banded, BLT, BISR, LambdaCGD, Tree]
 
 def errors(noise: Correlated) -> tuple[float, float]:
     """Root mean square and largest error of a plan, in units of its noise as one Gaussian."""
-    sensitivity = noise.sensitivity(noise.plan)
-    largest = float(noise.variances(noise.plan.rounds).max())
+    sensitivity = noise.sensitivity(noise.known_participation)
+    largest = float(noise.variances(noise.known_participation.rounds).max())
     return noise.error(1.0), sensitivity * math.sqrt(largest)
 
 
@@ -146,7 +146,7 @@ def test_a_round_made_once_more_is_a_row_of_the_matrix_more(noise, plan, base, m
 
 def matrix_of(noise: Correlated) -> np.ndarray:
     """C of a family whose C is square, ``[T, T]``."""
-    rounds = noise.plan.rounds
+    rounds = noise.known_participation.rounds
     series = noise.series(rounds)  # type: ignore[attr-defined]
     return np.array(
         [[series[i - j] if i >= j else 0.0 for j in range(rounds)] for i in range(rounds)]
@@ -221,7 +221,7 @@ def test_a_tree_releases_its_nodes_and_nothing_else(rounds, separation) -> None:
     assert made @ incidence == pytest.approx(np.tril(np.ones((rounds, rounds))))
     assert noise.variances(rounds) == pytest.approx(np.square(made).sum(axis=1))
     # ... of which a row is in no more than is charged.
-    plan = noise.plan
+    plan = noise.known_participation
     assert worst(incidence, plan) <= noise.sensitivity(plan) * (1 + 1e-12)
     assert np.linalg.norm(incidence, axis=0).max() <= noise.column
 

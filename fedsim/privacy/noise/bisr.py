@@ -68,7 +68,7 @@ class BISR(Toeplitz):
     @property
     def bands(self) -> int:
         """All rounds are coupled, but where a round's noise is its own draws."""
-        return self.plan.rounds if len(self._taken()) > 1 else 1
+        return self.known_participation.rounds if len(self._taken()) > 1 else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws less parts of those of the last rounds."""

@@ -63,7 +63,7 @@ class BLT(Toeplitz):
     @property
     def bands(self) -> int:
         """All rounds are coupled."""
-        return self.plan.rounds
+        return self.known_participation.rounds
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws less parts of the buffers, which are kept."""

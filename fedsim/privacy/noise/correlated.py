@@ -64,7 +64,7 @@ class Correlated(Noise):
         return True
 
     @property
-    def plan(self) -> Participation:
+    def known_participation(self) -> Participation:
         """The rounds that a row can be in.
 
         Raises
@@ -124,23 +124,23 @@ class Correlated(Noise):
         """
         z = self.multiplier
         if noise_multiplier is not None:
-            z = noise_multiplier * self.sensitivity(self.plan)
-        return z * float(np.sqrt(self.variances(self.plan.rounds).mean()))
+            z = noise_multiplier * self.sensitivity(self.known_participation)
+        return z * float(np.sqrt(self.variances(self.known_participation.rounds).mean()))
 
     def law(self, law: Law) -> CorrelatedLaw:
         """Of the plan's rounds, or of a group of them that C does not couple to others."""
-        plan = self.plan
+        participation = self.known_participation
         shipped = type(law).__module__.partition(".")[0] == "fedsim"
-        grouped = law.rounds == plan.separation and self.bands <= plan.separation
+        grouped = law.rounds == participation.separation and self.bands <= participation.separation
         amplified = shipped and law.rate < 1 and grouped
         full = FullLaw(adjacency=law.adjacency, population=law.population)
         return CorrelatedLaw(
             base=law if amplified else full,
             noise=self.name,
             coefficients=hashlib.sha256(self.coefficients.encode()).hexdigest(),
-            sensitivity=self.column if amplified else self.sensitivity(plan),
-            rounds=plan.separation if amplified else plan.rounds,
-            again=self.again(plan),
+            sensitivity=self.column if amplified else self.sensitivity(participation),
+            rounds=participation.separation if amplified else participation.rounds,
+            again=self.again(participation),
             population=law.population,
             adjacency=law.adjacency,
         )
@@ -189,7 +189,7 @@ class Toeplitz(Correlated):
     @property
     def column(self) -> float:
         """The norm of the first column, which no later one exceeds."""
-        return length(majorant(self.series(self.plan.rounds)))
+        return length(majorant(self.series(self.known_participation.rounds)))
 
     def again(self, participation: Participation) -> float:
         """The sum of a row of C over rounds in which one row of X can be."""

@@ -54,7 +54,7 @@ class LambdaCGD(Toeplitz):
     @property
     def bands(self) -> int:
         """All rounds are coupled, unless lambda is 0."""
-        return self.plan.rounds if self._lambda else 1
+        return self.known_participation.rounds if self._lambda else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws less lambda of the last round's."""
