@@ -28,6 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
 SECONDS = 600
+PYTEST = ("-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider")  # slow tests too
 # What Python itself says of code that is none: no bug that anybody could overlook.
 NO_CODE = re.compile(
     r"^E +(Attribute|Import|Indentation|Name|Syntax|Type|UnboundLocal)Error\b", re.MULTILINE
@@ -100,7 +101,7 @@ def passes(tree: Path, test: str) -> bool:
     """
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()],
+            [sys.executable, *PYTEST, *test.split()],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,

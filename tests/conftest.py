@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 
 # Before torch is imported by anybody.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,13 +14,33 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 import pytest
 import torch
 from hypothesis import settings
+from slow_cases import SLOW_EXAMPLES, spanning
 
 from fedsim import allowed_code
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile("fedsim", deadline=None, max_examples=60)
-settings.load_profile("fedsim")
+settings.register_profile("fast", deadline=None, max_examples=30)
+settings.register_profile("slow", deadline=None, max_examples=30 * SLOW_EXAMPLES)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the run: pyproject.toml's is fast, and that of ``-m slow`` slow."""
+    settings.load_profile("slow" if config.option.markexpr == "slow" else "fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `spanning`, the slow run has most cases; and it has all properties."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("spanning") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+        if config.option.markexpr == "slow" and getattr(item.obj, "is_hypothesis_test", False):  # type: ignore[attr-defined]
+            item.add_marker("slow")
+    for own in cases.values():
+        for item in {*own} - {*spanning(own)}:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 
 from fedsim import extras
 from fedsim.errors import FedsimError
@@ -34,6 +35,7 @@ def base(*arguments: str) -> tuple[int, str]:
     return ran.returncode, " ".join((ran.stdout + ran.stderr).split())
 
 
+@pytest.mark.slow
 def test_a_base_installation_trains_reports_and_accounts(tmp_path: Path) -> None:
     config, out = str(ROOT / "experiments/demo.toml"), str(tmp_path / "run")
     status, words = base("run", config, "--out", out, "--set", "rounds=2")
@@ -44,13 +46,13 @@ def test_a_base_installation_trains_reports_and_accounts(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "package", "extra"),
-    [
+    slow_but(1, [
         (["partition", "{config}", "--out", "{out}.png"], "matplotlib", "plots"),
         (["run", "{config}", "--set", "engine.name=ray"], "ray", "ray"),
         (["run", "{config}", "--set", "engine.name=simulation"], "ray", "ray"),
         (["run", "{config}", "--set", "data.name=mnist"], "torchvision", "vision"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_what_is_not_installed_is_named_with_its_extra(
     tmp_path: Path, arguments: list[str], package: str, extra: str
 ) -> None:

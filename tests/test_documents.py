@@ -30,7 +30,13 @@ from fedsim.runs.resolve import resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
-SLOW = {"README.md", "docs/audit.md", "docs/deployment.md", "docs/engines.md"}
+SLOW = {"README.md"} | {
+    f"docs/{name}.md"
+    for name in (
+        "audit", "audit_your_own_code", "correlated_noise", "deployment", "engines",
+        "private_metrics", "sweeps",
+    )
+}  # fmt: skip
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>fails|not run: [^>]+) -->\n)?"
     r'```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n'

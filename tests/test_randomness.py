@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim.randomness import PURPOSES, Address, Draws, Purpose, Randomness, Stream
@@ -59,7 +59,6 @@ def test_two_releases_of_one_seed_share_noise_and_amplified_samples_never():
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-@settings(max_examples=50)
 def test_seeds_have_keys_of_their_own(first, second):
     draws = [Randomness(s).generator(Purpose.INIT, level="run").bytes(16) for s in (first, second)]
     assert (draws[0] == draws[1]) == (first == second)

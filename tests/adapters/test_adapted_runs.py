@@ -10,6 +10,7 @@ import pytest
 import torch
 from killed_runs import killed_in
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from tensor_bytes import same_bytes
 from torch import Tensor, nn
 
@@ -41,6 +42,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return {*one} == {*other} and all(same_bytes(one[k], other[k]) for k in one)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("factors", FACTORS)
 @pytest.mark.parametrize("private", [[], CLIENTS, EXAMPLES, [*CLIENTS, *EXAMPLES]])
 def test_what_is_to_move_moves_and_nothing_else(
@@ -70,6 +72,7 @@ def test_examples_are_private_by_structure(factors: str) -> None:
     assert {part.rounds.releases._rows for part in parts} == {"by structure"}
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("level", [[], CLIENTS, EXAMPLES])
 @pytest.mark.parametrize("factors", FACTORS)
 def test_block_size_workers_and_placement_of_clients_change_no_byte(
@@ -91,6 +94,7 @@ def test_all_engines_give_the_same_bytes(factors: str, engine: str) -> None:
     assert same(tensors(fedsim.run(config.replace(**{"engine.name": engine})).arrays), expected)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("level", [[], CLIENTS, EXAMPLES])
 @pytest.mark.parametrize("factors", FACTORS)
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
@@ -189,18 +193,18 @@ class Runs:
         assert same(dict(self.saved().trained.state_dict()), weights)
 
 
-ORDERS = 20
-
-
-@pytest.mark.parametrize("factors", FACTORS)
-def test_twenty_orders_of_calls(tmp_path: Path, factors: str) -> None:
+@pytest.mark.parametrize(
+    ("factors", "orders"),
+    slow_but(1, [("alternating", 5), *((factors, 20) for factors in FACTORS)]),
+)
+def test_any_order_of_calls(tmp_path: Path, factors: str, orders: int) -> None:
     calls: list[Callable[[Runs], None]] = [
         Runs.evaluate, Runs.predict, Runs.merge, Runs.safetensors, Runs.torchscript,
         Runs.continue_,
     ]  # fmt: skip
     draws = random.Random(7)
     runs = Runs(tmp_path, factors)
-    for order in range(ORDERS):
+    for order in range(orders):
         draws.shuffle(calls)
         for call in calls if order % 5 == 0 else [c for c in calls if c is not Runs.continue_]:
             call(runs)

@@ -86,6 +86,7 @@ def test_a_report_is_brief_unless_everything_is_asked_for() -> None:
     assert "presence 2 x 20 releases" in text(everything=True)
 
 
+@pytest.mark.slow
 def test_a_refuted_claim_ends_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from slow_cases import slow_but
 
 from fedsim.audit.checks import findings
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
@@ -27,6 +28,7 @@ def refuted(mechanism: Mechanism, sampling: str = "poisson", work: LocalWork = W
     return {check.name for check in checks if check.p_value <= RISK}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "sampling", "work"),
     [
@@ -86,13 +88,13 @@ def counted_twice() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("bug", "seen_by"),
-    [
+    slow_but(1, [
         (less_noise, "what one example moves"),
         (same_noise, "exact repeats"),
         (twice_the_rate, "sizes"),
         (counted_twice, "what each example adds"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:
     with bug():
         assert seen_by in refuted(Clipping(1.0))

@@ -10,6 +10,7 @@ import pytest
 from bugs import BUGS
 from leaks import OF_BUDGETS
 from planted import strategies
+from slow_cases import slow_but
 
 from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit
 from fedsim.audit.checks import findings
@@ -64,7 +65,9 @@ def failed(checks: list[Finding]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "mechanism", [Normalization(1.0), AdaptiveNoise(clip_norm=1.0)], ids=["normalization", "xu"]
+    "mechanism",
+    slow_but(1, [Normalization(1.0), AdaptiveNoise(clip_norm=1.0)]),
+    ids=["normalization", "xu"],
 )
 def test_honest_noise_passes_down_to_its_last_bit(mechanism: Mechanism) -> None:
     checks = noise_tests(mechanism)
@@ -74,18 +77,18 @@ def test_honest_noise_passes_down_to_its_last_bit(mechanism: Mechanism) -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    [
-        ("noise of twelve bits a standard deviation", "equal values"),
+    slow_but(3, [
         ("the exact sum in the twelve lowest bits", "low bits"),
+        ("noise that is not rounded to the grid", "rounding to the grid"),
+        ("no noise along a secret direction", "size in any direction"),
+        ("noise of twelve bits a standard deviation", "equal values"),
         ("the exact sum in the twelve lowest bits, masked alike in every run",
          "low bits in pairs of rounds"),
-        ("noise that is not rounded to the grid", "rounding to the grid"),
         ("no noise along the sum of all coordinates", "size in each direction"),
         ("no noise along alternating signs", "size in each direction"),
-        ("no noise along a secret direction", "size in any direction"),
         ("half of the noise is the other half's, in another order", "pairs of coordinates"),
         ("one value of noise in a thousand left out", "equal values"),
-    ],
+    ]),
 )  # fmt: skip
 def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> None:
     with BUGS[name]():
@@ -104,13 +107,13 @@ def test_honest_bounds_pass_with_several_clients_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    [
-        ("rows of 1.5 to 2 C are not bounded", "what several clients add"),
+    slow_but(1, [
         ("of two to five long rows one is not bounded", "what several clients add"),
+        ("rows of 1.5 to 2 C are not bounded", "what several clients add"),
         ("rows in float32 are not bounded", "what several clients add"),
         ("a denominator that shrinks when three clients fail", "several fail at once"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
     name: str, detected_by: str
 ) -> None:
@@ -150,29 +153,29 @@ def leaving(mechanism: Mechanism) -> set[str]:
 
 @pytest.mark.parametrize(
     "mechanism",
-    [
-        Clipping(1.0),
+    slow_but(1, [
         QuantileClipping(bit_noise=0.5),
+        Clipping(1.0),
         AdaClip(),
         PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),
-    ],
-    ids=["clipping", "quantile", "adaclip", "scalar"],
-)
+    ]),
+    ids=["quantile", "clipping", "adaclip", "scalar"],
+)  # fmt: skip
 def test_what_follows_from_releases_may_leave_a_round(mechanism: Mechanism) -> None:
     assert not leaving(mechanism)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
+    slow_but(2, [
         "a metric of training is the exact sum's norm",
         "the update's norm is the exact sum's",
         "the count of clipped rows is shown",
         "the exact sum stays in the mechanism's state",
         "the noise stays in the optimiser's state",
         "clients are sent the exact sum's norm",
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_what_else_leaves_a_round_is_detected(name: str) -> None:
     with BUGS[name]():
         assert "what else leaves a round" in leaving(Normalization(1.0))
@@ -180,12 +183,12 @@ def test_what_else_leaves_a_round_is_detected(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    [
-        (None, set()),
+    slow_but(1, [
         ("noise from 256 seeds of the system", {"noise with system entropy"}),
         ("cohorts from 256 seeds of the system", {"cohorts with system entropy"}),
-    ],
-)
+        (None, set()),
+    ]),
+)  # fmt: skip
 @pytest.mark.usefixtures("few_system_rounds")
 def test_few_seeds_of_the_system_are_detected(name: str | None, detected_by: set[str]) -> None:
     factory = strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0)

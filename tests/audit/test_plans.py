@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 from planted import Adding
+from slow_cases import slow_but
 
 from fedsim.audit import StrategyTarget, Verdict, audit
 from fedsim.cohorts import AllocationCohort, Cohort, CyclicCohort, FullCohort, SeparatedCohort
@@ -45,7 +46,8 @@ def checked(noise: Noise, cohort: Cohort = GROUPS) -> Verdict:
 
 @pytest.mark.parametrize(
     ("noise", "cohort"),
-    [
+    slow_but(1, [
+        (Banded(2.0, bands=3), AllocationCohort(2, ROUNDS, 120)),
         (Banded(2.0), GROUPS),
         (Banded(2.0), CyclicCohort(3, 1.0, population=120)),
         (Banded(2.0, bands=6), APART),
@@ -55,10 +57,9 @@ def checked(noise: Noise, cohort: Cohort = GROUPS) -> Verdict:
         (Tree(2.0), APART),
         (LambdaCGD(2.0, coefficients="0.4"), FullCohort(40)),
         (Independent(2.0), AllocationCohort(3, ROUNDS, 120)),
-        (Banded(2.0, bands=3), AllocationCohort(2, ROUNDS, 120)),
-    ],
+    ]),
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_honest_plans_are_accepted(noise: Noise, cohort: Cohort) -> None:
     verdict = checked(noise, cohort)
     assert not verdict.refuting, str(verdict)
@@ -104,7 +105,9 @@ class OneDraw(Tree):
         return super().combine(same, state)
 
 
-@pytest.mark.parametrize("noise", [Forgetful(2.0), TooFar(2.0), TakesAll(2.0), OneDraw(2.0)])
+@pytest.mark.parametrize(
+    "noise", slow_but(1, [TooFar(2.0), Forgetful(2.0), TakesAll(2.0), OneDraw(2.0)])
+)
 def test_noise_that_is_not_what_the_plan_says_is_caught(noise: Noise) -> None:
     assert any(name.startswith("noise: ") for name in checked(noise).refuting)
 
@@ -129,6 +132,8 @@ class Longer(SeparatedCohort):
         return Participation(rounds, 2 * self.separation)
 
 
-@pytest.mark.parametrize("cohort", [Anew(4, 0.7, population=120), Longer(4, 0.9, population=120)])
+@pytest.mark.parametrize(
+    "cohort", slow_but(1, [Anew(4, 0.7, population=120), Longer(4, 0.9, population=120)])
+)
 def test_rows_in_more_rounds_than_the_plan_counts_on_are_caught(cohort: Cohort) -> None:
     assert "plan: rounds of each client" in checked(LambdaCGD(2.0), cohort).refuting

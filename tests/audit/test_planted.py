@@ -6,6 +6,7 @@ import pytest
 from bugs import BUGS
 from leaks import OF_ATTACKS, OF_BUDGETS
 from planted import strategies
+from slow_cases import slow_but
 
 from fedsim.audit import StrategyTarget, Verdict, audit
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
@@ -38,15 +39,15 @@ def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "seen_by"),
-    [
+    slow_but(2, [
         ("clip after averaging", "bound: what one client moves"),
-        ("noise used again in every second round", "noise: exact repeats"),
         ("no noise from round 21 on", "noise: presence"),
+        ("noise used again in every second round", "noise: exact repeats"),
         ("a cohort's draw used again", "sampler: overlap of rounds"),
         ("every tenth line missing", "ledger: a line for every release"),
         ("no release when a client fails", "plan: releases"),
-    ],
-)
+    ]),
+)  # fmt: skip
 @pytest.mark.usefixtures("few_system_rounds")
 def test_a_planted_bug_is_caught_and_named(name: str, seen_by: str) -> None:
     with BUGS[name]():
@@ -67,6 +68,7 @@ def test_every_planted_bug_is_caught(name: str) -> None:
     assert verdict.failed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_system_rounds")
 def test_a_run_that_is_as_it_should_be_is_accepted() -> None:
     verdict = checked(PrivateScalar(PerLayer(Clipping(1.0)), name="loss", high=4.0, fraction=0.3))

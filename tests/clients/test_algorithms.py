@@ -109,6 +109,7 @@ def test_every_algorithm_has_the_same_bytes_in_every_block_size(algorithm):
         assert torch.isfinite(rows).all()
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 @pytest.mark.parametrize("path", ["layered", "func"])
 def test_every_algorithm_agrees_with_the_plain_path(algorithm, path):

@@ -177,6 +177,7 @@ def test_scaffold_goes_as_worked_out_by_hand() -> None:
     assert trainer.population == 2
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_that_federated_averaging_misses() -> None:
     """f_1 + f_2 is least at 2; FedAvg's fixed point follows from 1 - (1 - lr a_i)^K instead."""
     averaged, _ = run(quadratic_trainer(SGD(lr=0.1), steps=20), rounds=200)
@@ -263,6 +264,7 @@ def test_fednova_with_the_reach_of_its_clients_is_fednova() -> None:
     torch.testing.assert_close(declared, sent, rtol=0, atol=1e-10)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("algorithm", [Scaffold(lr=0.2), Scaffold(0.2, "gradient"), FedNova(0.1)])
 @pytest.mark.parametrize("path", ["plain", "func", "layered"])
 def test_vectors_do_not_depend_on_path_or_blocks(algorithm, path: str) -> None:
@@ -384,6 +386,7 @@ def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **setting
     return trainer.layout.flatten(tensors(result.arrays)), strategy
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("bound", [Clipping(0.4), Normalization(0.4), NormBound(0.3)], ids=str)
 @pytest.mark.parametrize("size", [3, POPULATION])
 def test_private_scaffold_is_scaffold_of_bounded_updates(bound, size: int) -> None:

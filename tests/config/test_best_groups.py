@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import GROUPS, release_plan, with_best_groups
@@ -47,7 +48,7 @@ def test_the_groups_of_the_least_error_are_taken() -> None:
         assert error(config_with(**changes)) == pytest.approx(expected, rel=3e-4)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 4.0, 16.0])
+@pytest.mark.parametrize("epsilon", slow_but(1, [0.5, 4.0, 16.0]))
 def test_cohorts_stay_as_large_and_no_other_groups_are_better(epsilon: float) -> None:
     config = config_with(rounds=60, **{"noise.target-epsilon": epsilon, "cohort.rate": 0.3})
     best = with_best_groups(config)

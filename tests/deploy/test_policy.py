@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from slow_cases import slow_but
 
 from fedsim.apps import client_app
 from fedsim.apps import node as module
@@ -424,15 +425,15 @@ LAX = {"multiplier": 1.0, "max-epsilon": 1e6, "delta": 0.5}
 
 @pytest.mark.parametrize(
     "lax",
-    [
+    slow_but(1, [
         {"noise": LAX},
         {"noise": {**LAX, "max-epsilon": ""}},
         {"noise": LAX, "epochs": 100},  # one message costs 25
         {"noise": {**LAX, "multiplier": 1e-3}},
         {"noise": LAX, "state-dir": "somewhere/else"},
-    ],
+    ]),
     ids=str,
-)
+)  # fmt: skip
 def test_nothing_that_a_server_sends_loosens_a_nodes_own_budget(tmp_path, monkeypatch, lax):
     """The epsilon of the node's own ledger at the node's own delta, whatever is asked for."""
     honest = {"mechanism": {"name": "clipping"}, "batch-size": 4, "noise": {"multiplier": 1.0}}

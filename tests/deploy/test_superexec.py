@@ -218,6 +218,7 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("fe
 """
 
 
+@pytest.mark.slow
 def test_a_task_imports_nothing_of_ours_or_flowers_when_it_is_asked_to_train():
     ran = subprocess.run(
         [sys.executable, "-c", MET], check=True, capture_output=True, text=True, timeout=120

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_cases import slow_but
 
 from fedsim.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = (
-    *("drift", "labels", "personal", "regression", "tabular"),
-    *(pytest.param(task, marks=pytest.mark.slow) for task in ("pfl", "resnet", "text")),
-)
+TASKS = ("regression", "drift", "labels", "personal", "pfl", "resnet", "tabular", "text")
 SMALL = {"text": {"MOST": 12, "LENGTH": 6}, "pfl": {"MOST": 4, "IMAGES": 200}}
 """What of a page's data is made smaller."""
 BLOCK = re.compile(r"^(?:<!-- (not run[^>]*) -->\n)?```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,7 +55,7 @@ def make_data(task: str) -> None:
     made["main"]()
 
 
-@pytest.mark.parametrize("page", TASKS, indirect=True)
+@pytest.mark.parametrize("page", slow_but(1, TASKS), indirect=True)
 def test_what_an_examples_page_says_runs(page: str) -> None:
     for program, *arguments in commands(page):
         if program == "python":
@@ -71,6 +69,7 @@ def test_what_an_examples_page_says_runs(page: str) -> None:
         assert all(np.isfinite(float(loss)) for loss in losses), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["text"], indirect=True)
 def test_adapters_leave_the_model_that_they_adapt_as_it_is(page: str) -> None:
     from safetensors.numpy import load_file

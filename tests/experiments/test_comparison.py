@@ -19,6 +19,7 @@ from fedsim.privacy import epsilon
 COMMITTED = Path(__file__).parents[2] / "experiments" / "comparisons" / "example-level-mnist"
 
 
+@pytest.mark.slow
 def test_every_method_runs_and_only_raw_statistics_have_no_epsilon(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     y = np.arange(60) % 10

@@ -119,6 +119,7 @@ class TestQuadratic:
         assert closed.rows is not None
         torch.testing.assert_close(closed.rows, stepped.rows, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_fedavg_without_noise_reaches_the_optimum_of_agreeing_clients(self) -> None:
         problem = small_problem(heterogeneity=0.0)
         strategy = DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=FullCohort(problem.n))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tomli_w
 import typer
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from experiments.command import experiment
@@ -117,7 +118,7 @@ def small(name: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but(("adaclip-regression", "quadratic"), SMALL))
 def test_experiment_leaves_tables_pictures_and_figures(
     name: str, tmp_path: Path, data: Path
 ) -> None:
@@ -139,7 +140,11 @@ def test_experiment_leaves_tables_pictures_and_figures(
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.parent.name for path in COMMITTED.rglob("experiment.toml"))
+    "name",
+    slow_but(
+        ("adapters-text", "das-fmnist", "koskela-rate", "koskela-scale", "niid-mnist", "xu"),
+        sorted(path.parent.name for path in COMMITTED.rglob("experiment.toml")),
+    ),
 )
 def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> None:
     directory = find(name)

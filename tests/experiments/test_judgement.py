@@ -17,6 +17,7 @@ import typer
 from matplotlib.colors import to_hex
 from release_helpers import plan_of
 from scipy import stats
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from experiments.adaclip.regression import descend, make_mechanism
@@ -40,6 +41,8 @@ from fedsim.reports.plots import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout
 
 STORED = [name for name in names() if Stored.load(find(name)).members]
+FAST = ("adaclip-mnist", "das-local-steps", "koskela-scale", "niid-private", "quadratic", "xu")
+"""Experiments whose results are judged in less than a second, one of each kind."""
 
 
 @cache
@@ -54,7 +57,7 @@ def page() -> str:
     return overview()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", slow_but(FAST, names()))
 def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) -> None:
     assert checked(name).faults == []
 
@@ -65,7 +68,7 @@ def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
         assert not re.search(r"(?i)\b(two|three|four|five|six|ten|\d+) (\w+ )?seeds\b", sentence)
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", slow_but(FAST, STORED))
 def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
     report = checked(name).report
     assert report is not None
@@ -76,6 +79,7 @@ def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
     assert DARK.series != LIGHT.series
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(names()) - set(STORED)))
 def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str, page: str) -> None:
     app = typer.Typer()
@@ -89,6 +93,7 @@ def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str,
     assert f"| `{name}` |  | not measured |" in page
 
 
+@pytest.mark.slow
 def test_every_panel_of_the_four_papers_is_on_the_page(page: str) -> None:
     for name in names():
         for panel in Judgement.load(find(name)).panels:
@@ -120,6 +125,7 @@ def test_paired_interval_is_that_of_the_t_test() -> None:
     assert all_ahead([ahead, open_, behind]) is False
 
 
+@pytest.mark.slow
 def test_one_of_k_intervals_below_0_is_no_verdict_by_itself() -> None:
     """Five differences whose true values are 0: at most 5 % of such claims are not reproduced."""
     draws = np.random.default_rng(3)

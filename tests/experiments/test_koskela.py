@@ -60,6 +60,7 @@ def small(tmp_path: Path, data: Path) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.slow
 def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
     settings = {
         "seeds": 2,
@@ -105,6 +106,7 @@ def test_private_figures_end_to_end_and_every_gradient_is_charged(
     assert figures["epsilon sigma=8"] < figures["epsilon sigma=2"]
 
 
+@pytest.mark.slow
 def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
     small: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -150,6 +152,7 @@ def test_no_public_image_is_a_private_one() -> None:
     assert read(f"{full}/public").data.name != read(f"{full}/run").data.name
 
 
+@pytest.mark.slow
 def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
     small: Callable[..., Outcome],
 ) -> None:
@@ -206,6 +209,7 @@ def made_up(experiment: Experiment, accuracy: Callable[[str], float]) -> Report:
     return experiment.report(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adadp", "reproduced"), [(0.9, True), (0.2, False)])
 def test_claims_against_others_are_reproduced_where_adadp_is_ahead(
     adadp: float, reproduced: bool, data: Path
@@ -219,6 +223,7 @@ def test_claims_against_others_are_reproduced_where_adadp_is_ahead(
         assert {claims[name] for name in about} == {reproduced}
 
 
+@pytest.mark.slow
 def test_a_verdict_that_turns_with_the_unit_of_eta_0_is_not_decided(data: Path) -> None:
     """0.1 of the sum is 1 of the mean for |B| = 10, and 20 for |B| = 200."""
     names = {"koskela-federated": "rate=1 ", "koskela-mnist": "rate=20 ", "koskela-scale": " sum"}
@@ -246,6 +251,7 @@ def test_a_verdict_that_turns_with_the_unit_of_eta_0_is_not_decided(data: Path) 
         assert claim.measured.count("[") == (3 if name == "koskela-mnist" else 2)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize(("other", "close"), [(0.505, True), (0.52, False)])
 def test_eta_0_does_not_matter_where_all_starts_end_close_together(
     other: float, close: bool, data: Path

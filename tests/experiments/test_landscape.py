@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from slow_cases import slow_but
 
 from experiments.framework import find
 from experiments.framework.base import Result
@@ -151,7 +152,7 @@ def test_groups_that_take_turns_are_as_large_as_poisson_cohorts(tmp_path: Path) 
     assert (keys["cohort.groups"], keys["cohort.rate"]) == (4, "")
 
 
-@pytest.mark.parametrize("name", ["landscape", "niid-private"])
+@pytest.mark.parametrize("name", slow_but(1, ["niid-private", "landscape"]))
 def test_every_member_is_a_run_that_is_private(name: str) -> None:
     experiment = made(find(name))
     experiment.weights = Path("model.safetensors")

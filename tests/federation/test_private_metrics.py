@@ -73,6 +73,7 @@ def run(strategy: DPFedAvg, clients: Scored, rounds: int = 3) -> dict[int, Metri
     return result.evaluate_metrics_clientapp
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_mean_over_clients_with_noise_and_has_a_line(tmp_path: Path) -> None:
     clients, z = Scored(), 3.0
     there = clients.accuracies[clients.examples > 0]

@@ -202,6 +202,7 @@ def _nobody():
     return ClientApp()
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_reply_is_as_if_it_never_came_and_is_counted_with_its_reason(what, mechanism):

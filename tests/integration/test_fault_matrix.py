@@ -71,6 +71,7 @@ def test_local_in_blocks_of_any_size(tmp_path, block_size):
     )
 
 
+@pytest.mark.slow
 def test_local_by_messages_and_clients_that_hang(tmp_path):
     app = importlib.import_module("treacherous.client_app").app
     schedule = [*SCHEDULE, ("hangs", (4,)), ("raises", ())]

@@ -119,6 +119,7 @@ def test_a_law_stands_once_in_a_ledger(run: Path) -> None:
     assert lines[1]["declared-by-user"] is True
 
 
+@pytest.mark.slow
 def test_an_audit_finds_no_violation_and_counts_what_is_declared(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

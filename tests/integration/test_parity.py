@@ -73,6 +73,7 @@ def test_cohorts_of_the_parity_run_are_partial(expected):
     assert max(asked) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_runtime")
 def test_ray_gives_the_bytes_of_the_local_engine(tmp_path, expected):
     ray = run("ray", tmp_path, workers=3, **{"cpus-per-worker": 0.1})

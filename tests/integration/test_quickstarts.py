@@ -133,6 +133,7 @@ def test_networks_have_the_parameters_of_the_quick_starts(
     assert network(torch.zeros(2, *shape)).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_fedsims_side_makes_its_rounds_of_such_a_split(tmp_path: Path) -> None:
     write_split(tmp_path / "split", [9] * 20)
     write_pfllib(tmp_path / "split", tmp_path, clients=20)

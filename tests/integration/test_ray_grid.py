@@ -70,11 +70,11 @@ def rows_of(grid, timeout=None) -> dict[int, bytes | None]:
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected(ray_runtime):
     return rows_of(LocalGrid(Digest()))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def ray_runtime():
     ray = pytest.importorskip("ray")
     # Test classes are no package that workers could import.
@@ -90,12 +90,14 @@ def ray_runtime():
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_workers_give_the_bytes_of_the_local_engine_round_after_round(expected):
     with RayGrid(Digest(), workers=3, cpus_per_worker=0.1) as grid:
         assert rows_of(grid) == expected
         assert rows_of(grid) == expected
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_and_its_clients_trained_again(tmp_path, expected):
     trainer = Digest(deadly=frozenset({7}), once=str(tmp_path / "died"))
     with RayGrid(trainer, workers=2, cpus_per_worker=0.1) as grid:
@@ -110,6 +112,7 @@ def test_a_client_that_always_kills_its_worker_contributes_nothing(expected):
         assert rows_of(grid) == {**expected, 7: None}
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_finish_in_time_does_not_hold_up_the_run(expected):
     with RayGrid(Digest(slow=frozenset({7})), workers=2, cpus_per_worker=0.1) as grid:
         assert rows_of(grid, timeout=4.0) == {**expected, 7: None}

@@ -9,7 +9,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.privacy import Ledger
 
-pytestmark = pytest.mark.usefixtures("ray_runtime")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_runtime")]
 
 CONFIG = RunConfig().replace(
     **{

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
@@ -42,7 +42,6 @@ def gone_through(outputs, targets, weights, first, *, compiled=True):
 
 
 @compiled
-@settings(max_examples=150, deadline=None)
 @given(batches())
 def test_the_bytes_are_the_same_without_a_compiler(batch) -> None:
     with np.errstate(all="ignore"):
@@ -54,7 +53,6 @@ def test_the_bytes_are_the_same_without_a_compiler(batch) -> None:
             assert one.nan_to_num(7.0).numpy().tobytes() == other.nan_to_num(7.0).numpy().tobytes()
 
 
-@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_gradients_and_losses_are_torchs(batch) -> None:
     outputs, targets, weights, first = batch

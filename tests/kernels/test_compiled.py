@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from release_helpers import plan_of
+from slow_cases import slow_but
 from tensor_bytes import same_bytes
 from test_dense import builds, built_by
 
@@ -63,7 +64,6 @@ def blocks(draw):
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
 @given(blocks())
 def test_norms_are_those_of_halving_to_the_byte(block) -> None:
     assert is_supported(block)
@@ -71,7 +71,6 @@ def test_norms_are_those_of_halving_to_the_byte(block) -> None:
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
 @given(blocks(), st.sampled_from([1.0, 2.0**30, 3e-7, 0.0]), st.booleans())
 def test_rounded_sums_are_torchs_to_the_byte(block, factor, finer) -> None:
     factors = torch.full((len(block),), factor, dtype=torch.float64)
@@ -224,26 +223,27 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
 @compiled
 @pytest.mark.parametrize(
     ("source", "before", "after"),
-    [
+    slow_but(5, [
         ("rows.c", "trunc((double)x[i] * factor)", "rint((double)x[i] * factor)"),
+        ("normals.c", "words[k] << 55", "words[k] << 56"),
+        ("convolutions.c", "dense[places[o] * outputs + o] +=", "dense[places[o] * outputs + o] ="),
+        ("dense.c", "outputs[o] < 0 ? 0 : outputs[o]", "outputs[o]"),
+        ("classes.c", "1.0f / 720", "1.0f / 721"),
         ("rows.c", "trunc((value - whole) * scale)", "(value - whole) * scale"),
         ("rows.c", "coarse[i] += whole", "coarse[i] = whole"),
         ("rows.c", "(s[0] + s[4]) + (s[2] + s[6])", "(s[0] + s[2]) + (s[4] + s[6])"),
         ("rows.c", "if (size % TILE) {", "if (0) {"),
         ("rows.c", "rows += stride", "rows += size"),
         ("rows.c", "(ptrdiff_t)row * stride", "(ptrdiff_t)row * (ptrdiff_t)size"),
-        ("normals.c", "words[k] << 55", "words[k] << 56"),
         ("normals.c", "ROUNDS = 10", "ROUNDS = 9"),
         ("normals.c", "add ? out[done] + value : value", "value"),
         ("normals.c", "s->state->used = BLOCK - left % BLOCK", "s->state->used = BLOCK"),
-        ("convolutions.c", "dense[places[o] * outputs + o] +=", "dense[places[o] * outputs + o] ="),
         ("convolutions.c", "n * image + offsets[places[o]]", "offsets[places[o]]"),
         ("convolutions.c", "row * step + start", "row * length + start"),
         ("convolutions.c", "into[i] += total", "into[i] = total"),
         ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),
         ("convolutions.c", "left < LANES ? left : LANES", "left < LANES ? left : LANES - 1"),
         ("convolutions.c", "from + o * most", "from"),
-        ("dense.c", "outputs[o] < 0 ? 0 : outputs[o]", "outputs[o]"),
         ("dense.c", "values[i] <= 0 ? 0", "values[i] < 0 ? 0"),
         ("dense.c", "outputs[o] += row[l->bias + o]", "outputs[o] -= row[l->bias + o]"),
         ("dense.c", "if (whole < size)", "if (0)"),
@@ -256,14 +256,13 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("dense.c", "x = buffer + l->values;", ""),
         ("dense.c", "(l - 1)->deltas : inputs", "(l - 1)->values : inputs"),
         ("dense.c", "xs += x_stride, buffer += net->size", "buffer += net->size"),
-        ("classes.c", "1.0f / 720", "1.0f / 721"),
         ("classes.c", "x < LEAST ? 0 : x", "series * power"),
         ("classes.c", "row[k] > largest", "row[k] < largest"),
         ("classes.c", "row[targets[i]] -= 1;", ""),
         ("classes.c", "outputs += stride;", "outputs += size;"),
         ("classes.c", "b->targets + batch * rows", "b->targets"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
     cache, tmp_path, monkeypatch, source, before, after
 ) -> None:

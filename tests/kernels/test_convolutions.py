@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensor_bytes import same_bytes
 from test_dense import builds, built_by
@@ -44,7 +44,6 @@ def pooled_convolutions(draw):
 
 
 @compiled
-@settings(max_examples=30, deadline=None)
 @given(pooled_convolutions())
 def test_every_width_of_registers_gives_the_same_bytes(convolution) -> None:
     x, weight, delta, places, patches = convolution

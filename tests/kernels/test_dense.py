@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensor_bytes import same_bytes
 from torch import nn
@@ -104,7 +104,6 @@ def results(dense_layers, rows, x, delta):
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
 @given(blocks())
 def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
     layers, packing, *rest = block
@@ -118,7 +117,6 @@ def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
 @given(blocks())
 def test_a_client_has_the_same_bytes_whoever_is_beside_it(block) -> None:
     layers, packing, rows, x, delta = block
@@ -163,6 +161,7 @@ def built_by(monkeypatch, build, source, *flags: str, archives=(), sums=FUSED) -
     return ctypes.CDLL(str(building.built(path, archives, (*sums, *more, *flags), processor)))
 
 
+@pytest.mark.spanning
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("build", [name for name in builds() if name != "native"])

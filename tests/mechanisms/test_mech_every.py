@@ -7,11 +7,12 @@ import io
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from release_helpers import one_round as released
 from release_helpers import releaser, shares_of, source, sources
 from scipy import stats
+from slow_cases import hypothesis_examples
 from torch import Tensor
 
 from fedsim.errors import FedsimError
@@ -116,7 +117,7 @@ def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tupl
 
 @EVERY
 @pytest.mark.parametrize("rounds", [0, 4])
-@settings(max_examples=25)
+@hypothesis_examples(10)
 @given(
     rows=st.lists(
         st.lists(

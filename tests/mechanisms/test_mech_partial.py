@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from release_cases import MECHANISMS
 from release_helpers import layout_of_rows, plan_of, releaser, shares_of, source, sources
+from slow_cases import hypothesis_examples
 from torch import Tensor
 
 from fedsim.errors import FedsimError
@@ -64,7 +65,7 @@ def add(total, mechanism, rows, index):
 
 
 @EVERY
-@settings(max_examples=20, deadline=None)
+@hypothesis_examples(10)
 @given(
     seed=st.integers(0, 2**31),
     noisy=st.booleans(),
@@ -127,6 +128,7 @@ def test_sums_of_other_bounds_are_not_merged(other):
         total.merge(other.start(other.mechanism.init(other.layout)).state())
 
 
+@pytest.mark.slow
 def test_a_sum_takes_so_many_rows_as_stay_exact_merged_ones_included():
     layout = layout_of_rows(torch.empty(1, 1))
     for mechanism, most in ((Clipping(1.0), 2**22), (NoPrivacy("uniform"), 2**20)):

@@ -30,6 +30,7 @@ def rows_of_norms(norms: np.ndarray, d: int = 3) -> Tensor:
     return torch.from_numpy(directions * norms[:, None])
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("z", [0.0, 1.0])
 @pytest.mark.parametrize("start", [0.1, 0.9, 1.1, 3.0])
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])

@@ -72,6 +72,7 @@ def test_many_classes_are_listed_the_largest_first() -> None:
     assert "42 (99), 0 (10), 1 (10), 2 (10), and 5 more" in printed(counts)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("clients", [1, 5, 60, 61, 1500])
 @pytest.mark.parametrize("num_classes", [1, 10, 20, 100])
 def test_every_shape_of_partition_can_be_drawn_and_saved(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim.errors import FedsimError
@@ -44,7 +44,6 @@ def own_fractions(parts: list[Labels], labels: Labels) -> Labels:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(labels=labels_of_any_kind, seed=seeds, data=st.data())
 def test_every_partition_is_disjoint_exhaustive_and_a_function_of_its_seed(
     labels: Labels, seed: int, data: st.DataObject

@@ -9,9 +9,10 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
+from slow_cases import hypothesis_examples, slow_but
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -112,7 +113,8 @@ def test_opacus_prv_has_no_opinion_on_cohorts_of_a_fixed_size_or_without_noise()
 
 
 @pytest.mark.parametrize(
-    ("rate", "z", "rounds"), [(0.2, 1.5, 40), (0.01, 1.1, 300), (0.9, 20, 500), (0.5, 0.8, 5)]
+    ("rate", "z", "rounds"),
+    slow_but(2, [(0.2, 1.5, 40), (0.01, 1.1, 300), (0.9, 20, 500), (0.5, 0.8, 5)]),
 )
 def test_our_composition_is_dp_accountings(rate, z, rounds):
     theirs = PLDAccountant(value_discretization_interval=1e-4)
@@ -195,7 +197,7 @@ ROUNDS = st.integers(1, 3000)
 
 
 @given(RATES, NOISE, ROUNDS)
-@settings(max_examples=10, deadline=None)
+@hypothesis_examples(10)
 def test_more_noise_costs_less_and_more_rounds_or_sampling_more(rate, z, rounds):
     def spent(rate: float, z: float, rounds: int) -> float:
         return epsilon(noise_multiplier=z, cohort=PoissonCohort(rate), rounds=rounds, delta=1e-5)
@@ -209,14 +211,14 @@ def test_more_noise_costs_less_and_more_rounds_or_sampling_more(rate, z, rounds)
 
 
 @given(RATES, NOISE, ROUNDS)
-@settings(max_examples=10, deadline=None)
+@hypothesis_examples(10)
 def test_loss_distributions_never_exceed_renyi(rate, z, rounds):
     spent = cost(noise_multiplier=z, cohort=PoissonCohort(rate), rounds=rounds, delta=1e-6)
     assert spent.epsilon <= spent.rdp_epsilon * (1 + 2e-4) + 1e-9
 
 
 @given(RATES, st.floats(0.6, 10), st.integers(1, 500), st.floats(-8, -2))
-@settings(max_examples=10, deadline=None)
+@hypothesis_examples(10)
 def test_delta_is_the_inverse_of_epsilon(rate, z, rounds, log_delta):
     accountant = Accountant([Event.of(PoissonCohort(rate), z, count=rounds)])
     delta = 10**log_delta
@@ -255,6 +257,7 @@ def test_two_invocations_an_iteration_are_twice_the_rounds():
     )
 
 
+@pytest.mark.slow
 def test_a_hundred_distinct_noises_are_composed_exactly():
     schedule = [1.0 + 0.002 * t for t in range(40)]
     ours = Accountant(Event.of(PoissonCohort(0.05), z) for z in schedule).epsilon(1e-5)
@@ -264,6 +267,7 @@ def test_a_hundred_distinct_noises_are_composed_exactly():
     assert ours == pytest.approx(theirs.get_epsilon(1e-5), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_more_distinct_noises_are_rounded_down_and_then_left_to_renyi(monkeypatch):
     monkeypatch.setattr("fedsim.privacy.accountant.MOST_EXACT", 15)
     near = [Event.of(PoissonCohort(0.05), 1.0 + 0.004 * t) for t in range(16)]
@@ -386,6 +390,7 @@ def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
     assert logging.getLogger("absl").level == level
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("rounds", [1, 3, 40, 1000, 20_000])
 @pytest.mark.parametrize(("rate", "noise"), [(0.1, 0.8), (0.01, 1.0), (1e-4, 0.7), (0.5, 300.0)])
 def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, rounds):

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from slow_cases import slow_but
 
 from fedsim.cohorts import AllocationCohort
 from fedsim.errors import FedsimError
@@ -22,15 +23,15 @@ from fedsim.randomness import Draws, Randomness
 
 @pytest.mark.parametrize(
     ("rounds", "z", "delta", "least", "most", "added", "poisson"),
-    [
+    slow_but(3, [
         (10, 1.0, 1e-5, 2.1865, 2.1912, 1.3696, 2.8545),
         (10, 1.0, 1e-6, 2.6503, 2.6546, 1.5482, 3.4660),
         (100, 1.0, 1e-5, 0.6135, 0.6283, 0.4308, 0.7180),
         (100, 1.0, 1e-6, 0.8516, 0.8643, 0.4953, 0.9542),
         (100, 0.5, 1e-5, 5.3927, 5.4003, 1.3499, 6.4762),
         (1000, 0.7, 1e-5, 0.5333, 0.6448, 0.3041, 0.6097),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_one_of_so_many_rounds_costs_what_brackets_say(
     rounds, z, delta, least, most, added, poisson
 ) -> None:

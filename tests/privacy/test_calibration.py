@@ -3,8 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import hypothesis_examples
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -28,6 +29,7 @@ COHORTS = [
 ]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("cohort", COHORTS, ids=str)
 @pytest.mark.parametrize("target", [0.3, 2.0, 8.0])
 def test_calibrated_noise_meets_the_target_and_no_less_would(cohort, target):
@@ -39,7 +41,7 @@ def test_calibrated_noise_meets_the_target_and_no_less_would(cohort, target):
 
 
 @given(st.floats(0.05, 30), st.floats(1e-3, 1), st.integers(1, 2000), st.floats(-8, -3))
-@settings(max_examples=8, deadline=None)
+@hypothesis_examples(8)
 def test_calibration_round_trips(target, rate, rounds, log_delta):
     delta, cohort = 10**log_delta, PoissonCohort(rate)
     z = calibrate(target_epsilon=target, cohort=cohort, rounds=rounds, delta=delta)

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim.errors import FedsimError
@@ -49,7 +49,6 @@ def test_lambda_is_the_best_for_the_plan(rounds, separation, best, sensitivity) 
 
 
 @given(st.floats(0, 0.99), st.integers(1, 8), st.integers(1, 4), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
 def test_no_row_moves_the_plan_further_than_it_says(number, rounds, separation, seed) -> None:
     participation, places = Participation(rounds, separation), range(rounds)
     noise = LambdaCGD(1.0, coefficients=repr(number)).fitted(participation)

@@ -141,6 +141,7 @@ def test_a_torn_line_among_different_laws_costs_as_much_as_the_costliest():
         assert Accountant([worst]).epsilon(DELTA) >= cost.rdp_epsilon - 1e-9
 
 
+@pytest.mark.slow
 def test_many_noises_of_a_users_law_are_still_an_upper_bound(monkeypatch):
     zs = np.linspace(1.0, 1.2, 16)
     events = [Event(noise_multiplier=float(z), law=Own()) for z in zs]

@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given
 from hypothesis import strategies as st
 from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
+from slow_cases import slow_but
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -128,7 +129,7 @@ def json_ends(data: bytes) -> bool:
     return bool(found) and len(rest) >= 65
 
 
-@pytest.mark.parametrize("declared", [None, Event.of(COHORT, 1.5)])
+@pytest.mark.parametrize("declared", slow_but(1, [None, Event.of(COHORT, 1.5)]))
 def test_truncated_at_any_byte_a_ledger_never_counts_less(path, declared, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
     data = written(path, 2)

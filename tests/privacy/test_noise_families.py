@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim.errors import FedsimError
@@ -227,7 +227,6 @@ def test_a_tree_releases_its_nodes_and_nothing_else(rounds, separation) -> None:
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 30), st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
 def test_invariants_of_families(family, rounds, separation) -> None:
     plan = Participation(rounds, separation)
     noise = family(2.0).fitted(plan)

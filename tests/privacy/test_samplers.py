@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
@@ -68,7 +68,6 @@ SAMPLERS = [
 
 
 @given(st.integers(0, 10**6), st.integers(0, 100), st.integers(1, 200), st.sampled_from(SAMPLERS))
-@settings(max_examples=80)
 def test_a_draw_is_a_function_of_its_round_and_draws_nobody_twice(seed, round, population, make):
     first = make(population).draw(round, draws(seed), 2)
     again = make(population).draw(round, draws(seed), 2)
@@ -79,7 +78,6 @@ def test_a_draw_is_a_function_of_its_round_and_draws_nobody_twice(seed, round, p
 
 
 @given(st.integers(0, 10**6), st.integers(0, 100), st.integers(1, 300), st.floats(0.001, 1))
-@settings(max_examples=80)
 def test_a_new_last_client_moves_nobody_else_under_poisson_and_full(seed, round, population, rate):
     for make in (lambda n: Poisson(rate, n), Full):
         before = make(population).draw(round, draws(seed)).tolist()

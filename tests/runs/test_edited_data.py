@@ -70,6 +70,7 @@ def released(out: Path) -> list[tuple[int, int]]:
     return [(entry.round, entry.attempt) for entry in entries]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
 def test_under_a_seed_other_data_are_refused_and_the_same_go_on(level, workers, data, tmp_path):
@@ -89,6 +90,7 @@ def test_under_a_seed_other_data_are_refused_and_the_same_go_on(level, workers, 
     assert models[0] == models[1]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
 def test_under_system_entropy_other_data_are_another_attempt(level, workers, data, tmp_path):

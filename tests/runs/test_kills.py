@@ -98,6 +98,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_ten_kills_and_kills_of_resumes_end_with_the_references_bytes(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

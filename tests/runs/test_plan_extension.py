@@ -48,6 +48,7 @@ def model(out: Path) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in load_file(out / "model.safetensors").items()}
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("noise", ["banded", "blt", "bisr", "lambda-cgd", "tree"])
 @pytest.mark.parametrize("finished", [True, False])
 def test_an_extended_run_is_the_run_that_was_planned_longer(noise, finished, tmp_path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from killed_runs import killed_in
+from slow_cases import slow_but
 
 import fedsim
 from fedsim import RunConfig
@@ -144,6 +145,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+FAST = (
+    "momentum", "personal parameters", "layers", "on the disk", "both levels", "a budget", "shares",
+    "private control variates", "banded noise", "a tree", "a random allocation", "groups in turn",
+    "private evaluations",
+)  # fmt: skip
+"""Every part of a run's state, once or twice."""
+
+
 def left(directory: Path) -> dict[str, object]:
     """What a run must have the same: all but times and seconds."""
     run = RunDirectory(directory)
@@ -170,7 +179,7 @@ def one_key(monkeypatch):
     monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", bytes)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
     settings = dict(CASES[case])
     for name in ("whole", "killed"):

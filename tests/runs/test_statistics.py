@@ -73,6 +73,7 @@ def test_all_inputs_together_and_shares_of_classes() -> None:
     assert found["examples of a client"] == pytest.approx(EACH, abs=0.01)
 
 
+@pytest.mark.slow
 def test_estimates_are_as_wrong_as_they_say() -> None:
     query = StatisticsRequest(multiplier=0.5, inputs=(-4.0, 4.0), examples=20)
     runs = [found_of(query, CLASSES, seed) for seed in range(60)]

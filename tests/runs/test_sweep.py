@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from killed_runs import killed_in
+from slow_cases import slow_but
 
 import fedsim
 from fedsim import RunConfig
@@ -37,9 +38,10 @@ BASE = RunConfig().replace(
 
 @pytest.mark.parametrize(
     "overs",
-    [
+    slow_but(3, [
         ["client.lr=0.1,0.5", "seed=1,2"],
         ["partition.name=iid,shards", "server.lr=0.5,1.0"],
+        ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
         ["noise.max-epsilon=5.0,100.0"],
         ["model.dtype=float32,float64"],
         ["client.proximal=0.1,0.5"],
@@ -48,11 +50,10 @@ BASE = RunConfig().replace(
             "client.proximal=0.1",
             "server.options.proximal-mu=0.2,0.7",
         ],
-        ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
         ["client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
-    ],
+    ]),
     ids=" ".join,
-)
+)  # fmt: skip
 def test_runs_of_a_sweep_end_with_the_same_bytes_as_alone(overs: list[str], tmp_path: Path) -> None:
     allow(["flwr.serverapp.strategy"])
     grid = grid_runs(BASE, parse_axes(overs))

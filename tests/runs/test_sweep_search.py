@@ -131,6 +131,7 @@ def test_halving_ends_when_every_run_has_failed(tmp_path: Path) -> None:
     assert {outcome.ended for outcome in outcomes.values()} == {"failed"}
 
 
+@pytest.mark.slow
 def test_an_interrupted_halving_resumes_to_the_same_outcomes(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
     whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))

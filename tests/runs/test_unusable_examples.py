@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from slow_cases import slow_but
 
 import fedsim
 from fedsim import RunConfig
@@ -71,6 +72,7 @@ def model_of(config: RunConfig, workers: int) -> tuple[bytes, dict[str, float]]:
     return (out / "model.safetensors").read_bytes(), result.metrics[-1]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("classes", [0, 2])
 @pytest.mark.parametrize("label", [2, -1, -100, 10**18])
 def test_a_label_that_is_none_fails_its_client_alone(label: int, classes: int) -> None:
@@ -103,7 +105,7 @@ def test_a_run_without_privacy_refuses_it_as_before() -> None:
         fedsim.run(config())
 
 
-@pytest.mark.parametrize("label", [2, -1, -100])
+@pytest.mark.parametrize("label", slow_but(1, [2, -1, -100]))
 def test_at_example_level_its_gradient_counts_as_zero(label: int) -> None:
     settings = config(**EXAMPLE_LEVEL, **{"data.classes": 2, "client.epochs": 4})
     found = {}

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import hypothesis_examples
 from torch import Tensor
 
 from fedsim import RunConfig, registry
@@ -148,7 +149,7 @@ def test_a_metric_is_scikit_learns(
     assert ours == pytest.approx(reference(z, y), rel=1e-5, abs=1e-7)
 
 
-@settings(max_examples=15, deadline=None)
+@hypothesis_examples(15)
 @given(
     st.sampled_from(CASES),
     st.integers(0, 10**6),

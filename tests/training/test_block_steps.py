@@ -67,6 +67,7 @@ def test_clients_of_a_block_agree_with_the_plain_path(algorithm: LocalAlgorithm)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 @pytest.mark.parametrize("batch_size", [3, 5, 12, 0])

@@ -22,6 +22,7 @@ from cuda_helpers import (
     pretend,
     rounds,
 )
+from slow_cases import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,6 +40,7 @@ from fedsim.training.steps import Steps
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("path", ["layered", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monkeypatch, path, name):
@@ -72,7 +74,7 @@ def can_fake_a_gpu() -> bool:
 
 
 @pytest.mark.skipif(not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU")
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but(4, ALGORITHMS))
 def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
     """On tensors without data, which know their device and refuse to be read."""
     monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)

@@ -29,6 +29,7 @@ SIZES = [9, 5, 7, 1, 14, 0, 12, 12, 13, 11, 12]
 COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("path", ["layered", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):

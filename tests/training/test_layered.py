@@ -58,6 +58,7 @@ def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: ob
     return rows, vector, np.concatenate([block.metrics["loss"] for block in blocks])
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize(
     "algorithm", [SGD(lr=0.3), SGD(lr=0.3, momentum=0.9), AdadpLR(lr=0.2, tol=0.5)], ids=repr
 )

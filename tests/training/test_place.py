@@ -56,6 +56,7 @@ def model_of(activation, hidden, classes):
     return nn.Sequential(nn.Linear(16, hidden), activation(), nn.Linear(hidden, classes))
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "hidden", "classes", "algorithm", "path"),

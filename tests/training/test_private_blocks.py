@@ -98,6 +98,7 @@ def updates(trainer, rounds=1):
     )
 
 
+@pytest.mark.spanning
 @EVERY
 @pytest.mark.parametrize("z", [0.0, 0.7])
 @pytest.mark.parametrize("chunk", [4, 16])
@@ -121,6 +122,7 @@ def test_a_private_client_has_the_same_bytes_alone_and_in_a_block(mechanism, z, 
     assert torch.equal(found[2], found[0])
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("features", [1, 5, 64, 100])
 @pytest.mark.parametrize("hidden", [1, 8, 31])
 def test_bytes_do_not_depend_on_the_block_for_layers_of_any_width(features, hidden):
@@ -162,6 +164,7 @@ class Sums:
             self.sums[owner].add(rows[k, slice(counts[k])], weights=weights[k, : counts[k]])
 
 
+@pytest.mark.spanning
 @EVERY
 @pytest.mark.parametrize("make", [make_mlp, make_cnn])
 def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, make):
@@ -289,6 +292,7 @@ def test_clients_of_one_block_may_be_in_either_phase():
         assert torch.equal(joined, torch.cat(apart))
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("make", [make_mlp, make_cnn])
 @EVERY
 def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(

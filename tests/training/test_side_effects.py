@@ -157,6 +157,7 @@ def test_an_evaluation_repeats_and_draws_only_what_the_model_draws_then(name):
     assert np.array_equal(values[0], others[0].metrics["loss"]) == (name != "noisy")
 
 
+@pytest.mark.spanning
 @EVERY
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_private_examples_of_a_model_that_draws_have_the_same_bytes_in_every_block(name, chunk):

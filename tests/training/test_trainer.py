@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clients_helpers import make_cnn, make_data, make_mlp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import hypothesis_examples
 from torch import nn
 
 from fedsim.clients import SGD
@@ -101,6 +102,7 @@ def test_paths_agree_with_the_plain_path(path, dtype, rounds, tolerance):
     torch.testing.assert_close(*results, rtol=0, atol=tolerance)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("path", ["plain", "func", "layered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_and_metrics_have_the_same_bytes_for_any_block_size(path, dtype):
@@ -119,6 +121,7 @@ def test_rows_and_metrics_have_the_same_bytes_for_any_block_size(path, dtype):
             assert np.array_equal(column, reference[1][name]), name
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("features", "hidden"), [(48, 32), (784, 64), (16, 16)])
 def test_dense_models_have_the_same_bytes_when_vmapped_in_blocks(dtype, features, hidden):
@@ -137,7 +140,7 @@ def test_dense_models_have_the_same_bytes_when_vmapped_in_blocks(dtype, features
 
 
 @given(st.permutations(list(IDS)), st.integers(1, 7))
-@settings(max_examples=15, deadline=None)
+@hypothesis_examples(15)
 def test_a_client_trains_alike_whoever_stands_beside_it(order, take):
     trainer = trainer_of()
     reference, _ = rows_of(trainer)

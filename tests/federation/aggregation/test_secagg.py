@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim import RunConfig
@@ -308,7 +308,6 @@ def test_keys_and_shares_that_were_changed_are_refused() -> None:
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(2, 6), st.integers(0, 4), st.randoms())
-@settings(max_examples=40)
 def test_any_so_many_shares_give_the_secret(
     secret: bytes, threshold: int, more: int, draws: random.Random
 ) -> None:

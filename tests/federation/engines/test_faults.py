@@ -105,19 +105,25 @@ def handler_before_ray():
 
 
 @pytest.fixture(scope="module")
-def grids(orders, handler_before_ray):
-    """The same clients on every engine that runs here, and in blocks of several sizes."""
+def grids(orders):
+    """The same clients in blocks of several sizes."""
+    give(orders, "raises", ())
+    return {
+        "local": LocalGrid(treacherous(orders)),
+        "local, alone": LocalGrid(treacherous(orders, block_size=1)),
+        "local, by four": LocalGrid(treacherous(orders, block_size=4)),
+    }
+
+
+@pytest.fixture(scope="module")
+def ray_grid(orders, handler_before_ray):
+    """The same clients on Ray."""
     import ray.cloudpickle as cloudpickle
 
     cloudpickle.register_pickle_by_value(__import__(__name__))
     give(orders, "raises", ())
-    with RayGrid(treacherous(orders), workers=2, cpus_per_worker=0.1, retries=1) as ray_grid:
-        yield {
-            "local": LocalGrid(treacherous(orders)),
-            "local, alone": LocalGrid(treacherous(orders, block_size=1)),
-            "local, by four": LocalGrid(treacherous(orders, block_size=4)),
-            "ray": ray_grid,
-        }
+    with RayGrid(treacherous(orders), workers=2, cpus_per_worker=0.1, retries=1) as grid:
+        yield grid
 
 
 def give(orders, fault, who):
@@ -126,41 +132,59 @@ def give(orders, fault, who):
 
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whoever_fails_however_counts_and_bytes_are_the_same_on_every_engine(
+def test_whoever_fails_however_counts_and_bytes_are_the_same_in_all_blocks(
     grids, orders, fault, who
 ):
     failing = WHO[who]
-    initial = initial_of(treacherous(orders))
-    give(orders, "raises", failing)
-    expected = run(grids["local"], initial)
+    expected = without(failing, grids, orders)
     usable = len(SIZES) - len(failing)
     assert expected[0] == [(len(SIZES), usable, len(failing))] * 2
     give(orders, fault, failing)
     for name, grid in grids.items():
-        assert run(grid, initial) == expected, name
+        assert run(grid, initial_of(treacherous(orders))) == expected, name
 
 
-def test_ray_leaves_sigterm_to_whoever_had_it(grids, handler_before_ray):
+def without(failing, grids, orders):
+    """Counts and bytes of a run in which these clients raise."""
+    give(orders, "raises", failing)
+    return run(grids["local"], initial_of(treacherous(orders)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_on_ray_they_are_the_same(grids, ray_grid, orders, fault, who):
+    expected = without(WHO[who], grids, orders)
+    give(orders, fault, WHO[who])
+    assert run(ray_grid, initial_of(treacherous(orders))) == expected
+
+
+@pytest.mark.slow
+def test_ray_leaves_sigterm_to_whoever_had_it(ray_grid, handler_before_ray):
     assert signal.getsignal(signal.SIGTERM) is handler_before_ray
 
 
-def test_a_client_that_kills_its_worker_contributes_as_little(grids, orders):
+@pytest.mark.slow
+def test_a_client_that_kills_its_worker_contributes_as_little(grids, ray_grid, orders):
     initial = initial_of(treacherous(orders))
     give(orders, "raises", (2,))
     expected = run(grids["local"], initial, rounds=1)
     give(orders, "dies", (2,))
-    assert run(grids["ray"], initial, rounds=1) == expected
+    assert run(ray_grid, initial, rounds=1) == expected
 
 
-@pytest.mark.parametrize("engine", ["local", "local, by four", "ray"])
+@pytest.mark.parametrize(
+    "engine", ["local", "local, by four", pytest.param("ray", marks=pytest.mark.slow)]
+)
 def test_clients_that_do_not_fail_have_the_bytes_of_a_round_in_which_nobody_does(
-    grids, orders, engine
+    grids, orders, engine, request
 ):
     give(orders, "raises", ())
     expected = rows_of(grids["local"])
     assert set(expected) == set(EVERYBODY)
     give(orders, "raises", (0, 3))
-    assert rows_of(grids[engine]) == {k: v for k, v in expected.items() if k not in (0, 3)}
+    grid = request.getfixturevalue("ray_grid") if engine == "ray" else grids[engine]
+    assert rows_of(grid) == {k: v for k, v in expected.items() if k not in (0, 3)}
 
 
 def rows_of(grid):

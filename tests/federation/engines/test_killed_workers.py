@@ -12,6 +12,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_but
 
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
@@ -112,7 +113,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("a momentum is kept",), CASES))
 def test_workers_killed_at_random_instants_change_no_byte(name):
     settings, mechanism, noise = CASES[name]
     alone = trainer(**settings)
@@ -125,6 +126,7 @@ def test_workers_killed_at_random_instants_change_no_byte(name):
         assert grid.deaths > 0
 
 
+@pytest.mark.slow
 def test_clients_whose_workers_are_killed_are_charged_once():
     privacy = ExamplePrivacy(Clipping(1.0), 1.0)
     alone, mine = trainer(privacy=privacy), trainer(privacy=privacy)

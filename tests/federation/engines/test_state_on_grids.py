@@ -105,6 +105,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("private", [False, True], ids=["open", "examples protected"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_of_a_clients_state_is_that_clients_failure(

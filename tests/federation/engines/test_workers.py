@@ -114,6 +114,7 @@ MECHANISMS = {
 }
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_bytes_of_one_process(name, workers):
@@ -223,6 +224,7 @@ def script(hangs: bool) -> str:
     return textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent), hangs=hangs))
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input_needs_no_main_that_can_be_imported():
     done = subprocess.run(
         [sys.executable, "-"], input=script(False), capture_output=True, text=True, timeout=120
