@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.environments import environment
 from fedsim.audit import Verdict
-from fedsim.audit.outside import TargetClaim, audit_target, opened
+from fedsim.audit.outside import TargetClaim, audit_target, open_target
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 
@@ -93,7 +93,7 @@ def audited(row: Row, seed: int, seconds: float, runs: int) -> Verdict:
     """
     claim = TargetClaim.read(None, {**row.claim, "source": row.source})
     name = f"{HERE / 'targets' / row.target}"
-    with opened(name, interpreter(row)) as target:
+    with open_target(name, interpreter(row)) as target:
         first = 1 + 1_000_000_000 * seed
         return audit_target(target, claim, seconds=seconds, runs=runs, seed=first)
 

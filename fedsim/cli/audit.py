@@ -101,7 +101,7 @@ def audit(
     The data, the model and the client algorithm are not used: the claim must be true of any update
     that a client may send.
 
-    Code that is not fedsim's is audited by what it releases on a little federation:
+    Code that is not fedsim's is audited by what it releases on a synthetic federation:
 
         fedsim audit --target mine.py:train --claim claim.toml
 
@@ -185,10 +185,10 @@ def _audit_target(
     plain: Mapping[str, object],
     options: Mapping[str, Any],
 ) -> tuple[Verdict, Mapping[str, str]]:
-    from fedsim.audit.outside import TargetClaim, audit_target, opened
+    from fedsim.audit.outside import TargetClaim, audit_target, open_target
 
     claimed = TargetClaim.read(claim, plain)
-    with opened(target, python) as opened_target:
+    with open_target(target, python) as opened_target:
         verdict = audit_target(opened_target, claimed, **options)
     return verdict, {"target": target, **claimed.assumed}
 

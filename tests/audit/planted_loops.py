@@ -17,16 +17,16 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from opacus import PrivacyEngine
 
-from fedsim.audit.adapters.arrays import of_aggregate
-from fedsim.audit.adapters.flower import of_strategy
-from fedsim.audit.adapters.opacus import of_loop
-from fedsim.audit.outside import LittleFederation, TargetRelease
+from fedsim.audit.adapters.arrays import aggregation_target
+from fedsim.audit.adapters.flower import strategy_target
+from fedsim.audit.adapters.opacus import loop_target
+from fedsim.audit.outside import SyntheticFederation, TargetRelease
 from fedsim.audit.outside.attacks import Target
 
 DECLARED = 20
 
 
-def released(call: Callable[[LittleFederation], Any]) -> Target:
+def released(call: Callable[[SyntheticFederation], Any]) -> Target:
     return lambda f: TargetRelease.read(call(f), f)
 
 
@@ -41,7 +41,7 @@ def flat(arrays: Iterable[np.ndarray]) -> np.ndarray:
 class ServerSide(FedAvg):
     """Clips updates and adds noise on the server."""
 
-    def __init__(self, f: LittleFederation, bug: str) -> None:
+    def __init__(self, f: SyntheticFederation, bug: str) -> None:
         super().__init__(fraction_evaluate=0.0)
         self.f, self.bug = f, bug
         self.draws, self.momentum = np.random.default_rng(f.seed), np.zeros(f.rows.shape[1])
@@ -77,7 +77,7 @@ class ServerSide(FedAvg):
 class ClientMod:
     """Clips an update, and adds noise where it is local."""
 
-    def __init__(self, f: LittleFederation, bug: str) -> None:
+    def __init__(self, f: SyntheticFederation, bug: str) -> None:
         self.f, self.bug, self.draws = f, bug, np.random.default_rng(f.seed)
 
     def __call__(self, message: Message, context: Context, call_next: Callable) -> Message:
@@ -113,28 +113,28 @@ class LastClient(FedAvg):
 
 
 def flower_server(bug: str) -> Target:
-    return released(of_strategy(lambda f: ServerSide(f, bug)))
+    return released(strategy_target(lambda f: ServerSide(f, bug)))
 
 
 def flower_mod(bug: str) -> Target:
     if bug.startswith("local"):
         last = LastClient(fraction_evaluate=0.0)
-        return released(of_strategy(lambda f: last, lambda f: [ClientMod(f, bug)]))
-    return released(of_strategy(lambda f: NoiseOnly(f), lambda f: [ClientMod(f, bug)]))
+        return released(strategy_target(lambda f: last, lambda f: [ClientMod(f, bug)]))
+    return released(strategy_target(lambda f: NoiseOnly(f), lambda f: [ClientMod(f, bug)]))
 
 
 class NoiseOnly(ServerSide):
     """Adds noise to updates that its clients have clipped."""
 
-    def __init__(self, f: LittleFederation) -> None:
+    def __init__(self, f: SyntheticFederation) -> None:
         super().__init__(f, "")
-        self.f = LittleFederation(**{**vars(f), "clip_norm": 1e9, "noise_multiplier": 1e-9})
+        self.f = SyntheticFederation(**{**vars(f), "clip_norm": 1e9, "noise_multiplier": 1e-9})
 
 
 class Steps:
     """Steps of an optimizer of Opacus that people override."""
 
-    def __init__(self, optimizer: Any, f: LittleFederation) -> None:
+    def __init__(self, optimizer: Any, f: SyntheticFederation) -> None:
         self.params, self.c = optimizer.params, f.clip_norm
         self.std = f.noise_multiplier * f.clip_norm
 
@@ -155,7 +155,7 @@ class Steps:
 
 
 def opacus(bug: str) -> Target:
-    def make(model: Any, optimizer: Any, loader: Any, f: LittleFederation) -> Any:
+    def make(model: Any, optimizer: Any, loader: Any, f: SyntheticFederation) -> Any:
         private = PrivacyEngine(accountant="rdp").make_private(
             module=model, optimizer=optimizer, data_loader=loader,
             noise_multiplier=f.noise_multiplier, max_grad_norm=f.clip_norm,
@@ -169,13 +169,13 @@ def opacus(bug: str) -> Target:
             optimizer.add_noise = steps.seeded_noise
         return private
 
-    return released(of_loop(make))
+    return released(loop_target(make))
 
 
 def batches(bug: str) -> Target:
     """Gradients of examples by torch.func, and a Poisson batch by hand."""
 
-    def target(f: LittleFederation) -> TargetRelease:
+    def target(f: SyntheticFederation) -> TargetRelease:
         torch.manual_seed(f.seed)
         data = torch.tensor(f.rows)
         gradient = torch.func.vmap(torch.func.grad(lambda w, x: w @ x), in_dims=(None, 0))
@@ -200,7 +200,7 @@ def batches(bug: str) -> Target:
 class Mechanism:
     """As pfl has them: what is done to each user's statistics, and to the cohort's sum."""
 
-    def __init__(self, f: LittleFederation, bug: str) -> None:
+    def __init__(self, f: SyntheticFederation, bug: str) -> None:
         self.f, self.bug, self.iteration, self.last = f, bug, 0, None
         self.bound = f.clip_norm
 
@@ -229,7 +229,7 @@ class Mechanism:
 
 
 def pfl(bug: str) -> Target:
-    def make(f: LittleFederation) -> Any:
+    def make(f: SyntheticFederation) -> Any:
         mechanism = Mechanism(f, bug)
 
         def aggregate(updates: Any, draws: np.random.Generator) -> list[np.ndarray]:
@@ -239,13 +239,13 @@ def pfl(bug: str) -> Target:
 
         return aggregate
 
-    return released(of_aggregate(make))
+    return released(aggregation_target(make))
 
 
 class Filter:
     """As NVFlare has them: what a site sends, by name."""
 
-    def __init__(self, f: LittleFederation, bug: str) -> None:
+    def __init__(self, f: SyntheticFederation, bug: str) -> None:
         self.f, self.bug = f, bug
 
     def process(self, data: dict[str, np.ndarray], draws: Any) -> dict[str, np.ndarray]:
@@ -268,7 +268,7 @@ class Filter:
 def nvflare(bug: str) -> Target:
     """What leaves the last site."""
 
-    def make(f: LittleFederation) -> Any:
+    def make(f: SyntheticFederation) -> Any:
         applied = Filter(f, bug)
 
         def aggregate(updates: Any, draws: np.random.Generator) -> list[np.ndarray]:
@@ -277,13 +277,15 @@ def nvflare(bug: str) -> Target:
 
         return aggregate
 
-    return released(of_aggregate(make))
+    return released(aggregation_target(make))
 
 
 def sampler(bug: str) -> Target:
     """Poisson sampling by hand."""
 
-    def cohort(draws: np.random.Generator, f: LittleFederation, before: np.ndarray) -> np.ndarray:
+    def cohort(
+        draws: np.random.Generator, f: SyntheticFederation, before: np.ndarray
+    ) -> np.ndarray:
         drawn = draws.random(f.population) < f.rate
         if bug == "nobody twice in a row":
             drawn &= ~before
@@ -297,7 +299,7 @@ def sampler(bug: str) -> Target:
             drawn = before
         return drawn
 
-    def target(f: LittleFederation) -> TargetRelease:
+    def target(f: SyntheticFederation) -> TargetRelease:
         draws, model = np.random.default_rng(f.seed), np.zeros(f.rows.shape[1])
         models, sampled, before = [], [], np.zeros(f.population, dtype=bool)
         for number in range(f.rounds):

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 from slow_cases import slow_but
 
-from fedsim.audit.adapters.arrays import of_aggregate
-from fedsim.audit.outside import LittleFederation, TargetClaim, TargetRelease, audit_target, opened
-from fedsim.audit.outside.attacks import Target, spread
+from fedsim.audit.adapters.arrays import aggregation_target
+from fedsim.audit.outside import (
+    SyntheticFederation,
+    TargetClaim,
+    TargetRelease,
+    audit_target,
+    open_target,
+)
+from fedsim.audit.outside.attacks import Target, even_unit_vector
 from fedsim.audit.outside.claims import EpsilonClaim
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.errors import FedsimError
@@ -34,7 +40,7 @@ def clipped(rows: np.ndarray, c: float) -> np.ndarray:
     return rows / np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True) / c)
 
 
-def drawn(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.ndarray:
+def drawn(bug: str, rng: np.random.Generator, f: SyntheticFederation) -> np.ndarray:
     size = round(f.rate * f.population)
     if bug == "fixed":
         return rng.choice(f.population, size, replace=False)
@@ -43,7 +49,7 @@ def drawn(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.ndarray
     return np.flatnonzero(rng.random(f.population) < f.rate)
 
 
-def bounded(bug: str, ids: np.ndarray, f: LittleFederation) -> np.ndarray:
+def bounded(bug: str, ids: np.ndarray, f: SyntheticFederation) -> np.ndarray:
     rows = f.rows[ids]
     if bug == "no clipping":
         return rows
@@ -57,7 +63,7 @@ def bounded(bug: str, ids: np.ndarray, f: LittleFederation) -> np.ndarray:
     return rows
 
 
-def drawn_noise(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.ndarray:
+def drawn_noise(bug: str, rng: np.random.Generator, f: SyntheticFederation) -> np.ndarray:
     rng = np.random.default_rng(f.seed) if bug == "repeated" else rng
     noise = f.noise_multiplier * f.clip_norm * rng.standard_normal(f.rows.shape[1])
     if bug == "truncated":
@@ -68,7 +74,7 @@ def drawn_noise(bug: str, rng: np.random.Generator, f: LittleFederation) -> np.n
 def loop(bug: str = "") -> Target:
     """DP-FedAvg as people write it in numpy, with one thing wrong."""
 
-    def target(f: LittleFederation) -> TargetRelease:
+    def target(f: SyntheticFederation) -> TargetRelease:
         rng, model = np.random.default_rng(f.seed), np.zeros(f.rows.shape[1])
         models, sampled = [], []
         for _ in range(f.rounds):
@@ -134,7 +140,7 @@ def test_two_neighbours_of_a_replaced_row_are_two_bounds_apart() -> None:
 def quantile_clipping(sign: float, late: bool) -> Target:
     """A clip norm that follows the median norm of rows; right with a sign of 1, and not late."""
 
-    def make(federation: LittleFederation) -> Any:
+    def make(federation: SyntheticFederation) -> Any:
         c = [federation.clip_norm]
 
         def aggregate(updates: Any, rng: np.random.Generator) -> list[Any]:
@@ -149,7 +155,7 @@ def quantile_clipping(sign: float, late: bool) -> Target:
 
         return aggregate
 
-    call = of_aggregate(make)
+    call = aggregation_target(make)
     return lambda federation: TargetRelease.read(call(federation), federation)
 
 
@@ -164,7 +170,7 @@ def test_a_clip_norm_that_adapts_must_follow_the_rows_before_its_noise() -> None
 
 
 def test_an_epsilon_alone_has_the_curve_of_randomised_response() -> None:
-    curve = EpsilonClaim((Event(noise_multiplier=1.0),), 1e-3, promised=math.log(3)).curve
+    curve = EpsilonClaim((Event(noise_multiplier=1.0),), 1e-3, claimed_epsilon=math.log(3)).curve
     for a in (0.0, 0.1, 0.2497, 0.5, 1.0):
         expected = max(0.0, 1 - 1e-3 - 3 * a, (1 - 1e-3 - a) / 3)
         assert float(curve(a)) == pytest.approx(expected, abs=1e-12)
@@ -175,9 +181,9 @@ def test_an_epsilon_alone_is_attacked_in_two_worlds(epsilon: float, accepted: bo
     claim = TargetClaim(epsilon=epsilon, rounds=10).checked()
     target = loop()
 
-    def with_noise(federation: LittleFederation) -> TargetRelease:
+    def with_noise(federation: SyntheticFederation) -> TargetRelease:
         changed = {**vars(federation), "noise_multiplier": 1.0}
-        return target(LittleFederation(**changed))
+        return target(SyntheticFederation(**changed))
 
     verdict = audit_target(with_noise, claim, runs=300)
     assert verdict.accepted == accepted
@@ -227,14 +233,17 @@ def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: st
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     claim = claim_of(rounds=3)
-    with opened(f"{path}:honest", python) as target:
+    with open_target(f"{path}:honest", python) as target:
         assert audit_target(target, claim, runs=30).accepted
     for name, words in (
         ("late", r"it must be \[3, 64\]"),
         ("failing", "RuntimeError: no such column"),
         ("none", "has no callable 'none'"),
     ):
-        with pytest.raises(FedsimError, match=words), opened(f"{path}:{name}", python) as target:
+        with (
+            pytest.raises(FedsimError, match=words),
+            open_target(f"{path}:{name}", python) as target,
+        ):
             audit_target(target, claim, runs=30)
 
 
@@ -244,10 +253,10 @@ def test_both_ways_of_running_a_target_release_the_same(
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     rows = np.random.default_rng(1).normal(size=(20, 64))
-    federation = LittleFederation(rows, np.ones(20), rounds=2, seed=7)
+    federation = SyntheticFederation(rows, np.ones(20), rounds=2, seed=7)
     models = []
     for python in ("", sys.executable):
-        with opened(f"{path}:honest", python) as target:
+        with open_target(f"{path}:honest", python) as target:
             models.append(target(federation).models)
     assert np.array_equal(*models)
     assert capsys.readouterr().out == ""  # which is the verdict's
@@ -261,8 +270,8 @@ def test_the_verdict_is_json_too() -> None:
 
 
 def test_the_row_in_all_arrays_is_as_long_in_each() -> None:
-    federation = LittleFederation(np.zeros((1, 64)), np.ones(1), 1, 1)
-    norms = [np.linalg.norm(array) for array in federation.arrays(spread())]
+    federation = SyntheticFederation(np.zeros((1, 64)), np.ones(1), 1, 1)
+    norms = [np.linalg.norm(array) for array in federation.arrays(even_unit_vector())]
     assert norms == pytest.approx([len(SHAPES) ** -0.5] * len(SHAPES))
 
 
@@ -273,12 +282,12 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
 )
-from fedsim.audit.adapters.flower import of_strategy
+from fedsim.audit.adapters.flower import strategy_target
 
 def wrapped(wrapper, *mods):
     def make(f):
         return wrapper(FedAvg(fraction_evaluate=0.0), f.noise_multiplier, f.clip_norm, f.population)
-    return of_strategy(make, lambda federation: mods)
+    return strategy_target(make, lambda federation: mods)
 
 server = wrapped(DifferentialPrivacyServerSideFixedClipping)
 client = wrapped(DifferentialPrivacyClientSideFixedClipping, fixedclipping_mod)
@@ -291,7 +300,7 @@ forgotten = wrapped(DifferentialPrivacyClientSideFixedClipping)
 def test_a_flower_strategy_and_its_mods_are_audited(tmp_path: Path, name: str) -> None:
     path = tmp_path / "flower_targets.py"
     path.write_text(FLOWER)
-    with opened(f"{path}:{name}") as target:
+    with open_target(f"{path}:{name}") as target:
         verdict = audit_target(target, claim_of(rounds=2, adjacency="zero-out"), runs=30)
     causes = {finding.cause for finding in verdict.failed}
     assert "rows are weighted by numbers that clients report" in causes
@@ -300,7 +309,7 @@ def test_a_flower_strategy_and_its_mods_are_audited(tmp_path: Path, name: str) -
 
 OPACUS = """
 from opacus import PrivacyEngine
-from fedsim.audit.adapters.opacus import of_loop
+from fedsim.audit.adapters.opacus import loop_target
 
 def private(**options):
     def make(model, optimizer, loader, f):
@@ -308,7 +317,7 @@ def private(**options):
             module=model, optimizer=optimizer, data_loader=loader,
             noise_multiplier=f.noise_multiplier, max_grad_norm=f.clip_norm, **options,
         )
-    return of_loop(make)
+    return loop_target(make)
 
 poisson, fixed = private(), private(poisson_sampling=False)
 """
@@ -322,10 +331,10 @@ def test_an_opacus_loop_is_audited(tmp_path: Path) -> None:
         noise_multiplier=1.0, rounds=5, sampling="poisson", rate=0.5, adjacency="zero-out",
         row="example",
     ).checked()  # fmt: skip
-    with opened(f"{path}:poisson") as target:
+    with open_target(f"{path}:poisson") as target:
         verdict = audit_target(target, claim, runs=40)
         assert verdict.accepted, verdict.refuting
-    with opened(f"{path}:fixed") as target:
+    with open_target(f"{path}:fixed") as target:
         causes = {finding.cause for finding in audit_target(target, claim, runs=40).failed}
     assert "cohorts of a fixed size, announced as Poisson" in causes
 
@@ -335,7 +344,7 @@ def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: fl
     """Noise of the exact Gaussian mechanism, or a part of it."""
     _, mu = bisected(lambda mu: gaussian_epsilon(mu, 1e-5) > epsilon, 1e-9)
 
-    def noisy(f: LittleFederation) -> TargetRelease:
+    def noisy(f: SyntheticFederation) -> TargetRelease:
         draws = np.random.default_rng(f.seed)
         row = clipped(f.rows, f.clip_norm)[-1]
         return TargetRelease.read([row + part / mu * draws.standard_normal(len(row))], f)
@@ -346,7 +355,7 @@ def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: fl
 
 
 def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
-    federation = LittleFederation(np.zeros((3, 64)), np.ones(3), rounds=2, seed=1)
+    federation = SyntheticFederation(np.zeros((3, 64)), np.ones(3), rounds=2, seed=1)
     models = np.zeros((2, 64))
     for result, words in (
         (None, "released no models"),
@@ -362,7 +371,7 @@ def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
 
 
 def test_a_target_that_is_not_finite_or_too_slow_is_not_audited() -> None:
-    def infinite(f: LittleFederation) -> TargetRelease:
+    def infinite(f: SyntheticFederation) -> TargetRelease:
         return TargetRelease(np.full((f.rounds, 64), np.nan))
 
     with pytest.raises(FedsimError, match="not finite, for short rows"):

@@ -12,8 +12,8 @@ import pytest
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 from benchmarks.environments import environment
-from fedsim.audit.adapters.flower import of_strategy
-from fedsim.audit.outside import LittleFederation
+from fedsim.audit.adapters.flower import strategy_target
+from fedsim.audit.outside import SyntheticFederation
 from fedsim.cohorts import FullCohort
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
 from fedsim.privacy.ledger_file import BudgetSpentError
@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples/ledger"))
 from loops import Charged, ChargedNode, opacus_loop
 
 
-def federation(rounds: int) -> LittleFederation:
+def federation(rounds: int) -> SyntheticFederation:
     rows = np.random.default_rng(1).normal(size=(6, 64))
-    return LittleFederation(rows, np.ones(6), rounds, seed=1)
+    return SyntheticFederation(rows, np.ones(6), rounds, seed=1)
 
 
 class Mine(Charged, DifferentialPrivacyServerSideFixedClipping):
@@ -39,27 +39,27 @@ def test_flowers_own_strategy_is_charged_round_by_round(tmp_path: Path) -> None:
         bound=DeclaredBound("Flower's clipping", 1.0), noise=Independent(2.0), rounds=3,
     )  # fmt: skip
 
-    def make(f: LittleFederation) -> Mine:
+    def make(f: SyntheticFederation) -> Mine:
         strategy = Mine(FedAvg(fraction_evaluate=0.0), 2.0, 1.0, f.population)
         strategy.plan, strategy.ledger = plan, Ledger(path, delta=1e-5)
         return strategy
 
-    assert len(of_strategy(make)(federation(3))["models"]) == 3
+    assert len(strategy_target(make)(federation(3))["models"]) == 3
     assert Ledger.read(path).epsilon(1e-5) == pytest.approx(plan.epsilon(1e-5), rel=1e-9)
 
 
 def test_a_node_keeps_a_ledger_and_a_budget_of_its_own(tmp_path: Path) -> None:
     one = gaussian_epsilon(2 / 4.0, 1e-5)
     nodes = [ChargedNode(tmp_path / f"{n}.jsonl", 1.0, 4.0, 2.5 * one) for n in range(1)]
-    target = of_strategy(lambda f: FedAvg(fraction_evaluate=0.0), lambda f: nodes)
+    target = strategy_target(lambda f: FedAvg(fraction_evaluate=0.0), lambda f: nodes)
     few = federation(1)
-    target(LittleFederation(few.rows[:2], np.ones(2), 1, seed=1))
+    target(SyntheticFederation(few.rows[:2], np.ones(2), 1, seed=1))
     ledger = Ledger.read(tmp_path / "0.jsonl", delta=1e-5)
     # Both clients share the node here: two releases.
     assert len(ledger.entries) == 2
     assert ledger.epsilon() == pytest.approx(gaussian_epsilon(2 * 2**0.5 / 4.0, 1e-5), rel=1e-6)
     with pytest.raises(BudgetSpentError):
-        target(LittleFederation(few.rows, np.ones(6), 6, seed=1))
+        target(SyntheticFederation(few.rows, np.ones(6), 6, seed=1))
     assert Ledger.read(tmp_path / "0.jsonl", delta=1e-5).epsilon() <= 2.5 * one
 
 

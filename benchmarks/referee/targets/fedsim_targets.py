@@ -1,6 +1,6 @@
 """fedsim's own strategies, as Flower runs them."""
 
-from fedsim.audit.adapters.flower import of_strategy
+from fedsim.audit.adapters.flower import strategy_target
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.mechanisms import Clipping, Normalization
 from fedsim.strategies import DPFedAvg
@@ -17,7 +17,7 @@ def _strategy(bound, cohort, **options):
             **options,
         )
 
-    return of_strategy(make)
+    return strategy_target(make)
 
 
 def _full(f):

@@ -4,7 +4,7 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
 
-from fedsim.audit.adapters.flower import of_strategy
+from fedsim.audit.adapters.flower import strategy_target
 
 
 def _fixed(wrapper, *mods):
@@ -12,7 +12,7 @@ def _fixed(wrapper, *mods):
         inner = FedAvg(fraction_train=f.rate, fraction_evaluate=0.0)
         return wrapper(inner, f.noise_multiplier, f.clip_norm, round(f.rate * f.population))
 
-    return of_strategy(make, lambda f: mods)
+    return strategy_target(make, lambda f: mods)
 
 
 def _adaptive(wrapper, *mods):
@@ -23,7 +23,7 @@ def _adaptive(wrapper, *mods):
             initial_clipping_norm=f.clip_norm, clipped_count_stddev=10.0,
         )  # fmt: skip
 
-    return of_strategy(make, lambda f: mods)
+    return strategy_target(make, lambda f: mods)
 
 
 server_fixed = _fixed(flower.DifferentialPrivacyServerSideFixedClipping)
@@ -43,7 +43,7 @@ class _Last(FedAvg):
 
 
 def _local(sensitivity):
-    return of_strategy(
+    return strategy_target(
         lambda f: _Last(fraction_evaluate=0.0),
         lambda f: [LocalDpMod(f.clip_norm, sensitivity * f.clip_norm, 8.0, 1e-5)],
     )

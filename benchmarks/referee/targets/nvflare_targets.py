@@ -3,7 +3,7 @@
 from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 
-from fedsim.audit.adapters.nvflare import of_filter
+from fedsim.audit.adapters.nvflare import filter_target
 
-percentile = of_filter(lambda f: PercentilePrivacy())
-svt = of_filter(lambda f: SVTPrivacy())
+percentile = filter_target(lambda f: PercentilePrivacy())
+svt = filter_target(lambda f: SVTPrivacy())

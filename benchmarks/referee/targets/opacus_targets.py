@@ -4,7 +4,7 @@ import math
 
 from opacus import PrivacyEngine
 
-from fedsim.audit.adapters.opacus import of_loop
+from fedsim.audit.adapters.opacus import loop_target
 
 
 def _loop(*, per_layer=False, **options):
@@ -16,7 +16,7 @@ def _loop(*, per_layer=False, **options):
             noise_multiplier=f.noise_multiplier, max_grad_norm=bound, **options,
         )  # fmt: skip
 
-    return of_loop(make)
+    return loop_target(make)
 
 
 poisson = _loop()

@@ -4,7 +4,7 @@ from pfl.privacy.adaptive_clipping import AdaptiveClippingGaussianMechanism
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 
-from fedsim.audit.adapters.pfl import of_mechanism
+from fedsim.audit.adapters.pfl import mechanism_target
 
 
 def _gaussian(f):
@@ -21,6 +21,6 @@ def _adaptive(f):
     )
 
 
-gaussian, adaptive = of_mechanism(_gaussian), of_mechanism(_adaptive)
-random_users = of_mechanism(_gaussian, "random")
-minimize_reuse = of_mechanism(_gaussian, "minimize_reuse")
+gaussian, adaptive = mechanism_target(_gaussian), mechanism_target(_adaptive)
+random_users = mechanism_target(_gaussian, "random")
+minimize_reuse = mechanism_target(_gaussian, "minimize_reuse")

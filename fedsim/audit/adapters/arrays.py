@@ -11,13 +11,13 @@ Aggregate = Callable[[Sequence[list[Any]], np.random.Generator], list[Any]]
 """From the updates of a round, as lists of arrays, and a generator to the noisy mean, a list."""
 
 
-def of_aggregate(make: Callable[[Any], Aggregate]) -> Callable[[Any], Any]:
+def aggregation_target(make: Callable[[Any], Aggregate]) -> Callable[[Any], Any]:
     """A target in which all clients take part in every round.
 
     Parameters
     ----------
     make : callable
-        From a little federation to the aggregation of all its rounds, which may keep state.
+        From a synthetic federation to the aggregation of all its rounds, which may keep state.
     """
 
     def target(federation: Any) -> Any:

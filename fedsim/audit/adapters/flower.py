@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
-def of_strategy(
+def strategy_target(
     make: Callable[[Any], Any],
     mods: Callable[[Any], Sequence[Mod]] = lambda federation: (),
 ) -> Callable[[Any], Any]:
@@ -23,9 +23,9 @@ def of_strategy(
     Parameters
     ----------
     make : callable
-        From a little federation to a fresh strategy.
+        From a synthetic federation to a fresh strategy.
     mods : callable
-        From a little federation to the mods of its clients, the first outermost.
+        From a synthetic federation to the mods of its clients, the first outermost.
     """
 
     def target(federation: Any) -> Any:

@@ -12,13 +12,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 
-def of_filter(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def filter_target(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A target that releases a client's filtered weight differences, round after round.
 
     Parameters
     ----------
     make : callable
-        From a little federation to a fresh `DXOFilter`.
+        From a synthetic federation to a fresh `DXOFilter`.
     """
 
     def target(federation: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 MakePrivate = Callable[[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any], Any]
-"""From a model, its optimizer, a loader and the little federation to the private three."""
+"""From a model, its optimizer, a loader and the synthetic federation to the private three."""
 
 
 class Known(nn.Module):
@@ -32,7 +32,7 @@ class Known(nn.Module):
         return torch.cat(outputs, 1).sum(1)
 
 
-def of_loop(make_private: MakePrivate) -> Callable[[Any], Any]:
+def loop_target(make_private: MakePrivate) -> Callable[[Any], Any]:
     """A target that trains by the usual loop, with gradient descent at a rate of 1.
 
     Parameters

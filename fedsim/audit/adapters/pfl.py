@@ -12,13 +12,13 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 
 
-def of_mechanism(make: Callable[[Any], Any], sampler: str = "") -> Callable[[Any], Any]:
+def mechanism_target(make: Callable[[Any], Any], sampler: str = "") -> Callable[[Any], Any]:
     """A target that sums, noises and averages as pfl's simulation does.
 
     Parameters
     ----------
     make : callable
-        From a little federation to a fresh `CentralPrivacyMechanism`.
+        From a synthetic federation to a fresh `CentralPrivacyMechanism`.
     sampler : str
         As of ``get_user_sampler``; empty for all users in every round.
     """

@@ -13,11 +13,18 @@ from fedsim.audit import sampling_checks as sampling
 from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.outside import causes
-from fedsim.audit.outside.attacks import ATTACKS, EACH_ARRAY, FAINT, OF_ADAPTIVE, Attack, Target
+from fedsim.audit.outside.attacks import (
+    ADAPTIVE_ATTACKS,
+    ATTACKS,
+    CLIPPED_ARRAYS,
+    NEARLY_ZERO_NORM,
+    Attack,
+    Target,
+)
 from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import SHAPES, LittleFederation
-from fedsim.audit.outside.observations import Attacked, Observations, follows_rows
+from fedsim.audit.outside.federation import SHAPES, SyntheticFederation
+from fedsim.audit.outside.observations import AttackResult, Observations, follows_rows
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import TwoWorlds, distinguish
 from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
@@ -25,7 +32,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
-PATIENCE = 100
+MOST_OVERRUN = 100
 """How many times ``seconds`` the fewest runs may take."""
 MOST_SILENT = 64
 """Rounds of silent federations that tests of noise look at: their pairs are many."""
@@ -54,11 +61,11 @@ _SAMPLES = (
     ("sampled ids", sampling.ids, "sampling with replacement"),
     ("sizes", sampling.sizes, "another sampler, or rate"),
     ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
-    ("inclusion frequencies", sampling.frequencies, causes.FREQUENT),
+    ("inclusion frequencies", sampling.frequencies, causes.UNEVEN_SAMPLING),
     ("pairs sampled together", sampling.together, "rows are not drawn independently"),
     ("overlap of rounds", sampling.overlaps, "a draw is used again"),
-    ("rounds after being sampled", sampling.succession, causes.DEPENDENT),
-    ("periodicity", sampling.periodicity, causes.DEPENDENT),
+    ("rounds after being sampled", sampling.succession, causes.DEPENDENT_ROUNDS),
+    ("periodicity", sampling.periodicity, causes.DEPENDENT_ROUNDS),
 )
 
 
@@ -69,7 +76,7 @@ class TargetAudit:
     Parameters
     ----------
     target : callable
-        From a `LittleFederation` to what was released.
+        From a `SyntheticFederation` to what was released.
     claim : TargetClaim
     seconds : float
         How long the runs may take, about.
@@ -83,7 +90,7 @@ class TargetAudit:
     seconds: float
     runs: int
     seed: int
-    _silence: float = field(default=0.0, init=False)
+    _zero_norm: float = field(default=0.0, init=False)
 
     def verdict(self, confidence: float) -> Verdict:
         """Make all runs, and say whether they refute the claim.
@@ -93,52 +100,52 @@ class TargetAudit:
         FedsimError
             If the target cannot be run, or releases something else than models.
         """
-        of_zeros = self._of_zeros()
-        self._silence = 0.0 if of_zeros.p_value else FAINT
+        zero_rows = self._zero_rows()
+        self._zero_norm = 0.0 if zero_rows.p_value else NEARLY_ZERO_NORM
         attacks = self._attacks()
-        runs = self.runs or self._affordable(2 * len(attacks))
-        silent = self._silent()
+        runs = self.runs or self._affordable_runs(2 * len(attacks))
+        silent = self._silent_runs()
         risk = (1 - confidence) * (1 - SHARE_OF_CHECKS) / len(attacks)
-        attacked: list[Attacked] = []
+        results: list[AttackResult] = []
         two_worlds: list[TwoWorlds] = []
         for number, attack in enumerate(attacks, start=1):
-            made = self._run(attack, runs, number)
-            attacked.append(made)
+            result = self._attack_runs(attack, runs, number)
+            results.append(result)
             two_worlds.append(
                 distinguish(
                     attack.name,
-                    made.without.table,
-                    made.present.table,
+                    result.without.table,
+                    result.present.table,
                     attack.direction,
                     self.claim.claim,
                     risk,
                 )
             )
-        samples = self._samples([silent, attacked[0].present])
-        findings = [*self._of_noise(silent), *self._of_rows(attacked, silent, samples)]
-        findings += [*self._of_samples(samples)]
-        findings += [of_zeros, *self._of_epsilon()]
+        samples = self._samples([silent, results[0].present])
+        findings = [*self._noise_findings(silent), *self._row_findings(results, silent, samples)]
+        findings += [*self._sample_findings(samples)]
+        findings += [zero_rows, *self._epsilon_findings()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
     def _attacks(self) -> list[Attack]:
         """Where neighbours replace a row or its zeros, a row of zeros is the same in both."""
-        whole = self.claim.adjacency == "add-remove"
-        chosen = [attack for attack in ATTACKS if attack.canary or whole]
+        add_remove = self.claim.adjacency == "add-remove"
+        chosen = [attack for attack in ATTACKS if attack.canary_norm or add_remove]
         if self.claim.adaptive:
-            chosen = list(OF_ADAPTIVE)
-        return [replace(attack, silence=self._silence) for attack in chosen]
+            chosen = list(ADAPTIVE_ATTACKS)
+        return [replace(attack, zero_norm=self._zero_norm) for attack in chosen]
 
-    def _federation(self, seed: int) -> LittleFederation:
+    def _silent_federation(self, seed: int) -> SyntheticFederation:
         """All rows are zero."""
-        silent = replace(ATTACKS[0], canary=0.0, silence=self._silence)
+        silent = replace(ATTACKS[0], canary_norm=0.0, zero_norm=self._zero_norm)
         return silent.federation(self.claim, True, seed)
 
-    def _of_zeros(self) -> Finding:
+    def _zero_rows(self) -> Finding:
         """Whether rows of zeros are released as any others are."""
-        nothing = replace(ATTACKS[0], canary=0.0)
+        zeros = replace(ATTACKS[0], canary_norm=0.0)
         broken = None
         try:
-            released = self.target(nothing.federation(self.claim, True, self.seed))
+            released = self.target(zeros.federation(self.claim, True, self.seed))
             if not np.isfinite(released.models).all():
                 broken = "a model that is not finite"
         except FedsimError as error:
@@ -146,30 +153,30 @@ class TargetAudit:
         finding = invariant("one run of rows of zeros", broken, "a release like any other")
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
-    def _affordable(self, sides: int) -> int:
+    def _affordable_runs(self, sides: int) -> int:
         """How many runs of each side of an attack fit in the seconds."""
         taken: list[float] = []
         while len(taken) < 3 and sum(taken) < self.seconds:
             started = time.perf_counter()
-            self.target(self._federation(self.seed + len(taken)))
+            self.target(self._silent_federation(self.seed + len(taken)))
             taken.append(time.perf_counter() - started)
         one = min(taken)
-        if sides * FEWEST_RUNS * one > PATIENCE * self.seconds:
+        if sides * FEWEST_RUNS * one > MOST_OVERRUN * self.seconds:
             raise FedsimError(
                 f"one run of the target takes {one:.2g} s, and an audit makes {sides} times "
                 f"{FEWEST_RUNS} at least; claim fewer rounds, or set --runs or more --seconds."
             )
         return int(np.clip(self.seconds / one / sides, FEWEST_RUNS, MOST_RUNS))
 
-    def _silent(self) -> Observations:
+    def _silent_runs(self) -> Observations:
         runs = max(2, MOST_SILENT // self.claim.rounds)
-        federations = [self._federation(self.seed + k) for k in range(runs)]
+        federations = [self._silent_federation(self.seed + k) for k in range(runs)]
         silent = Observations.of(self.target, federations)
         if not np.isfinite(silent.moves).all():
             raise FedsimError("the target released a model that is not finite, for short rows.")
         return silent
 
-    def _run(self, attack: Attack, runs: int, number: int) -> Attacked:
+    def _attack_runs(self, attack: Attack, runs: int, number: int) -> AttackResult:
         first = self.seed + 10_000_000 * number
         sides = (
             Observations.of(
@@ -178,13 +185,13 @@ class TargetAudit:
             )
             for present in (False, True)
         )
-        return Attacked(attack, self.claim, *sides)
+        return AttackResult(attack, self.claim, *sides)
 
-    def _of_noise(self, silent: Observations) -> Iterator[Finding]:
+    def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
         # Rows are the same in all runs: what differs is noise.
         present = noise.presence(np.diff(moves, axis=0))
-        yield _named(present, "noise", "presence", causes.of_absence(moves))
+        yield _named(present, "noise", "presence", causes.absence_cause(moves))
         if not present.p_value:
             return
         tests = list(_NOISE)
@@ -192,7 +199,7 @@ class TargetAudit:
             tests += _GAUSSIAN
         sample = self._sample(silent)
         if self.claim.noise_multiplier is not None:
-            for name, finding in causes.of_noise(sample, tests):
+            for name, finding in causes.noise_causes(sample, tests):
                 yield _named(finding, "noise", name, finding.cause)
         if self.claim.adaptive:
             falls = follows_rows(silent, sample.looked_at)
@@ -210,26 +217,28 @@ class TargetAudit:
 
     def _is_gaussian(self, silent: Observations) -> bool:
         """Whether noise is claimed to be, or where an epsilon alone is claimed, looks like it."""
-        if self.claim.noise_multiplier is not None or self.claim.reach is None:
-            return self.claim.reach is not None
+        if self.claim.noise_multiplier is not None or self.claim.shift is None:
+            return self.claim.shift is not None
         return noise.shape(self._sample(silent)).p_value > LOOKS_GAUSSIAN
 
-    def _of_rows(
-        self, attacked: list[Attacked], silent: Observations, samples: Sampled | None
+    def _row_findings(
+        self, results: list[AttackResult], silent: Observations, samples: Sampled | None
     ) -> Iterator[Finding]:
         measured = self._is_gaussian(silent)
         without_noise = float((silent.moves == 0).all((0, 1)).mean())
-        of_rows = RowCauses(attacked, causes.oversampling(samples), without_noise)
-        for made in attacked:
+        row_causes = RowCauses(results, causes.oversampling(samples), without_noise)
+        for result in results:
             if measured:
-                yield _named(made.finding(), "bound", made.attack.name, of_rows.of(made))
-            if made.attack.cause == EACH_ARRAY and not self.claim.adaptive:
-                yield _named(made.grid(), "noise", "low bits", "noise has too few values")
-            if made.present.statistics.shape[-1]:
-                broken = "a released number shows it" if made.without_noise else None
+                yield _named(
+                    result.finding(), "bound", result.attack.name, row_causes.cause(result)
+                )
+            if result.attack.cause == CLIPPED_ARRAYS and not self.claim.adaptive:
+                yield _named(result.grid(), "noise", "low bits", "noise has too few values")
+            if result.present.statistics.shape[-1]:
+                broken = "a released number shows it" if result.without_noise else None
                 finding = invariant("numbers released beside", broken, "no number shows it")
                 cause = "statistics are released without noise"
-                yield _named(finding, "plan", f"what else leaves, {made.attack.name}", cause)
+                yield _named(finding, "plan", f"what else leaves, {result.attack.name}", cause)
 
     def _samples(self, observations: list[Observations]) -> Sampled | None:
         """All cohorts, where they are known and something is claimed of them."""
@@ -243,12 +252,12 @@ class TargetAudit:
         event, population = self.claim.claim.events[0], self.claim.population
         return Sampled.of(ids, event, population, self.claim.row + "s")
 
-    def _of_samples(self, samples: Sampled | None) -> Iterator[Finding]:
+    def _sample_findings(self, samples: Sampled | None) -> Iterator[Finding]:
         if samples is not None:
-            for name, finding in causes.of_samples(samples, _SAMPLES):
+            for name, finding in causes.sample_causes(samples, _SAMPLES):
                 yield _named(finding, "sampler", name, finding.cause)
 
-    def _of_epsilon(self) -> list[Finding]:
+    def _epsilon_findings(self) -> list[Finding]:
         claim = self.claim
         if claim.epsilon is None or claim.noise_multiplier is None:
             return []

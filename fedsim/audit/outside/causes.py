@@ -16,51 +16,57 @@ import numpy as np
 
 from fedsim.audit.checks import Finding, Floats
 from fedsim.audit.noise_checks import NoiseSample, layer_sizes, round_sizes
-from fedsim.audit.outside.attacks import ANOTHER_C, COUNTED, EACH_ARRAY, LONG_ROWS, SUM_CLIPPED
+from fedsim.audit.outside.attacks import (
+    CLIPPED_ARRAYS,
+    CLIPPED_SUM,
+    COUNTED_DENOMINATOR,
+    OTHER_CLIP_NORM,
+    UNCLIPPED_ROWS,
+)
 from fedsim.audit.outside.federation import SHAPES
-from fedsim.audit.outside.observations import Attacked
+from fedsim.audit.outside.observations import AttackResult
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.privacy.laws import Inclusion
 
 CHANCE = 1e-4
 """P-value above which a test is taken to pass."""
-CLEARLY, SAME, CLOSE = 1.05, 1.3, 0.1
+CLEAR_EXCESS, SAME_SHIFT, RELATIVE_ERROR = 1.05, 1.3, 0.1
 """Factors: further than is claimed, and alike; a relative difference that errors explain."""
 
 Tests = Sequence[tuple[str, Callable[[Any], Finding], str]]
 """A name, a test of a `NoiseSample` or of `Sampled`, and what it means alone."""
 
-AGAIN = "noise is used again"
+REUSED_NOISE = "noise is used again"
 NO_NOISE = "an array has no noise"
-OTHER_SIZE = "another size in an array"
-CHANGES = "noise changes its size from round to round"
+ARRAY_SIZES = "another size in an array"
+ROUND_SIZES = "noise changes its size from round to round"
 NOT_GAUSSIAN = "not Gaussian"
-MORE, LESS = "more is sampled than claimed", "less is sampled than claimed"
-FREQUENT = "some are sampled more often"
-DEPENDENT = "rounds are not drawn independently"
-LATER = "what a row added is added again in later rounds, without noise"
+OVERSAMPLED, UNDERSAMPLED = "more is sampled than claimed", "less is sampled than claimed"
+UNEVEN_SAMPLING = "some are sampled more often"
+DEPENDENT_ROUNDS = "rounds are not drawn independently"
+LATER_ADDITION = "what a row added is added again in later rounds, without noise"
 
 
-def of_absence(moves: Floats) -> str:
+def absence_cause(moves: Floats) -> str:
     """Of releases ``[runs, rounds, d]``, some of which are the same in all runs."""
     repeated = bool(moves[..., 1:].any()) and np.isfinite(moves).all()
     return "noise is the same in every run" if repeated else "noise is left out"
 
 
-def of_noise(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]:
+def noise_causes(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]:
     """What tests of noise find, by the name of each; a cause of several is named for all."""
     results = {name: replace(test(sample), cause=cause) for name, test, cause in tests}
     failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
     by_name = {name: test for name, test, _ in tests}
-    for cause, simpler in _simpler(sample):
-        passing = {name for name in failing if by_name[name](simpler).p_value > CHANCE}
+    for cause, reduced in _reduced_samples(sample):
+        passing = {name for name in failing if by_name[name](reduced).p_value > CHANCE}
         # Of noise that has another distribution no scale is the cause.
         if "shape of the distribution" in failing - passing:
             continue
         results |= {name: replace(results[name], cause=cause) for name in passing}
         failing -= passing
     if "exact repeats" in failing:
-        results |= {name: replace(results[name], cause=AGAIN) for name in failing}
+        results |= {name: replace(results[name], cause=REUSED_NOISE) for name in failing}
     elif "shape of the distribution" in failing:
         largest = float(np.abs(sample.z).max())
         truncated = largest < math.sqrt(2 * math.log(sample.z.size)) - 0.5
@@ -69,7 +75,7 @@ def of_noise(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]
     yield from results.items()
 
 
-def _simpler(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
+def _reduced_samples(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
     """Noise that is freed of one cause, with that cause."""
     silent = [not sample.z[:, :, columns].any() for columns in sample.layers]
     if any(silent) and not all(silent):
@@ -80,9 +86,9 @@ def _simpler(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
         yield NO_NOISE, replace(sample, z=scaled(z, (0, 1, 2)), layers=layers)
     if layer_sizes(sample).p_value <= CHANCE:
         parts = [scaled(sample.z[:, :, columns], (0, 1, 2)) for columns in sample.layers]
-        yield OTHER_SIZE, replace(sample, z=np.concatenate(parts, axis=2))
+        yield ARRAY_SIZES, replace(sample, z=np.concatenate(parts, axis=2))
     if round_sizes(sample).p_value <= CHANCE:
-        yield CHANGES, replace(sample, z=scaled(sample.z, (2,)))
+        yield ROUND_SIZES, replace(sample, z=scaled(sample.z, (2,)))
 
 
 def scaled(moves: Floats, axes: tuple[int, ...]) -> Floats:
@@ -97,7 +103,7 @@ class RowCauses:
 
     Attributes
     ----------
-    attacked : sequence of Attacked
+    results : sequence of AttackResult
         The first of them of a row of length C.
     oversampling : float
         How many times as often rows are sampled as claimed; 1 where that is not known.
@@ -105,44 +111,53 @@ class RowCauses:
         The part of the model that has no noise.
     """
 
-    attacked: Sequence[Attacked]
+    results: Sequence[AttackResult]
     oversampling: float = 1.0
     silent: float = 0.0
 
-    def of(self, made: Attacked) -> str:
+    def cause(self, result: AttackResult) -> str:
         """The likely cause, if what this attack found is a violation."""
-        usual, moved, cause = self.attacked[0].moved, made.moved, made.attack.cause
+        usual, moved, cause = self.results[0].shift, result.shift, result.attack.cause
         # Where a row within C moves it as far, the bound is not to blame.
-        if usual > CLEARLY * made.allowed and moved < SAME * usual:
-            return self._too_little(usual / made.allowed)
-        of_long = self._moved(LONG_ROWS) > SAME * usual
-        if cause == EACH_ARRAY:
+        if usual > CLEAR_EXCESS * result.claimed_shift and moved < SAME_SHIFT * usual:
+            return self._excess_cause(usual / result.claimed_shift)
+        unclipped = self._shift(UNCLIPPED_ROWS) > SAME_SHIFT * usual
+        if cause == CLIPPED_ARRAYS:
             arrays = math.sqrt(len(SHAPES))
-            if of_long:
-                return LONG_ROWS
-            if moved < arrays * (1 - CLOSE) * usual:
+            if unclipped:
+                return UNCLIPPED_ROWS
+            if moved < arrays * (1 - RELATIVE_ERROR) * usual:
                 return "a part of a row is not in its norm"
             return (
-                cause if moved < arrays * (1 + CLOSE) * usual else "each entry is clipped by itself"
+                cause
+                if moved < arrays * (1 + RELATIVE_ERROR) * usual
+                else "each entry is clipped by itself"
             )
-        if cause == SUM_CLIPPED and moved > 2 * (1 + CLOSE) * usual:
-            return LONG_ROWS
-        return COUNTED if cause == SUM_CLIPPED and self._moved(COUNTED) > SAME * usual else cause
+        if cause == CLIPPED_SUM and moved > 2 * (1 + RELATIVE_ERROR) * usual:
+            return UNCLIPPED_ROWS
+        return (
+            COUNTED_DENOMINATOR
+            if cause == CLIPPED_SUM and self._shift(COUNTED_DENOMINATOR) > SAME_SHIFT * usual
+            else cause
+        )
 
-    def _moved(self, cause: str) -> float:
-        return max((a.moved for a in self.attacked if a.attack.cause == cause), default=0.0)
+    def _shift(self, cause: str) -> float:
+        return max((one.shift for one in self.results if one.attack.cause == cause), default=0.0)
 
-    def _too_little(self, factor: float) -> str:
+    def _excess_cause(self, factor: float) -> str:
         """What it means that a row of length C moves a release so many times too far."""
-        first = self.attacked[0]
-        if first.claim.adjacency == "replace-one" and abs(factor - 2) < CLOSE:
+        first = self.results[0]
+        if first.claim.adjacency == "replace-one" and abs(factor - 2) < RELATIVE_ERROR:
             return "noise is for one row added or removed, and not for one replaced: half as much"
-        if self.oversampling > CLEARLY and abs(factor / self.oversampling - 1) < CLOSE:
-            return MORE
-        if self.silent and abs(factor * math.sqrt(1 - self.silent) - 1) < CLOSE:
+        if (
+            self.oversampling > CLEAR_EXCESS
+            and abs(factor / self.oversampling - 1) < RELATIVE_ERROR
+        ):
+            return OVERSAMPLED
+        if self.silent and abs(factor * math.sqrt(1 - self.silent) - 1) < RELATIVE_ERROR:
             return NO_NOISE
         if first.grows:
-            return ANOTHER_C if first.noise_falls else LATER
+            return OTHER_CLIP_NORM if first.noise_falls else LATER_ADDITION
         return f"noise is {factor:.2f} times too small, or more is sampled"
 
 
@@ -153,7 +168,7 @@ def oversampling(samples: Sampled | None) -> float:
     return float(samples.asked.mean()) / samples.law.one
 
 
-def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
+def sample_causes(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
     """What tests of samples find, by the name of each."""
     results = {
         name: replace(test(evidence), cause=cause)
@@ -170,9 +185,9 @@ def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
         }
         variance = rate * (1 - rate)
         uneven = np.square(samples.asked.sum(0) - rounds * rate).mean() > rounds * variance
-        cause = MORE if rate > law.one else LESS
+        cause = OVERSAMPLED if rate > law.one else UNDERSAMPLED
         if "inclusion frequencies" in failing - explained and uneven:
-            cause = FREQUENT
+            cause = UNEVEN_SAMPLING
         results |= {name: replace(results[name], cause=cause) for name in explained}
         # Cohorts of too many sizes, rows that take turns: what one draw says of another.
         dependent = set() if uneven else {"inclusion frequencies"}
@@ -181,7 +196,7 @@ def of_samples(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
         if "rounds after being sampled" in failing - explained:
             dependent |= {"inclusion frequencies", "overlap of rounds"}
         for name in dependent & (failing - explained):
-            results[name] = replace(results[name], cause=DEPENDENT)
+            results[name] = replace(results[name], cause=DEPENDENT_ROUNDS)
     yield from results.items()
 
 

@@ -57,7 +57,7 @@ class TargetClaim:
     source: Annotated[str, Doc("Where the claim is made, for the reader.")] = ""
 
     @classmethod
-    def read(cls, path: Path | None, given: Mapping[str, Any]) -> TargetClaim:
+    def read(cls, path: Path | None, options: Mapping[str, Any]) -> TargetClaim:
         """From a TOML file and options, which come before it.
 
         Raises
@@ -72,7 +72,7 @@ class TargetClaim:
                 values = tomllib.loads(regular_files.read_text(path))
             except (OSError, ValueError) as error:
                 raise FedsimError(f"--claim is {path}, which cannot be read: {error}.") from error
-        values |= {key: value for key, value in given.items() if value is not None}
+        values |= {key: value for key, value in options.items() if value is not None}
         for key in values:
             if key not in known:
                 raise FedsimError(f"claim.{key} is no key; a claim has {', '.join(sorted(known))}.")
@@ -118,7 +118,7 @@ class TargetClaim:
         return 2.0 if self.adjacency == "replace-one" else 1.0
 
     @property
-    def reach(self) -> float | None:
+    def shift(self) -> float | None:
         """By how many standard deviations of Gaussian noise one row may move a round on average.
 
         None where only (epsilon, 0) is claimed, which no Gaussian gives.
@@ -128,8 +128,8 @@ class TargetClaim:
         if self.delta == 0:
             return None
         assert self.epsilon is not None
-        promised, delta = self.epsilon, self.delta
-        _, mu = bisected(lambda mu: gaussian_epsilon(mu, delta) > promised, 1e-9)
+        claimed, delta = self.epsilon, self.delta
+        _, mu = bisected(lambda mu: gaussian_epsilon(mu, delta) > claimed, 1e-9)
         return mu / math.sqrt(self.rounds)
 
     @property
@@ -137,7 +137,9 @@ class TargetClaim:
         """Its trade-off curve: of the Gaussians, or of what is (epsilon, delta)-private."""
         if self.noise_multiplier is None:
             assert self.epsilon is not None
-            return EpsilonClaim((Event(noise_multiplier=1.0),), self.delta, promised=self.epsilon)
+            return EpsilonClaim(
+                (Event(noise_multiplier=1.0),), self.delta, claimed_epsilon=self.epsilon
+            )
         event = Event.of(self.sampler, self.noise_multiplier)
         return Claim((event.times(self.rounds),), self.delta)
 
@@ -160,15 +162,15 @@ class TargetClaim:
 class EpsilonClaim(Claim):
     """That releases are (epsilon, delta)-private together: of its event nothing is known."""
 
-    promised: float = math.inf
+    claimed_epsilon: float = math.inf
 
     @property
     def epsilon(self) -> float:
         """As it is claimed."""
-        return self.promised
+        return self.claimed_epsilon
 
     def curve(self, false_positives: npt.ArrayLike) -> Floats:
         """Least false negative rate, of any such mechanism (Kairouz, Oh and Viswanath 2015)."""
-        a, grown = np.asarray(false_positives, dtype=np.float64), math.exp(self.promised)
+        a, grown = np.asarray(false_positives, dtype=np.float64), math.exp(self.claimed_epsilon)
         left = np.maximum(1 - self.delta - grown * a, (1 - self.delta - a) / grown)
         return np.asarray(np.maximum(left, 0.0))

@@ -1,4 +1,4 @@
-"""The little federation that a target is run on, and what a target gives back.
+"""The synthetic federation that a target is run on, and what a target gives back.
 
 This file needs numpy alone, and is loaded by its path where fedsim is not installed.
 """
@@ -19,7 +19,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((4, 8), (16,), (2, 8))
 
 
 @dataclass(frozen=True)
-class LittleFederation:
+class SyntheticFederation:
     """What a target is asked to release: so many rounds over clients whose updates are known.
 
     Attributes
@@ -88,7 +88,7 @@ class TargetRelease:
     statistics: Mapping[str, Floats] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, result: Any, federation: LittleFederation) -> TargetRelease:
+    def read(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
         """From what a target returned: this, a mapping of its attributes, or the models alone.
 
         Raises

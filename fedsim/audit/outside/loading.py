@@ -15,11 +15,11 @@ import numpy as np
 
 from fedsim.audit.outside import remote
 from fedsim.audit.outside.attacks import Target
-from fedsim.audit.outside.federation import LittleFederation, TargetRelease
+from fedsim.audit.outside.federation import SyntheticFederation, TargetRelease
 from fedsim.errors import FedsimError
 
 
-def opened(name: str, python: str = "") -> AbstractContextManager[Target]:
+def open_target(name: str, python: str = "") -> AbstractContextManager[Target]:
     """The target of this name.
 
     Parameters
@@ -35,16 +35,16 @@ def opened(name: str, python: str = "") -> AbstractContextManager[Target]:
     FedsimError
         If there is no such target, or what it gives back is no release.
     """
-    return _process(name, python) if python else nullcontext(_here(name))
+    return _remote_target(name, python) if python else nullcontext(_local_target(name))
 
 
-def _here(name: str) -> Target:
+def _local_target(name: str) -> Target:
     try:
         call = remote.load(name)
     except (Exception, SystemExit) as error:
         raise FedsimError(f"--target is {name}, which cannot be loaded: {error}.") from error
 
-    def target(federation: LittleFederation) -> TargetRelease:
+    def target(federation: SyntheticFederation) -> TargetRelease:
         try:
             # What a target prints is no part of a verdict.
             with redirect_stdout(sys.stderr):
@@ -60,7 +60,7 @@ def _here(name: str) -> Target:
 
 
 @contextmanager
-def _process(name: str, python: str) -> Iterator[Target]:
+def _remote_target(name: str, python: str) -> Iterator[Target]:
     command = [python, str(Path(remote.__file__)), name]
     try:
         process = subprocess.Popen(
@@ -75,7 +75,7 @@ def _process(name: str, python: str) -> Iterator[Target]:
     sends, receives = process.stdin, process.stdout
     with tempfile.TemporaryDirectory() as directory:
 
-        def target(federation: LittleFederation) -> TargetRelease:
+        def target(federation: SyntheticFederation) -> TargetRelease:
             request = asdict(federation)
             for key in ("rows", "examples"):
                 path = f"{directory}/{key}.npy"

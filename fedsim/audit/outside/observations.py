@@ -19,13 +19,13 @@ from scipy.special import bdtr, gammaln, log_ndtr
 from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical, untested
 from fedsim.audit.outside.attacks import Attack, Target
 from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import LittleFederation
+from fedsim.audit.outside.federation import SyntheticFederation
 
 RESOLUTION = 1e5
 """Values are the same that differ by less than one over this, in standard deviations."""
-COARSE = 0.03
+GRID_SHARE = 0.03
 """Of values that occur again, the share above which noise lies on a grid."""
-SHARED = 0.75
+SHARED_SHARE = 0.75
 """Of these values, the share that occur again where the canary is added, at least."""
 
 
@@ -48,7 +48,7 @@ class Observations:
     sampled: Sequence[Sequence[Sequence[int]]]
 
     @classmethod
-    def of(cls, target: Target, federations: Sequence[LittleFederation]) -> Observations:
+    def of(cls, target: Target, federations: Sequence[SyntheticFederation]) -> Observations:
         """Run the target on each."""
         released = [target(federation) for federation in federations]
         models = np.stack([run.models for run in released])
@@ -70,7 +70,7 @@ class Observations:
 
 
 @dataclass(frozen=True, eq=False)
-class Attacked:
+class AttackResult:
     """An attack and its runs, without and with the canary."""
 
     attack: Attack
@@ -82,11 +82,11 @@ class Attacked:
     def _lengths(self) -> tuple[Floats, Floats]:
         """Moves along the direction, in standard deviations of the noise: ``[runs, rounds]``."""
         u = self.attack.direction
-        along = [seen.moves @ u for seen in (self.without, self.present)]
+        along = [side.moves @ u for side in (self.without, self.present)]
         moves = np.concatenate([self.without.moves, self.present.moves])
         across = moves - np.concatenate(along)[..., None] * u
         degrees = len(u) - 1
-        if (v := self.attack.beside) is not None:
+        if (v := self.attack.other_direction) is not None:
             across -= (across @ v)[..., None] * v
             degrees -= 1
         variances = np.square(across).sum(-1) / degrees
@@ -103,17 +103,17 @@ class Attacked:
         return without, present
 
     @property
-    def moved(self) -> float:
+    def shift(self) -> float:
         """By how many standard deviations of the noise the canary moved a round, on average."""
         without, present = self._lengths
         with np.errstate(invalid="ignore"):
             return abs(float(present.mean() - without.mean()))
 
     @property
-    def allowed(self) -> float:
+    def claimed_shift(self) -> float:
         """By how many it may."""
-        assert self.claim.reach is not None
-        return self.claim.reach
+        assert self.claim.shift is not None
+        return self.claim.shift
 
     def finding(self) -> Finding:
         """Whether the canary moved the model further than the claim allows, on average."""
@@ -123,15 +123,15 @@ class Attacked:
             broken = "releases without any noise, or not finite"
             return invariant(looked, broken, "noise in every release")
         # Runs of one seed: what of their noise is the same is not in their difference.
-        of_difference = (present - without).mean(1).std(ddof=1) / math.sqrt(len(without))
+        difference_error = (present - without).mean(1).std(ddof=1) / math.sqrt(len(without))
         values = self.without.moves[..., 1:].size
-        error = math.hypot(of_difference, self.moved / math.sqrt(2 * values)) or 1e-12
+        error = math.hypot(difference_error, self.shift / math.sqrt(2 * values)) or 1e-12
 
         def p(moved: Floats, _: object) -> Floats:
-            return np.asarray(np.exp(log_ndtr(-(moved - self.allowed) / error)))
+            return np.asarray(np.exp(log_ndtr(-(moved - self.claimed_shift) / error)))
 
-        words = f"moved by {{}} std of the noise ({self.allowed:.4g} is claimed)"
-        statistic = Statistic(words, np.array([self.moved]), p, self.allowed - 3 * error)
+        words = f"moved by {{}} std of the noise ({self.claimed_shift:.4g} is claimed)"
+        statistic = Statistic(words, np.array([self.shift]), p, self.claimed_shift - 3 * error)
         return statistical(looked, statistic)
 
     @property
@@ -152,7 +152,7 @@ class Attacked:
     @property
     def without_noise(self) -> bool:
         """Whether a released number shows the canary, and is the same in all runs otherwise."""
-        sides = [seen.statistics for seen in (self.without, self.present)]
+        sides = [side.statistics for side in (self.without, self.present)]
         constant = [np.ptp(side, axis=0).max(initial=0.0) == 0 for side in sides]
         return all(constant) and bool((sides[0][0] != sides[1][0]).any())
 
@@ -172,12 +172,14 @@ class Attacked:
             known, without, present = (np.rint(side / scale * RESOLUTION).ravel() for side in sides)
         again = float(np.isin(without, known).mean())
         looked = f"{len(present):,} values with it, {len(known):,} without"
-        if not COARSE < again < 1:
+        if not GRID_SHARE < again < 1:
             return invariant(looked, None, "noise on no grid")
         shared = np.isin(present, known)
 
         def p(share: Floats, _: object) -> Floats:
-            return np.asarray(bdtr(np.floor(share * len(shared)), len(shared), SHARED * again))
+            return np.asarray(
+                bdtr(np.floor(share * len(shared)), len(shared), SHARED_SHARE * again)
+            )
 
         words = f"a share of {{}} of its values occur without it; {again:.3g} do of others"
         return statistical(looked, Statistic(words, np.array([shared.mean()]), p, again))

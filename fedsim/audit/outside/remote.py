@@ -2,8 +2,8 @@
 
 `serve` runs there, by this file's path: it needs numpy and what the target needs, not fedsim. Each
 line on its input is a request, ``{"rows": path, "examples": path, ...}`` with the other attributes
-of a `LittleFederation`, and each line on its output an answer, ``{"models": path, "sampled": ...,
-"statistics": ...}`` or ``{"error": words}``.
+of a `SyntheticFederation`, and each line on its output an answer, ``{"models": path, "sampled":
+..., "statistics": ...}`` or ``{"error": words}``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def load(name: str) -> Callable[..., Any]:
     else:
         sys.path.insert(0, os.getcwd())
         module = importlib.import_module(source)
-    named: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(named):
+    found: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(found):
         raise ValueError(f"{source} has no callable {attribute!r}")
-    return named
+    return found
 
 
 def serve(name: str) -> None:
@@ -59,7 +59,7 @@ def serve(name: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     federation_file = Path(__file__).with_name("federation.py")
-    federations = load(f"{federation_file}:LittleFederation")
+    federations = load(f"{federation_file}:SyntheticFederation")
     released = load(f"{federation_file}:TargetRelease")
     try:
         target: Callable[..., Any] | None = load(name)
@@ -100,11 +100,11 @@ def _answer(
         request[key] = np.load(request[key])
     request["shapes"] = [tuple(shape) for shape in request["shapes"]]
     federation = federations(**request)
-    seen = released.read(target(federation), federation)
+    release = released.read(target(federation), federation)
     path = os.path.join(directory, "models.npy")
-    np.save(path, seen.models)
-    statistics = {key: values.tolist() for key, values in seen.statistics.items()}
-    return {"models": path, "sampled": seen.sampled, "statistics": statistics}
+    np.save(path, release.models)
+    statistics = {key: values.tolist() for key, values in release.statistics.items()}
+    return {"models": path, "sampled": release.sampled, "statistics": statistics}
 
 
 if __name__ == "__main__":
