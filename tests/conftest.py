@@ -30,13 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked `spanning`, the slow run has most cases; and it has all properties."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Leave most cases of tests marked `spanning` to the slow run, which has every property too."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("spanning") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
-        if config.option.markexpr == "slow" and getattr(item.obj, "is_hypothesis_test", False):  # type: ignore[attr-defined]
+        if config.option.markexpr == "slow" and getattr(item.obj, "is_hypothesis_test", False):
             item.add_marker("slow")
     for own in cases.values():
         for item in {*own} - {*spanning(own)}:

@@ -114,6 +114,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "given"
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("name", ["os:system", "strange:Wrong"])
 @pytest.mark.parametrize("table", ["model", "data"])
 def test_no_run_directory_of_a_strangers_runs_code_of_its_choice(name, table, canary, run, capfd):

@@ -33,8 +33,8 @@ PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 SLOW = {"README.md"} | {
     f"docs/{name}.md"
     for name in (
-        "audit", "audit_your_own_code", "correlated_noise", "deployment", "engines",
-        "private_metrics", "sweeps",
+        "adapters", "audit", "audit_your_own_code", "correlated_noise", "deployment", "engines",
+        "private_metrics", "resume", "sweeps",
     )
 }  # fmt: skip
 BLOCK = re.compile(

@@ -68,7 +68,7 @@ def test_every_world_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "mechanism",
-    slow_but(3, [
+    slow_but(2, [
         QuantileClipping(target_quantile=0.5, bit_noise=0.2),
         AdaClip(1.0),
         PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),

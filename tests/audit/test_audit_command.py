@@ -53,6 +53,7 @@ def invoke(tmp_path: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_a_config_that_keeps_its_claim_ends_with_status_0_and_a_picture(tmp_path: Path) -> None:
     status, output = invoke(tmp_path, "--runs", "40", "--rounds", "1")
     assert status == 0

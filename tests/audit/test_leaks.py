@@ -77,7 +77,7 @@ def test_honest_noise_passes_down_to_its_last_bit(mechanism: Mechanism) -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    slow_but(3, [
+    slow_but(2, [
         ("the exact sum in the twelve lowest bits", "low bits"),
         ("noise that is not rounded to the grid", "rounding to the grid"),
         ("no noise along a secret direction", "size in any direction"),
@@ -167,7 +167,7 @@ def test_what_follows_from_releases_may_leave_a_round(mechanism: Mechanism) -> N
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(2, [
+    slow_but(1, [
         "a metric of training is the exact sum's norm",
         "the update's norm is the exact sum's",
         "the count of clipped rows is shown",

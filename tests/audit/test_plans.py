@@ -132,8 +132,7 @@ class Longer(SeparatedCohort):
         return Participation(rounds, 2 * self.separation)
 
 
-@pytest.mark.parametrize(
-    "cohort", slow_but(1, [Anew(4, 0.7, population=120), Longer(4, 0.9, population=120)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", [Anew(4, 0.7, population=120), Longer(4, 0.9, population=120)])
 def test_rows_in_more_rounds_than_the_plan_counts_on_are_caught(cohort: Cohort) -> None:
     assert "plan: rounds of each client" in checked(LambdaCGD(2.0), cohort).refuting

@@ -39,9 +39,9 @@ def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "seen_by"),
-    slow_but(2, [
-        ("clip after averaging", "bound: what one client moves"),
+    slow_but(1, [
         ("no noise from round 21 on", "noise: presence"),
+        ("clip after averaging", "bound: what one client moves"),
         ("noise used again in every second round", "noise: exact repeats"),
         ("a cohort's draw used again", "sampler: overlap of rounds"),
         ("every tenth line missing", "ledger: a line for every release"),

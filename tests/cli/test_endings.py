@@ -240,6 +240,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return ends
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(
     ends: Ends,
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "status", "sentence"),
     [

@@ -251,7 +251,7 @@ def test_a_verdict_that_turns_with_the_unit_of_eta_0_is_not_decided(data: Path) 
         assert claim.measured.count("[") == (3 if name == "koskela-mnist" else 2)
 
 
-@pytest.mark.spanning
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "close"), [(0.505, True), (0.52, False)])
 def test_eta_0_does_not_matter_where_all_starts_end_close_together(
     other: float, close: bool, data: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -49,15 +49,22 @@ def _slow(case: Any) -> Any:
     return pytest.param(*_values(case), marks=pytest.mark.slow)
 
 
-def spanning(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
-    """The fewest cases of a test, about, in which each value of each parameter occurs."""
-    pairs = {item: set(item.callspec.indices.items()) for item in items}  # type: ignore[attr-defined]
-    uncovered = set().union(*pairs.values())
-    for news in range(max(map(len, pairs.values())), 0, -1):
-        for item, own in pairs.items():
-            if len(own & uncovered) == news:
+def spanning(items: Sequence[pytest.Function]) -> Iterator[pytest.Function]:
+    """Of a test's cases about the fewest in which each value of each `parametrize` occurs."""
+    choices = {item: set(_choices(item)) for item in items}
+    uncovered = set().union(*choices.values())
+    for fresh in range(max(map(len, choices.values())), 0, -1):
+        for item, own in choices.items():
+            if len(own & uncovered) == fresh:
                 uncovered -= own
                 yield item
+
+
+def _choices(item: pytest.Function) -> Iterator[tuple[int, ...]]:
+    """One for each `parametrize`: which it is, and the identities of its values."""
+    for number, mark in enumerate(item.iter_markers("parametrize")):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield number, *(id(item.callspec.params[name.strip()]) for name in names)
 
 
 def hypothesis_examples(count: int) -> settings:

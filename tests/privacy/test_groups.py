@@ -93,6 +93,7 @@ def test_the_chain_of_neighbours_holds_for_fixed_cohorts_and_is_never_better() -
     assert group_cost(poisson, 2, DELTA).epsilon < chained.epsilon < math.inf
 
 
+@pytest.mark.slow
 def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
     events = [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1), count=10)]
     epsilons = [group_cost(events, size, DELTA).epsilon for size in (1, 2, 4)]

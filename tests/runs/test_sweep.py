@@ -274,7 +274,9 @@ def test_a_failed_run_states_its_reason_and_the_others_finish(tmp_path: Path) ->
     assert whole.metrics.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("over", ["evaluate.clients-every=0,1,2", "cohort.rate=0.02,0.4"])
+@pytest.mark.parametrize(
+    "over", slow_but(1, ["cohort.rate=0.02,0.4", "evaluate.clients-every=0,1,2"])
+)
 def test_runs_that_evaluate_at_different_rounds_end_with_the_same_bytes_as_alone(
     over: str, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("path", ["layered", "plain"])
 @pytest.mark.parametrize("changes", [{}, {"counts": [1, 2, 3, 1, 2, 3, 5, 1]}], ids=["", "counts"])
 def test_a_client_has_the_same_bytes_however_many_draw_at_once(

@@ -114,6 +114,7 @@ class Fails(Tape):
         return super().record(work)
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize("good", [0, 1, 2, 5])
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.2, momentum=0.5), AdadpLR(lr=0.2)])
 def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost(

@@ -10,6 +10,7 @@ import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
 from release_helpers import one_round, plan_of
+from slow_cases import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -331,9 +332,12 @@ def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
     torch.testing.assert_close(block.rows.as_subclass(torch.Tensor), expected, rtol=0, atol=atol)
 
 
-@EVERY
-def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
+@pytest.mark.parametrize(
+    "name", slow_but(("clipping", "layers", "mixed layers", "second phase"), MECHANISMS)
+)
+def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
     """On tensors without data, which know their device and refuse to be read."""
+    mechanism = MECHANISMS[name]
     monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)
     monkeypatch.setattr(
         "fedsim.mechanisms.releaser.normals",

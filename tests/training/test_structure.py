@@ -311,6 +311,7 @@ def test_a_private_run_of_a_model_that_is_read_says_by_structure():
     assert torch.isfinite(block.rows).all()
 
 
+@pytest.mark.slow
 def test_a_dense_network_is_read_without_torchs_compiler():
     """Importing it would take over a second of every process."""
     code = (

@@ -194,6 +194,7 @@ class Hostile(Unsteady):
         return reply
 
 
+@pytest.mark.spanning
 @pytest.mark.parametrize(("stage", "seed"), [*itertools.product(STAGES, range(6))])
 def test_whatever_some_clients_answer_the_run_goes_on(
     resolved: Resolved, stage: str, seed: int

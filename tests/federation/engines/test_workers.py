@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_but
 
 import fedsim
 from fedsim.cohorts import FixedCohort
@@ -136,7 +137,7 @@ def test_a_worker_that_dies_is_replaced_and_its_clients_trained_again(tmp_path):
     assert (tmp_path / "died").exists()
 
 
-@pytest.mark.parametrize("fault", ["raises", "exits", "dies", "poisons", "hangs"])
+@pytest.mark.parametrize("fault", slow_but(4, ["raises", "exits", "dies", "poisons", "hangs"]))
 def test_clients_that_fail_take_nobody_with_them(fault):
     failing = frozenset({3, 8})
     with LocalGrid(Deeds(**{fault: failing}), workers=2) as grid:
