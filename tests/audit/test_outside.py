@@ -296,6 +296,25 @@ forgotten = wrapped(DifferentialPrivacyClientSideFixedClipping)
 """
 
 
+def without_noise(path: Path, text: str, name: str) -> np.ndarray:
+    """The models that a file's target releases of five rows, some longer than C, and no noise."""
+    path.write_text(text)
+    with open_target(f"{path}:{name}") as target:
+        return target(
+            SyntheticFederation(ROWS, np.ones(5), 2, seed=1, clip_norm=0.7, noise_multiplier=0.0)
+        ).models
+
+
+ROWS = np.linspace(0.02, 0.3, 5)[:, None] * np.random.default_rng(2).normal(size=(5, 64))
+
+
+@pytest.mark.parametrize("name", ["server", "client"])
+def test_a_flower_strategy_releases_the_mean_of_clipped_updates(tmp_path: Path, name: str) -> None:
+    models = without_noise(tmp_path / "flower_targets.py", FLOWER, name)
+    mean = clipped(ROWS, 0.7).mean(0)
+    np.testing.assert_allclose(models, [mean, 2 * mean], atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["server", "client", "forgotten"])
 def test_a_flower_strategy_and_its_mods_are_audited(tmp_path: Path, name: str) -> None:
@@ -322,6 +341,12 @@ def private(**options):
 
 poisson, fixed = private(), private(poisson_sampling=False)
 """
+
+
+def test_an_opacus_loop_releases_the_mean_of_clipped_gradients(tmp_path: Path) -> None:
+    models = without_noise(tmp_path / "opacus_targets.py", OPACUS, "fixed")
+    mean = clipped(ROWS, 0.7).mean(0)
+    np.testing.assert_allclose(models, [mean, 2 * mean], atol=1e-6)
 
 
 @pytest.mark.slow
