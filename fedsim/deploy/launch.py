@@ -56,7 +56,7 @@ def run_simulation(
     config, engine = resolved.config, resolved.config.engine
     allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
     with (
-        _directory(out) as directory,
+        _directory(out, config) as directory,
         CallbackServer(callbacks) as server,
         Simulation({OUT: str(directory), **allowed, **server.variables}) as simulation,
     ):
@@ -90,7 +90,7 @@ def run_deployment(
         return _submit(resolved, federation, out, callbacks)
     policy = _own_policy(resolved.config)
     with (
-        _directory(out) as directory,
+        _directory(out, resolved.config) as directory,
         CallbackServer(callbacks) as server,
         Rehearsal.temporary(
             resolved.config.partition.clients,
@@ -244,10 +244,12 @@ def _where(log: str) -> str:
 
 
 @contextmanager
-def _directory(out: Path | None) -> Iterator[Path]:
-    """``out``, or a directory that lasts as long as the run."""
+def _directory(out: Path | None, config: RunConfig) -> Iterator[Path]:
+    """``out``, which is claimed, or a claimed directory that lasts as long as the run."""
     if out is not None:
         yield out.absolute()
         return
     with tempfile.TemporaryDirectory(prefix="fedsim-run-") as temporary:
-        yield Path(temporary)
+        directory = RunDirectory(Path(temporary) / "run")
+        with directory.claim(config.to_toml()):
+            yield directory.path

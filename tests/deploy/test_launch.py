@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from fedsim.deploy.launch import _ended_by, _follow
+from fedsim.config import RunConfig
+from fedsim.deploy.launch import _directory, _ended_by, _follow
 from fedsim.errors import FedsimError
 from fedsim.runs.channel import CallbackServer
+from fedsim.runs.record import RunRecord
 from fedsim.strategies import RunFailedError
 
 LOG = """
@@ -60,3 +62,10 @@ def test_a_run_whose_flower_a_scheduler_has_ended_too_is_interrupted() -> None:
         lose_the_superlink(asked=True)
     with pytest.raises(FedsimError):
         lose_the_superlink(asked=False)
+
+
+def test_a_run_without_a_directory_of_the_users_has_one_with_its_config() -> None:
+    """Without it no report of the run can be written, which was said to be an error."""
+    with _directory(None, RunConfig.of(["rounds=3"])) as path:
+        assert RunRecord.read(path).config["rounds"] == 3
+    assert not path.exists()
