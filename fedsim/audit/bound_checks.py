@@ -215,7 +215,7 @@ def scalars_moved(
 ) -> tuple[float, str | None]:
     """How far released scalars moved in the last round, and one that did and has no noise."""
     farthest, without_noise = 0.0, None
-    before, after = (run.shown[-1] if run.shown else {} for run in (absent, seen))
+    before, after = (run.statistics[-1] if run.statistics else {} for run in (absent, seen))
     for name, std in stds.items():
         difference = abs(after.get(name, 0.0) - before.get(name, 0.0))
         if difference <= 1e-12 * (1 + abs(before.get(name, 0.0))):

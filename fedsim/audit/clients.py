@@ -31,7 +31,7 @@ NUMBERS = (1, 2, 3, 4, 5, 7, 10, 15, 25, 1_000_000)
 
 
 @dataclass(frozen=True)
-class _MadeUpClients(TrainerDefaults):
+class _SyntheticClients(TrainerDefaults):
     """A block trainer without data, which notes the clients that it was asked for.
 
     Attributes
@@ -50,7 +50,7 @@ class _MadeUpClients(TrainerDefaults):
 
 
 @dataclass(frozen=True)
-class Canaries(_MadeUpClients):
+class Canaries(_SyntheticClients):
     """Clients that send the same rows in every round.
 
     Attributes
@@ -123,7 +123,7 @@ class Canaries(_MadeUpClients):
 
 
 @dataclass(frozen=True)
-class ScriptedClients(_MadeUpClients):
+class ScriptedClients(_SyntheticClients):
     """Clients that do in each round what a script says of those sampled.
 
     Attributes
@@ -142,7 +142,7 @@ class ScriptedClients(_MadeUpClients):
         yield self.script(client_ids, round)
 
 
-MadeUpClients = Canaries | ScriptedClients
+SyntheticClients = Canaries | ScriptedClients
 
 
 def _metrics(m: int, names: Iterable[str], examples: float = 1.0) -> dict[str, Floats]:

@@ -149,7 +149,7 @@ class Evidence:
     def moving(self) -> list[Observation]:
         """Clients that each move a coordinate of their own, as far as there are so many.
 
-        With the seeds of `runs`; one run is enough where it is seen who was asked.
+        With the seeds of `runs`; one run is enough where it is seen who was sampled.
         """
         target, scale = self.target, reach(self.target.mechanism, self.target.layout)
         clients = one_coordinate_each(target.population, target.layout.d, scale, target.sides)
@@ -215,7 +215,7 @@ class Evidence:
         for moving, index, number in compared:
             added = self._distance(self.runs[0], moving, index)
             others = np.ones(len(added), dtype=np.bool_)
-            ids = moving.asked[index] - silent
+            ids = moving.sampled[index] - silent
             others[ids[(ids >= 0) & (ids < len(added))]] = False
             if len(ids) and added[others].max(initial=0.0) > 1e-3 * allowed:
                 broken = f"a client that was not sampled in round {number} moved the model"
@@ -265,7 +265,7 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class ClientEvidence(Evidence):
-    """Runs of a strategy; what the seed draws is seen in who is asked."""
+    """Runs of a strategy; what the seed draws is seen in who is sampled."""
 
     target: StrategyTarget
 
@@ -298,13 +298,13 @@ class ClientEvidence(Evidence):
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Who was asked in all these runs."""
+        """Who was sampled in all these runs."""
         target, cohort, chances = self.target, self.target.plan.sampler, None
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
-        asked = [seen.asked for seen in (*self.runs, *self._small[1])]
+        cohorts = [seen.sampled for seen in (*self.runs, *self._small[1])]
         return Sampled.of(
-            asked,
+            cohorts,
             target.event,
             target.population,
             probabilities=chances,
@@ -336,11 +336,11 @@ class ClientEvidence(Evidence):
         run is no mistake, and counts once in it.
         """
         population = self.target.population
-        runs = [[np.sort(ids).tobytes() for ids in seen.asked] for seen in self._system]
+        runs = [[np.sort(ids).tobytes() for ids in seen.sampled] for seen in self._system]
         if self.target.plan.sampler.law().inclusion(population) is None:
             runs = [list(dict.fromkeys(run)) for run in runs]
-        asked = [cohort for run in runs for cohort in run]
-        return asked, population, self.target.plan.denominator / population
+        cohorts = [cohort for run in runs for cohort in run]
+        return cohorts, population, self.target.plan.denominator / population
 
     @cached_property
     def _with_canary(self) -> tuple[StrategyTarget, int]:
@@ -348,7 +348,7 @@ class ClientEvidence(Evidence):
         few = self.target.at_most(FEW)
         for tried in range(self.seed, self.seed + SEEDS_TRIED):
             seen = few.observe(few.silent_clients(), tried)
-            for number, ids in enumerate(seen.asked, start=1):
+            for number, ids in enumerate(seen.sampled, start=1):
                 if few.population - 1 in ids:
                     return few.with_rounds(number), tried
         return few, self.seed

@@ -21,7 +21,7 @@ from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import GradientRecorder, Scale
 from fedsim.audit.checks import Check, Finding, Floats, Gathered, Ids, invariant
 from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
-from fedsim.audit.clients import MadeUpClients, reach
+from fedsim.audit.clients import SyntheticClients, reach
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
 from fedsim.audit.neighbouring_runs import Neighbours
 from fedsim.audit.sampling_checks import Sampled
@@ -156,7 +156,7 @@ class TrainerTarget(Target):
         sizes = [columns.stop - columns.start for columns in self.columns]
         return _Layers(sizes) if layered else nn.Sequential(_linear(self.layout.d))
 
-    def observe(self, clients: MadeUpClients, seed: int | None) -> Observation:
+    def observe(self, clients: SyntheticClients, seed: int | None) -> Observation:
         """Train one client, on examples that are the rows that made-up clients would send."""
         blocks = clients.train(torch.zeros(0), np.arange(self.size), 1)
         rows = torch.cat([block.rows.double() for block in blocks if block.rows is not None])
@@ -166,15 +166,15 @@ class TrainerTarget(Target):
         moves = known.reshape(-1, self.layout.d)
         return Observation(
             moves=moves,
-            shown=[{}] * len(moves),
-            asked=[np.empty(0, dtype=np.int64)] * len(moves),
+            statistics=[{}] * len(moves),
+            sampled=[np.empty(0, dtype=np.int64)] * len(moves),
             entries=run.entries[0],
             charged=(),
             states=[self.mechanism.init(self.layout)],
             ended="",
             error=None,
             delta=self.delta,
-            leaving=() if self.privacy.unprotected_metrics else run.reports,
+            outputs=() if self.privacy.unprotected_metrics else run.reports,
         )
 
     def train(self, examples: Tensor, seed: int | None) -> ExampleRun:

@@ -303,18 +303,18 @@ class Neighbours:
     def compare(self, culprit: str, without: Observation, seen: Observation) -> None:
         """Compare a run with a canary to one without."""
         rounds, canary = len(seen.moves), self._target.population - 1
-        if seen.ended or seen.released != rounds or len(seen.shown) != rounds:
+        if seen.ended or seen.released != rounds or len(seen.statistics) != rounds:
             reason = f" ({seen.ended})" if seen.ended else ""
             self.note("releases", f"{seen.released} of {rounds} with {culprit}{reason}")
         elif without.released != rounds:
             self.note("releases", f"{without.released} of {rounds} without the canary")
-        for before, after in zip(without.asked, seen.asked, strict=True):
+        for before, after in zip(without.sampled, seen.sampled, strict=True):
             if not np.array_equal(np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])):
                 self.note("other clients", f"other clients were sampled with {culprit}")
         lines = [[(entry.round, entry.event) for entry in run.entries] for run in (without, seen)]
         if lines[0] != lines[1]:
             self.note("charges", f"the ledgers differ with {culprit}")
-        if left := difference(without.leaving, seen.leaving):
+        if left := difference(without.outputs, seen.outputs):
             self.note("what else leaves a round", f"{left} with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
             self.note("earlier rounds", f"they differ with {culprit}, which was not sampled yet")
@@ -350,11 +350,11 @@ class ClientNeighbours(Neighbours):
         scale = reach(self._target.mechanism, self._target.layout)
         clients = single.world(OPPOSED, neighbour="zero-out", scale=scale)
         nobody = single.observe(single.silent_clients(), seed)
-        slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.asked[0], default=0)))
+        slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.sampled[0], default=0)))
         quick = single.observe(clients.changed(), seed, timeout=DEADLINE + PAUSE)
         slow = single.observe(slowest, seed, timeout=DEADLINE)
         # Its own row may be lost; with it the sum changes by one client's, not by all clients'.
-        lost = len(quick.asked[0]) - len(slow.asked[0])
+        lost = len(quick.sampled[0]) - len(slow.sampled[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
             self.note("slowness", f"{lost} clients were left out with one that is slow")
 

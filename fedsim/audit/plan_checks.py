@@ -65,22 +65,22 @@ class NoiseOnly:
         small = target.with_model({name: tensor[:1] for name, tensor in target.start.items()})
         clients = small.silent_clients()
         seeds = range(seed, seed + SEEDS)
-        return cls(small, seed, [small.observe(clients, s, leaving=True) for s in seeds])
+        return cls(small, seed, [small.observe(clients, s, outputs=True) for s in seeds])
 
     def stds(self, index: int) -> dict[str, float]:
         """Standard deviations of the numbers that the mechanism shows after round ``index + 1``.
 
         Less what the size of the cohort explains: clients that send zeros add to a number, too.
         """
-        shown = [seen.shown[index] for seen in self.runs if len(seen.shown) > index]
-        if len(shown) < len(self.runs) or not shown[0]:
+        statistics = [seen.statistics[index] for seen in self.runs if len(seen.statistics) > index]
+        if len(statistics) < len(self.runs) or not statistics[0]:
             return {}
-        values = np.array([list(numbers.values()) for numbers in shown])
+        values = np.array([list(numbers.values()) for numbers in statistics])
         sizes = np.array([seen.sizes[index] for seen in self.runs])
         residuals = _residuals(np.stack([np.ones(len(sizes)), sizes], 1), values)
         stds = np.sqrt(np.square(residuals).sum(0) / (len(values) - 2))
         stds[np.ptp(values, axis=0) == 0] = 0.0
-        return dict(zip(shown[0], stds.tolist(), strict=True))
+        return dict(zip(statistics[0], stds.tolist(), strict=True))
 
 
 def _residuals(design: Floats, values: Floats) -> Floats:
@@ -92,7 +92,7 @@ def participations(sampled: Sampled) -> Finding:
     plan, first, broken = sampled.participation, 0, None
     assert plan is not None
     for length in sampled.lengths:
-        members = sampled.asked[first : first + length]
+        members = sampled.membership[first : first + length]
         first += length
         most = int(members.sum(0).max(initial=0))
         inside = np.cumsum(np.concatenate([np.zeros((1, members.shape[1])), members]), axis=0)
@@ -114,7 +114,7 @@ def what_leaves(noise_only: NoiseOnly) -> Finding:
         Of one round more than the first one in which the canary is sampled.
     """
     broken = _unprotected(noise_only) or _unexplained(noise_only)
-    names = len(noise_only.runs[0].leaving[-1]) if noise_only.runs[0].leaving else 0
+    names = len(noise_only.runs[0].outputs[-1]) if noise_only.runs[0].outputs else 0
     looked = f"{names} numbers or arrays of {SEEDS} runs without and two with a canary"
     return invariant(looked, broken, "functions of the release")
 
@@ -124,7 +124,7 @@ def _unprotected(noise_only: NoiseOnly) -> str | None:
     if noise_only.target.settings.shows_clients:
         return None
     for seen in noise_only.runs:
-        for numbers in seen.leaving:
+        for numbers in seen.outputs:
             for name in numbers:
                 if name.startswith(("metrics.", "evaluation.")):
                     return f"{name} leaves a round whose metrics are not released"
@@ -150,7 +150,7 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     small = allowed_length(target.event) <= 1
     for world in (ALONE, OPPOSED):
         clients = target.world(world, neighbour="zero-out")
-        seen = target.observe(clients, noise_only.seed, leaving=True)
+        seen = target.observe(clients, noise_only.seed, outputs=True)
         table = _table([seen])
         if table is None or table[0] != names:
             return "other numbers leave a round with a canary"
@@ -174,9 +174,9 @@ def _table(runs: Sequence[Observation]) -> tuple[list[str], Floats] | None:
     rows: list[list[float]] = []
     names: list[str] = []
     for seen in runs:
-        if not seen.leaving:
+        if not seen.outputs:
             return None
-        flat = _flat(seen.leaving[-1])
+        flat = _flat(seen.outputs[-1])
         if names and list(flat) != names:
             return None
         names = list(flat)
@@ -207,13 +207,13 @@ def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Obse
     short, long = target.mechanism.bound(rows, layout=target.layout)
     longer = not target.adapts and torch.equal(short, long)
     first, second = equal_sums(target.population, bounded, target.sides, longer=longer)
-    return target.observe(first, seed, leaving=True), target.observe(second, seed, leaving=True)
+    return target.observe(first, seed, outputs=True), target.observe(second, seed, outputs=True)
 
 
 def nothing_but_sums(first: Observation, second: Observation) -> Finding:
     """Whether federations with the same bounded sums show the same, to the last bit."""
     looked = f"{len(first.moves)} rounds of two federations with the same sums of other rows"
-    broken = difference(first.leaving, second.leaving)
+    broken = difference(first.outputs, second.outputs)
     if not np.array_equal(first.moves, second.moves):
         broken = "the released parameters differ"
     return invariant(looked, broken, "the same in all that leaves a round")
@@ -234,10 +234,10 @@ def difference(
 
 def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
     """Whether the same clients are sampled whatever they send."""
-    pairs = enumerate(zip(nobody.asked, moving.asked, strict=True), 1)
+    pairs = enumerate(zip(nobody.sampled, moving.sampled, strict=True), 1)
     first = next((n for n, (a, b) in pairs if not np.array_equal(np.sort(a), np.sort(b))), None)
     broken = f"other clients in round {first} when clients sent something else" if first else None
-    looked = f"{len(nobody.asked)} rounds of one seed, twice"
+    looked = f"{len(nobody.sampled)} rounds of one seed, twice"
     return invariant(looked, broken, "the same clients whatever they send")
 
 
@@ -289,15 +289,15 @@ def system_noise(values: Floats, looked_at: str, entropies: set[str]) -> Finding
     return invariant(looked_at, broken, "never the same, and recorded as the system's")
 
 
-def system_cohorts(asked: Sequence[bytes], population: int, rate: float) -> Finding:
+def system_cohorts(cohorts: Sequence[bytes], population: int, rate: float) -> Finding:
     """Nor whether a cohort is sampled twice, where the population is large enough to tell."""
-    looked = f"{len(asked):,} rounds"
+    looked = f"{len(cohorts):,} rounds"
     # Independent cohorts are equal with this probability at most: each client is in both or in
     # neither. Only where no two of so many can be expected to be equal is one a violation.
     log_p = population * np.log(rate * rate + (1 - rate) ** 2) + np.log(population)
-    if log_p + 2 * np.log(max(len(asked), 2)) >= np.log(1e-12):
+    if log_p + 2 * np.log(max(len(cohorts), 2)) >= np.log(1e-12):
         return untested(looked, "too few clients to tell")
-    again = len(asked) - len(set(asked))
+    again = len(cohorts) - len(set(cohorts))
     broken = f"{again} cohorts were sampled before" if again else None
     return invariant(looked, broken, "no cohort is sampled again")
 
@@ -313,7 +313,7 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
             f"level in round {first.round}"
         )
     looked = f"{len(addresses):,} addresses of {rounds} rounds"
-    return invariant(looked, broken, "each asked for once")
+    return invariant(looked, broken, "each used once")
 
 
 @contextmanager

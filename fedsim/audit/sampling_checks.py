@@ -1,6 +1,6 @@
 """Checks of draws: who was sampled, round by round, against the event that was charged.
 
-The samples are those that clients were asked in, not the sampler's: what is tested is what
+The samples are those that clients took part in, not the sampler's: what is tested is what
 happened. Where probabilities differ by client and by round, each row is in independently with one
 of its own, so that centred indicators add up to numbers that Bernstein's inequality bounds. A
 sampler that fedsim does not ship is, besides, drawn from many times on its own.
@@ -50,7 +50,7 @@ class Sampled:
 
     Attributes
     ----------
-    asked : float64 ``[rounds, population]``
+    membership : float64 ``[rounds, population]``
         1 or 0.
     lengths : sequence of int
         Of the runs.
@@ -67,7 +67,7 @@ class Sampled:
         In which of a run's rounds a row can be.
     """
 
-    asked: Floats
+    membership: Floats
     lengths: Sequence[int]
     event: Event
     looked_at: str
@@ -94,8 +94,8 @@ class Sampled:
             What is drawn, in the plural.
         """
         rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-        broken, asked = None, np.zeros((len(rounds), population))
-        for indicators, ids in zip(asked, rounds, strict=True):
+        broken, membership = None, np.zeros((len(rounds), population))
+        for indicators, ids in zip(membership, rounds, strict=True):
             if len(np.unique(ids)) != len(ids):
                 broken = "a client was sampled twice in one round"
             elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < population:
@@ -107,7 +107,7 @@ class Sampled:
             probabilities = np.concatenate([probabilities[:length] for length in lengths])
         looked = f"{len(rounds):,} rounds over {population:,} {rows}"
         law = event.law.inclusion(population)
-        return cls(asked, lengths, event, looked, broken, law, probabilities, participation)
+        return cls(membership, lengths, event, looked, broken, law, probabilities, participation)
 
     @property
     def planned(self) -> Sampled | None:
@@ -120,7 +120,7 @@ class Sampled:
     def known(self) -> Sampled | None:
         """Itself, where it can be held against a law or probabilities."""
         silent = self.law is None and self.probabilities is None
-        return None if self.broken or silent or not len(self.asked) else self
+        return None if self.broken or silent or not len(self.membership) else self
 
     @property
     def at_random(self) -> Sampled | None:
@@ -157,7 +157,7 @@ class Sampled:
         if self.probabilities is None:
             return None
         p = self.probabilities
-        arrays = (1 + sums.count(",")) * [self.asked - p]
+        arrays = (1 + sums.count(",")) * [self.membership - p]
         variances = (1 + sums.count(",")) * [p * (1 - p)]
         of_each, spread = (np.einsum(sums, *terms, optimize=True) for terms in (arrays, variances))
         if of_each.ndim > 1:
@@ -189,8 +189,8 @@ def sizes(sampled: Sampled) -> Finding:
     """Whether samples are as large as the law says."""
     if finding := sampled.independent("ij->i", "rounds"):
         return finding
-    law, (rounds, n) = sampled.inclusion, sampled.asked.shape
-    counts = sampled.asked.sum(1).astype(np.int64)
+    law, (rounds, n) = sampled.inclusion, sampled.membership.shape
+    counts = sampled.membership.sum(1).astype(np.int64)
     if law.size is not None:
         broken = f"{counts.min()} to {counts.max()} a round" if (counts != law.size).any() else None
         return invariant(sampled.looked_at, broken, f"{law.size} in every round")
@@ -203,11 +203,11 @@ def sizes(sampled: Sampled) -> Finding:
 
 def spread(sampled: Sampled) -> Finding:
     """Whether sizes vary as those of independent clients do: no less, and no more."""
-    law, (rounds, n) = sampled.inclusion, sampled.asked.shape
+    law, (rounds, n) = sampled.inclusion, sampled.membership.shape
     if law.size is not None:
         return invariant(sampled.looked_at, None, "none")
     variance = n * law.one * (1 - law.one)
-    ratio = float(np.square(sampled.asked.sum(1) - n * law.one).mean() / variance)
+    ratio = float(np.square(sampled.membership.sum(1) - n * law.one).mean() / variance)
     compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.one)
     return statistical(sampled.looked_at, compared)
 
@@ -216,8 +216,8 @@ def frequencies(sampled: Sampled) -> Finding:
     """Whether each is sampled as often as the law says."""
     if finding := sampled.independent("ij->j", "clients"):
         return finding
-    rounds, n = sampled.asked.shape
-    counts, q = sampled.asked.sum(0), sampled.inclusion.one
+    rounds, n = sampled.membership.shape
+    counts, q = sampled.membership.sum(0), sampled.inclusion.one
     variance = rounds * q * (1 - q)
     ratio = float(np.square(counts - rounds * q).mean() / variance)
     return statistical(
@@ -231,21 +231,21 @@ def together(sampled: Sampled) -> Finding:
     """Whether pairs are sampled together too often, or never."""
     if finding := sampled.independent("ij,ik->jk", "pairs"):
         return finding
-    rounds, n = sampled.asked.shape
-    counts = (sampled.asked.T @ sampled.asked)[np.triu_indices(n, 1)]
+    rounds, n = sampled.membership.shape
+    counts = (sampled.membership.T @ sampled.membership)[np.triu_indices(n, 1)]
     compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.two)
     return statistical(f"{sampled.looked_at}, {len(counts):,} pairs", compared)
 
 
 def overlaps(sampled: Sampled) -> Finding:
     """What two rounds have in common, of one run or of two: a draw may not be used again."""
-    rounds, n = sampled.asked.shape
+    rounds, n = sampled.membership.shape
     if rounds < 2:
         return untested(sampled.looked_at, "only one round")
     if finding := sampled.independent("ij,kj->ik", "pairs of rounds"):
         return finding
     law = sampled.inclusion
-    counts = (sampled.asked @ sampled.asked.T)[np.triu_indices(rounds, 1)]
+    counts = (sampled.membership @ sampled.membership.T)[np.triu_indices(rounds, 1)]
     compared = _binomial("two rounds have {} in common", counts, n, law.one**2)
     if law.size is not None:
         m = law.size
@@ -257,9 +257,9 @@ def overlaps(sampled: Sampled) -> Finding:
 
 def succession(sampled: Sampled) -> Finding:
     """Whether being sampled now changes the odds of being sampled some rounds later."""
-    law, n = sampled.inclusion, sampled.asked.shape[1]
+    law, n = sampled.inclusion, sampled.membership.shape[1]
     q = law.one
-    centred = (sampled.asked - q) / math.sqrt(q * (1 - q))
+    centred = (sampled.membership - q) / math.sqrt(q * (1 - q))
     totals, products = np.zeros((2, max(sampled.lengths)))
     start = 0
     for length in sampled.lengths:
@@ -285,7 +285,7 @@ def periodicity(sampled: Sampled) -> Finding:
     if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
         return untested(sampled.looked_at, "too few rounds")
     stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
-    runs = [sampled.asked[stop - length : stop] for stop in stops]
+    runs = [sampled.membership[stop - length : stop] for stop in stops]
     # Of independent draws a run's spectrum has at each frequency a chi-square of two degrees, at
     # the highest (every second round) of one.
     spectra = [np.square(np.abs(np.fft.rfft(run - q, axis=0)))[1:] for run in runs]
@@ -370,8 +370,8 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
         Of a run, of which the first few are drawn.
     """
     population, rounds = sampler.population or 0, min(rounds, REPEATED_ROUNDS)
-    asked = np.zeros((REPEATED_DRAWS, rounds, population))
-    for run, indicators in enumerate(asked):
+    membership = np.zeros((REPEATED_DRAWS, rounds, population))
+    for run, indicators in enumerate(membership):
         fresh = copy.deepcopy(sampler)
         draws = Draws(Randomness(seed + run), level="client", amplified=False)
         for index in range(rounds):
@@ -387,9 +387,9 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
         return np.where((counts <= rate * REPEATED_DRAWS) & (inclusion is None), 1.0, p_values)
 
     words = f"one client in {{}} of {REPEATED_DRAWS} draws of a round"
-    compared = [counted(words, asked.sum(0), p_of, rate * REPEATED_DRAWS)]
+    compared = [counted(words, membership.sum(0), p_of, rate * REPEATED_DRAWS)]
     if inclusion is not None:
-        first = asked[:, 0]
+        first = membership[:, 0]
         counts = (first.T @ first)[np.triu_indices(population, 1)]
         words = f"one pair in {{}} of {REPEATED_DRAWS} draws of a round"
         compared.append(_binomial(words, counts, REPEATED_DRAWS, inclusion.two))

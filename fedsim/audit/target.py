@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.audit.checks import Floats, Ids
-from fedsim.audit.clients import Canaries, MadeUpClients, World, reach, silent_clients
+from fedsim.audit.clients import Canaries, SyntheticClients, World, reach, silent_clients
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
@@ -76,7 +76,7 @@ class Target(ABC):
         """Where its epsilon is reported."""
 
     @abstractmethod
-    def observe(self, clients: MadeUpClients, seed: int | None) -> Observation:
+    def observe(self, clients: SyntheticClients, seed: int | None) -> Observation:
         """Run once, with rows that are made up; without a seed the system's entropy is used."""
 
     def with_rounds(self, rounds: int) -> Self:
@@ -181,10 +181,10 @@ class Observation:
     ----------
     moves : float64 ``[rounds, d]``
         By how much each round moved the parameters; zero for a round that was not released.
-    shown : sequence of mapping of name to float
+    statistics : sequence of mapping of name to float
         The numbers that the mechanism shows after each round.
-    asked : sequence of int64 arrays
-        Clients that were asked in each round, in the order in which they answered; empty where
+    sampled : sequence of int64 arrays
+        Clients that were sampled in each round, in the order in which they answered; empty where
         that is not seen.
     entries : tuple of Entry
         The ledger's lines.
@@ -197,21 +197,21 @@ class Observation:
     error : Exception or None
         What was raised, if that was why.
     delta : float
-    leaving : sequence of mapping of name to float64 ``[n]``
-        Everything that leaves each round beside the parameters, where it was asked for: metrics,
+    outputs : sequence of mapping of name to float64 ``[n]``
+        Everything that leaves each round beside the parameters, where it was requested: metrics,
         what the release says of itself, state, and what clients are sent.
     """
 
     moves: Floats
-    shown: Sequence[Mapping[str, float]]
-    asked: Sequence[Ids]
+    statistics: Sequence[Mapping[str, float]]
+    sampled: Sequence[Ids]
     entries: tuple[Entry, ...]
     charged: Sequence[int]
     states: Sequence[State]
     ended: str
     error: Exception | None
     delta: float
-    leaving: Sequence[Mapping[str, Floats]] = ()
+    outputs: Sequence[Mapping[str, Floats]] = ()
 
     @property
     def released(self) -> int:
@@ -220,15 +220,15 @@ class Observation:
 
     @property
     def sizes(self) -> Floats:
-        """Number of clients asked in each round, ``[rounds]``."""
-        return np.array([len(ids) for ids in self.asked], dtype=np.float64)
+        """Number of clients sampled in each round, ``[rounds]``."""
+        return np.array([len(ids) for ids in self.sampled], dtype=np.float64)
 
     def table(self) -> Floats:
-        """Moves and numbers shown, side by side: float64 ``[rounds, d + k]``."""
-        width = max((len(shown) for shown in self.shown), default=0)
+        """Moves and statistics, side by side: float64 ``[rounds, d + k]``."""
+        width = max((len(round_statistics) for round_statistics in self.statistics), default=0)
         numbers = np.zeros((len(self.moves), width))
-        for row, shown in zip(numbers, self.shown, strict=False):
-            row[: len(shown)] = list(shown.values())
+        for row, round_statistics in zip(numbers, self.statistics, strict=False):
+            row[: len(round_statistics)] = list(round_statistics.values())
         return np.concatenate([self.moves, numbers], axis=1)
 
 
@@ -269,12 +269,12 @@ class StrategyTarget(Target):
 
     def observe(
         self,
-        clients: MadeUpClients,
+        clients: SyntheticClients,
         seed: int | None,
         *,
         grid: LocalGrid | None = None,
         timeout: float = 3600,
-        leaving: bool = False,
+        outputs: bool = False,
         resume_after: int = 0,
     ) -> Observation:
         """Run once.
@@ -285,7 +285,7 @@ class StrategyTarget(Target):
             What the strategy talks to, if not `LocalGrid`'s blocks.
         timeout : float
             Seconds that the strategy waits for a round.
-        leaving : bool
+        outputs : bool
             Whether to record everything that leaves a round.
         resume_after : int
             Stop after so many rounds, and resume in a new strategy; 0: one strategy runs them all.
@@ -293,38 +293,40 @@ class StrategyTarget(Target):
         strategy, layout = self.strategy(seed), self.layout
         vector = layout.flatten(self.start)
         moves = np.zeros((self.rounds, layout.d))
-        shown: list[Mapping[str, float]] = []
+        statistics: list[Mapping[str, float]] = []
         charged: list[int] = []
         states: list[State] = [strategy.mechanism.init(layout)]
         numbers: list[Mapping[str, Floats]] = []
-        watching = _WatchingGrid(clients, strategy.ledger.run) if leaving else None
-        grid = grid or watching or LocalGrid(clients)
+        recording = _RecordingGrid(clients, strategy.ledger.run) if outputs else None
+        grid = grid or recording or LocalGrid(clients)
 
-        def look(server_round: int, result: Result) -> None:
+        def record_round(server_round: int, result: Result) -> None:
             nonlocal vector
             reached = layout.flatten(tensors(result.arrays))
             moves[server_round - 1] = (reached - vector).numpy()
             vector = reached
-            shown.append({} if strategy.report is None else dict(strategy.report.info))
+            statistics.append({} if strategy.report is None else dict(strategy.report.info))
             charged.append(len(strategy.ledger.entries))
             states.append({n: tensor.clone() for n, tensor in strategy.mechanism_state.items()})
-            if watching is not None:
-                numbers.append(_leaving(strategy, server_round, result, watching.sent))
+            if recording is not None:
+                numbers.append(_outputs(strategy, server_round, result, recording.sent))
 
         clients.answered.clear()
         error, arrays, state = None, array_record(self.start), None
         try:
             if resume_after:
-                arrays = strategy.start(grid, arrays, resume_after, on_round=look).arrays
+                arrays = strategy.start(grid, arrays, resume_after, on_round=record_round).arrays
                 state, strategy = strategy.state(), self.strategy(seed)
-            strategy.start(grid, arrays, self.rounds, timeout=timeout, state=state, on_round=look)
+            strategy.start(
+                grid, arrays, self.rounds, timeout=timeout, state=state, on_round=record_round
+            )
         except Exception as raised:  # a run that fails is something to be seen too
             error = raised
         nobody = [np.empty(0, dtype=np.int64)]
         return Observation(
             moves=moves,
-            shown=shown,
-            asked=[
+            statistics=statistics,
+            sampled=[
                 np.concatenate(clients.answered.get(t, nobody)) for t in range(1, self.rounds + 1)
             ],
             entries=strategy.ledger.entries,
@@ -333,17 +335,17 @@ class StrategyTarget(Target):
             ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
             error=error,
             delta=strategy.delta,
-            leaving=numbers,
+            outputs=numbers,
         )
 
 
-class _WatchingGrid(LocalGrid):
+class _RecordingGrid(LocalGrid):
     """Notes what a strategy sends to all clients beside the parameters.
 
     The run's name is left out, which is drawn before anything is trained.
     """
 
-    def __init__(self, trainer: MadeUpClients, run: str) -> None:
+    def __init__(self, trainer: SyntheticClients, run: str) -> None:
         super().__init__(trainer)
         self._name = (RUN, run)
         self.sent: Mapping[str, Floats] = {}
@@ -358,7 +360,7 @@ class _WatchingGrid(LocalGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-def _leaving(
+def _outputs(
     strategy: DPFedAvg, server_round: int, result: Result, sent: Mapping[str, Floats]
 ) -> dict[str, Floats]:
     """All numbers that an observer may see after a round, but for the parameters.
@@ -368,7 +370,7 @@ def _leaving(
     """
     report = strategy.report
     others = ("ledger", "failures", "round", "stopped", "cohort", "noise")
-    leaving = {
+    outputs = {
         "metrics": dict(result.train_metrics_clientapp.get(server_round, {})),
         "evaluation": dict(result.evaluate_metrics_clientapp.get(server_round, {})),
         "info": {} if report is None else report.info,
@@ -377,7 +379,7 @@ def _leaving(
         | {"mechanism": strategy.mechanism_state},
         "sent": sent,
     }
-    return dict(_numbers("", leaving))
+    return dict(_numbers("", outputs))
 
 
 def _numbers(prefix: str, tree: object) -> Iterator[tuple[str, Floats]]:

@@ -44,7 +44,7 @@ ADDRESSES, MODEL = "addresses of draws", "what one example moves in the model it
 def test_a_run_that_is_as_it_should_be_uses_each_number_once() -> None:
     check = found(CONFIG, ADDRESSES)
     assert check.p_value == 1
-    assert check.measured == "each asked for once"
+    assert check.measured == "each used once"
 
 
 @pytest.mark.parametrize("purpose", [Purpose.NOISE, Purpose.AMPLIFIED_SAMPLE])

@@ -165,7 +165,7 @@ def oversampling(samples: Sampled | None) -> float:
     """How many times as often as claimed rows are sampled."""
     if samples is None or samples.law is None:
         return 1.0
-    return float(samples.asked.mean()) / samples.law.one
+    return float(samples.membership.mean()) / samples.law.one
 
 
 def sample_causes(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
@@ -176,22 +176,22 @@ def sample_causes(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding
         if (evidence := _evidence(samples, name)) is not None
     }
     failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
-    law, (rounds, n) = samples.law, samples.asked.shape
+    law, (rounds, n) = samples.law, samples.membership.shape
     if failing and not samples.broken and law is not None and law.size is None:
-        rate = float(samples.asked.mean())
+        rate = float(samples.membership.mean())
         at_rate = replace(samples, law=Inclusion(rate, rate**2, None))
         explained = {
             name for name, test, _ in tests if name in failing and test(at_rate).p_value > CHANCE
         }
         variance = rate * (1 - rate)
-        uneven = np.square(samples.asked.sum(0) - rounds * rate).mean() > rounds * variance
+        uneven = np.square(samples.membership.sum(0) - rounds * rate).mean() > rounds * variance
         cause = OVERSAMPLED if rate > law.one else UNDERSAMPLED
         if "inclusion frequencies" in failing - explained and uneven:
             cause = UNEVEN_SAMPLING
         results |= {name: replace(results[name], cause=cause) for name in explained}
         # Cohorts of too many sizes, rows that take turns: what one draw says of another.
         dependent = set() if uneven else {"inclusion frequencies"}
-        if samples.asked.sum(1).var() > n * variance:
+        if samples.membership.sum(1).var() > n * variance:
             dependent.add("spread of sizes")
         if "rounds after being sampled" in failing - explained:
             dependent |= {"inclusion frequencies", "overlap of rounds"}
