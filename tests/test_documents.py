@@ -34,7 +34,7 @@ SLOW = {"README.md"} | {
     f"docs/{name}.md"
     for name in (
         "adapters", "audit", "audit_your_own_code", "correlated_noise", "deployment", "engines",
-        "private_metrics", "resume", "sweeps",
+        "first_run", "private_metrics", "resume", "sweeps",
     )
 }  # fmt: skip
 BLOCK = re.compile(

@@ -60,6 +60,7 @@ def test_a_planted_bug_is_caught_under_sampling() -> None:
     assert not audit(buggy, rounds=2, runs=200, worlds=(ALONE,), canaries=0, checks=False).accepted
 
 
+@pytest.mark.slow
 def test_every_world_is_tried() -> None:
     verdict = audit(strategies(LessNoise(1.0)), runs=80, canaries=0, checks=False)
     assert verdict.refuting == ("alone", "opposed", "rare")

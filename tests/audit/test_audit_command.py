@@ -97,6 +97,7 @@ def test_a_refuted_claim_ends_with_status_1(
     assert "detected by alone" in output
 
 
+@pytest.mark.slow
 def test_the_few_rounds_cost_what_the_config_does() -> None:
     config = RunConfig.parse(
         {

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from slow_cases import slow_but
 
 from fedsim.audit.checks import findings
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
@@ -86,14 +85,15 @@ def counted_twice() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "seen_by"),
-    slow_but(1, [
+    [
         (less_noise, "what one example moves"),
         (same_noise, "exact repeats"),
         (twice_the_rate, "sizes"),
         (counted_twice, "what each example adds"),
-    ]),
+    ],
 )  # fmt: skip
 def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:
     with bug():

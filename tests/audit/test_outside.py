@@ -125,6 +125,7 @@ def test_an_honest_loop_is_accepted(rate: float, changes: dict[str, Any], seed: 
     assert verdict.accepted, verdict.refuting
 
 
+@pytest.mark.slow
 def test_two_neighbours_of_a_replaced_row_are_two_bounds_apart() -> None:
     """Noise for one bound is too little: a claim of replace-one at z has a sensitivity of 2 C."""
     replaced = claim_of(adjacency="replace-one")

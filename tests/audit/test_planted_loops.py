@@ -53,7 +53,6 @@ HONEST: list[tuple[str, str, dict[str, Any]]] = [
     ("sampler", "", SAMPLED), ("pfl", "a server's rate that falls", {}),
 ]  # fmt: skip
 FAST = {
-    "pfl: noise is divided by the cohort twice",
     "nvflare: each entry is clipped",
     "sampler: two clients together",
     "nvflare: ",

@@ -35,6 +35,7 @@ def error(config: RunConfig) -> float:
     return noise.error()
 
 
+@pytest.mark.slow
 def test_the_groups_of_the_least_error_are_taken() -> None:
     """Errors at epsilon 2, rate .01 and 1,000 rounds as computed independently (PLD, b = 1 to 20).
 

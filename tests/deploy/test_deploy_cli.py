@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from fedsim.cli.deploy import deploy
@@ -62,7 +61,8 @@ def test_help_teaches():
         assert len(text.splitlines()) > 12
 
 
-@pytest.mark.parametrize("number", slow_but(1, [signal.SIGINT, signal.SIGKILL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number):
     port, fleet_port = free_ports(2)
     Federation.create(tmp_path / "fed", nodes=1, port=port, fleet_port=fleet_port)

@@ -85,6 +85,7 @@ def test_adapters_leave_the_model_that_they_adapt_as_it_is(page: str) -> None:
     assert any(after[name].any() for name in after if name.endswith(".up"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["personal"], indirect=True)
 def test_a_head_of_its_own_suits_a_writer_of_few_classes(page: str) -> None:
     make_data(page)
@@ -96,6 +97,7 @@ def test_a_head_of_its_own_suits_a_writer_of_few_classes(page: str) -> None:
     assert min(reached["fedper"], reached["ditto"]) > reached["fedavg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["drift"], indirect=True)
 def test_control_variates_serve_clients_of_two_classes(page: str) -> None:
     reached = {}

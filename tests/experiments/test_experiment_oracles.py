@@ -202,6 +202,7 @@ class OfClients(Randomness):
 
 
 class TestAdaClip:
+    @pytest.mark.slow
     def test_error_of_clipping_by_dimension(self) -> None:
         # An autoregression in every coordinate: rate / (2 - rate) times the variance of what is
         # added, 5.03e-5 a coordinate of noise and .005 for the one in which the data vary.

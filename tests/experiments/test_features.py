@@ -66,6 +66,7 @@ def test_weights_that_are_missing_or_something_else_are_one_sentence(data: Path)
     assert not (data / FILE).exists()
 
 
+@pytest.mark.slow
 def test_features_are_made_once_and_every_run_reads_them(data: Path) -> None:
     (data / "cifar10.npz").rename(data / "cifar100.npz")
     (data / "weights.pth").rename(data / "resnet18-f37072fd.pth")

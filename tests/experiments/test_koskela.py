@@ -83,6 +83,7 @@ def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
     assert all(np.isfinite(value) for value in outcome.report.figures.values())
 
 
+@pytest.mark.slow
 def test_private_figures_end_to_end_and_every_gradient_is_charged(
     small: Callable[..., Outcome],
 ) -> None:
@@ -296,6 +297,7 @@ def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
             experiment.prepare(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_end_leaves_no_result(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

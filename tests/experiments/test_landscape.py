@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tomli_w
-from slow_cases import slow_but
 
 from experiments.framework import find
 from experiments.framework.base import Result
@@ -65,6 +64,7 @@ def made(directory: Path) -> Landscape:
     return experiment
 
 
+@pytest.mark.slow
 def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     tmp_path: Path,
 ) -> None:
@@ -152,7 +152,8 @@ def test_groups_that_take_turns_are_as_large_as_poisson_cohorts(tmp_path: Path) 
     assert (keys["cohort.groups"], keys["cohort.rate"]) == (4, "")
 
 
-@pytest.mark.parametrize("name", slow_but(1, ["niid-private", "landscape"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["niid-private", "landscape"])
 def test_every_member_is_a_run_that_is_private(name: str) -> None:
     experiment = made(find(name))
     experiment.weights = Path("model.safetensors")

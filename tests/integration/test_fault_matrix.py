@@ -80,6 +80,7 @@ def test_local_by_messages_and_clients_that_hang(tmp_path):
     assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
 
+@pytest.mark.slow
 def test_processes_of_this_machine_and_those_that_are_killed(tmp_path):
     trainer_for = importlib.import_module("treacherous.trainer").trainer_for
     schedule = [*SCHEDULE, ("dies", (2,)), ("dies", (1, 4)), ("raises", ())]

@@ -8,6 +8,7 @@ import torch
 from release_helpers import one_round as released
 from release_helpers import shares_of, source
 from scipy import stats
+from slow_cases import slow_but
 from torch import Tensor
 
 from fedsim.errors import FedsimError
@@ -52,7 +53,7 @@ def test_xus_worked_numbers() -> None:
         torch.testing.assert_close(bounded, tensor(12, -6), atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("shape", ["proportional", "optimal"])
+@pytest.mark.parametrize("shape", slow_but(1, ["proportional", "optimal"]))
 def test_noise_on_each_coordinate_follows_its_bound(shape: str) -> None:
     d, z = 4, 0.7
     mechanism = AdaptiveNoise(1.0, 0.0, beta=2.0, noise_shape=shape)

@@ -124,6 +124,7 @@ def test_our_composition_is_dp_accountings(rate, z, rounds):
     assert ours.delta(1.0) == pytest.approx(theirs.get_delta(1.0), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_composed_as_dp_accounting_composes_it():
     theirs = PLDAccountant(value_discretization_interval=1e-4)
     theirs.compose(poisson(0.1, 1.5), 50)

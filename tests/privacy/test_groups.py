@@ -35,6 +35,7 @@ def test_without_sampling_a_group_is_one_gaussian_of_its_size(size, adjacency, m
     assert gaussian_delta(mu, cost.epsilon) == pytest.approx(DELTA, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_group_of_one_is_a_row() -> None:
     events = [Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.05), count=50)]
     assert group_cost(events, 1, DELTA).epsilon == pytest.approx(

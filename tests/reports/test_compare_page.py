@@ -71,6 +71,7 @@ def test_runs_of_other_tasks_have_gaps(tmp_path: Path) -> None:
     assert "Of rounds 3 alone." in page  # the other's RMSE
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_make_a_page_of_a_few_curves(tmp_path: Path) -> None:
     runs = records(tmp_path, *({"client.lr": 0.01 * (k + 1), "seed": 1} for k in range(200)))
     page = compare_page(runs)

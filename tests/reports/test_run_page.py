@@ -220,6 +220,7 @@ def test_one_round_is_spoken_of_as_one(tmp_path: Path) -> None:
     assert "1 rounds" not in words
 
 
+@pytest.mark.slow
 def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> None:
     rows = [
         {"round": k, "test-loss": 9.0 if k == 54_321 else 1 / (k + 1), "epsilon": k / 1e4}
