@@ -37,7 +37,7 @@ demo: $(INSTALLED)  ## train the demo: private federated learning on real digits
 test: $(DEV_INSTALLED)  ## run the tests, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-slow: $(DEV_INSTALLED)  ## run what the fast run leaves out: whole federations, audits of planted bugs, most cases (hours)
+test-slow: $(DEV_INSTALLED)  ## run what the fast run leaves out: whole federations, audits of planted bugs, most cases
 	$(BIN)/python -m pytest -m slow
 
 test-wheel:  ## build the wheel, and run the demo and the fast tests from it alone (PINS=constraints-oldest.txt)
