@@ -164,6 +164,7 @@ def test_one_run_proves_more_than_the_claim_where_noise_is_too_small() -> None:
     assert verdict.one_run.epsilon_bound > verdict.claim.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cohort", [PoissonCohort(0.8, 300), FixedCohort(250, 300)])
 def test_one_run_follows_each_cohorts_neighbours(cohort: Cohort) -> None:
     def run(mechanism: Mechanism) -> bool:

@@ -128,6 +128,7 @@ def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
     assert "in 3 ways" in check.looked_at
 
 
+@pytest.mark.slow
 def test_rows_that_count_twice_only_in_messages_are_detected() -> None:
     target = target_of(Normalization(1.0), 1)
     found = []

@@ -89,6 +89,7 @@ def test_opacus_agrees_by_prv_and_by_rdp():
         assert upper - 0.011 <= ours <= upper
 
 
+@pytest.mark.slow
 def test_loss_distributions_lie_within_the_margin_below_opacus_prv_on_mixtures():
     for events in (
         [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1)).times(50)],

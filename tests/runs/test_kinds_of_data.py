@@ -217,6 +217,7 @@ def test_personal_parameters_are_not_in_the_model_that_is_shared(text: str, tmp_
         fedsim.run(config(text, **personal | {"client.state": "reset"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["text", "frozen stem, held out"])
 def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
     text: str, tmp_path: Path, frozen: bool
@@ -272,6 +273,7 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
             np.testing.assert_array_equal(metrics.metrics[name], column)
 
 
+@pytest.mark.slow
 def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_path: Path) -> None:
     base = config(text, **{"data.validation": 0.2, "rounds": 2})
     grid = grid_runs(base, {"client.lr": [0.1, 0.5], "seed": [1, 2]})

@@ -146,8 +146,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 FAST = (
-    "momentum", "personal parameters", "layers", "on the disk", "both levels", "a budget", "shares",
-    "private control variates", "banded noise", "a tree", "a random allocation", "groups in turn",
+    "momentum", "personal parameters", "layers", "on the disk", "a budget", "shares",
+    "private control variates", "banded noise", "a random allocation", "groups in turn",
     "private evaluations",
 )  # fmt: skip
 """Every part of a run's state, once or twice."""

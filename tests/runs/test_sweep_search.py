@@ -99,6 +99,7 @@ def test_halving_continues_the_best_on_validation_examples_to_the_same_bytes_as_
     assert models[0].read_bytes() == models[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_dropped_run_says_so_and_why(tmp_path: Path) -> None:
     grid = grid_runs(BASE, RATES)
     outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
@@ -153,6 +154,7 @@ def test_an_interrupted_halving_resumes_to_the_same_outcomes(tmp_path: Path) -> 
     assert sum(outcome.ended == "finished" for outcome in whole.values()) == 4
 
 
+@pytest.mark.slow
 def test_a_finished_halving_whose_best_run_failed_repeats_nothing(
     tmp_path: Path,
 ) -> None:

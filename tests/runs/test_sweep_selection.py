@@ -137,6 +137,7 @@ def test_a_resumed_run_keeps_the_selection_that_it_was_charged_for(tmp_path) -> 
             fedsim.run(config.replace(**change), out=tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_target_holds_for_the_run_that_is_selected() -> None:
     target = {"noise.multiplier": "", "noise.target-epsilon": 4.0}
     selected = {"privacy.selection": "logarithmic", "privacy.selection-mean": 10.0}
