@@ -35,27 +35,26 @@ class Verdict:
     ----------
     claim : Claim
         Of the runs of the first attack.
-    attacks : tuple of TwoWorlds and OneRun
+    two_worlds : tuple of TwoWorlds
+        Attacks in two worlds.
     checks : tuple of Finding
         Of whole runs: noise, draws, what one client moves, what is charged.
     confidence : float
         Probability with which a true claim is accepted, at least.
+    one_run : OneRun or None
+        The attack in one run.
     """
 
     claim: Claim
-    attacks: tuple[TwoWorlds | OneRun, ...]
+    two_worlds: tuple[TwoWorlds, ...]
     checks: tuple[Finding, ...]
     confidence: float
+    one_run: OneRun | None = None
 
     @property
-    def two_worlds(self) -> tuple[TwoWorlds, ...]:
-        """The attacks in two worlds."""
-        return tuple(attack for attack in self.attacks if isinstance(attack, TwoWorlds))
-
-    @property
-    def one_run(self) -> OneRun | None:
-        """The attack in one run."""
-        return next((attack for attack in self.attacks if isinstance(attack, OneRun)), None)
+    def attacks(self) -> tuple[TwoWorlds | OneRun, ...]:
+        """All of them."""
+        return self.two_worlds if self.one_run is None else (*self.two_worlds, self.one_run)
 
     @property
     def risk(self) -> float:
@@ -193,7 +192,7 @@ def audit(
     risk = _risk_of_attack(confidence, number, checks or bool(extra))
     target = StrategyTarget(strategy, rounds=rounds)
     attacks: list[TwoWorlds] = []
-    guessed: list[OneRun] = []
+    guessed: OneRun | None = None
     with silenced_logs():
         results = list(extra)
         if checks:
@@ -210,10 +209,10 @@ def audit(
             canaries = min(canaries, population)
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
             model = (one_run or target).with_model(_same_names(target.start, d))
-            guessed.append(guess_coins(model, canaries, risk, seed))
-    made: tuple[TwoWorlds | OneRun, ...] = (*attacks, *guessed)
-    claim = made[0].claim if made else Claim((target.event.over(rounds),))
-    return Verdict(claim, made, tuple(results), confidence)
+            guessed = guess_coins(model, canaries, risk, seed)
+    first = attacks[0] if attacks else guessed
+    claim = Claim((target.event.over(rounds),)) if first is None else first.claim
+    return Verdict(claim, tuple(attacks), tuple(results), confidence, guessed)
 
 
 def _differences(target: StrategyTarget, worlds: Sequence[TwoWorlds]) -> tuple[Floats, str]:
