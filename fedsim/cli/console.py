@@ -7,7 +7,6 @@ run does not stop because nobody reads its output any more.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -215,8 +214,10 @@ class JsonLines:
 
     def line(self, event: str, values: Mapping[str, object]) -> None:
         """Print an object; JSON has no NaN and no infinity, for which it says null."""
-        finite = {name: _finite(value) for name, value in values.items()}
-        self._console.print(json.dumps({"event": event, **finite}), soft_wrap=True)
+        from fedsim.runs.metrics import finite_json
+
+        line = json.dumps({"event": event, **finite_json(values)})
+        self._console.print(line, soft_wrap=True)
 
     def result(self, result: RunResult) -> None:
         """Note how a run ended; of an interrupted one the rows say what it has spent."""
@@ -240,8 +241,4 @@ def _guarantee(statement: Statement | None) -> dict[str, object] | None:
     if statement is None:
         return None
     names = ("epsilon", "delta", "level", "adjacency")
-    return {name: _finite(getattr(statement, name)) for name in names}
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: getattr(statement, name) for name in names}

@@ -6,17 +6,17 @@ import base64
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.durable import replace
 from fedsim.reports.plots import DARK, DASHES, LIGHT, Theme
+from fedsim.runs.metrics import finite_json
 from fedsim.version import VERSION
 
 if TYPE_CHECKING:
@@ -86,17 +86,7 @@ def _environment() -> Environment:
 
 def _json(value: object, **_: object) -> str:
     """JSON, which has no number that is not finite: null in its place."""
-    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(content) for key, content in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(content) for content in value]
-    return value
+    return json.dumps(finite_json(value), separators=(",", ":"), allow_nan=False)
 
 
 def _custom_properties(theme: Theme) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
@@ -122,6 +123,17 @@ def _csv_line(values: Sequence[object]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text).writerow(values)
     return text.getvalue().encode()
+
+
+def finite_json(value: Any) -> Any:
+    """What JSON can say: null in the place of a number that is not finite, however deep."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(content) for content in value]
+    return value
 
 
 def row_marks(row: Row) -> str:

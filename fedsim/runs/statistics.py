@@ -22,6 +22,7 @@ from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
 from fedsim.models.statistics import Statistics
 from fedsim.rows import Layout
 from fedsim.runs.factories import release_plan
+from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
 
 DATA_KEYS = ("name", "seed", "data", "partition", "engine")
@@ -254,7 +255,7 @@ class StatisticsResult:
         return {
             "clients": self.clients,
             "statistics": {
-                one.name: {"value": _known(one.value), "error": _known(one.error)}
+                one.name: finite_json({"value": one.value, "error": one.error})
                 for one in self.estimates
             },
             "histograms": {
@@ -262,10 +263,6 @@ class StatisticsResult:
                 for one in self.histograms
             },
         }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 class _Reader:
