@@ -217,7 +217,7 @@ def _show_spent(
     read: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
 ) -> None:
     """Print the statements of a run's ledgers, and how epsilon grew."""
-    statements = read.statements(delta)
+    statements = read.ledgers.statements(delta)
     if group is not None:
         statements = [replace(statement, group=None).of_group(group) for statement in statements]
     if as_json:

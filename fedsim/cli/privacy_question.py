@@ -19,15 +19,14 @@ from fedsim.config.plan import (
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, ClientLedgers, Event, Ledger, Question, Statement
+from fedsim.privacy import Adjacency, ClientLedgers, Event, Ledger, Question
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import law_named, simple_laws
 from fedsim.privacy.laws.extended import ExtendedLaw
 from fedsim.privacy.plan import of_user
-from fedsim.runs.directory import clients_ledgers, ending
-from fedsim.runs.record import delta_of, statements_of
+from fedsim.runs.record import RunLedgers, delta_of
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,8 @@ class Source:
     ledger : Ledger or None
         The ledger that further rounds would extend: the server's, or that of the client that has
         spent most.
-    server : Ledger or None
-        The server's ledger.
-    clients : ClientLedgers or None
-    directory : path or None
-        The run's.
+    ledgers : RunLedgers
+        All that were read.
     extrapolated : Extrapolation or None
         Of a config whose noise is that of a larger cohort.
     group : int
@@ -56,19 +52,10 @@ class Source:
 
     question: Question = field(default_factory=Question)
     ledger: Ledger | None = None
-    server: Ledger | None = None
-    clients: ClientLedgers | None = None
-    directory: Path | None = None
+    ledgers: RunLedgers = field(default_factory=RunLedgers)
     extrapolated: Extrapolation | None = None
     group: int = 1
     declared: tuple[str, ...] = ()
-
-    def statements(self, delta: float) -> list[Statement]:
-        """Statements of the server's ledger, if it has private releases, and of the clients'."""
-        if self.directory is None:
-            return statements_of({}, self.server, self.clients, "", delta)
-        config, (ended, _) = _config_in(self.directory), ending(self.directory)
-        return statements_of(config, self.server, self.clients, ended, delta)
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -87,11 +74,15 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
         return _of_config(with_best_groups(RunConfig.load(source, overrides)))
     if not source.is_dir():
         ledger = Ledger.read(source)
-        delta = delta_of(_config_in(source.parent)) if delta is None else delta
-        return Source(_further_rounds(ledger, delta), ledger, ledger)
+        config = source.parent / "config.toml"
+        if delta is None:
+            delta = delta_of(read_config(config) if config.is_file() else {})
+        return Source(_further_rounds(ledger, delta), ledger, RunLedgers(server=ledger))
     pattern = source / "client-*.jsonl"
     if any(source.glob(pattern.name)) or archived(pattern):
-        return _of_clients(_client_ledgers(source, 1e-5 if delta is None else delta))
+        delta = 1e-5 if delta is None else delta
+        clients = ClientLedgers(source, delta=delta, read_only=True)
+        return _of_clients(RunLedgers(clients=clients), clients)
     return _of_run(source, delta)
 
 
@@ -110,29 +101,19 @@ def _of_config(config: RunConfig) -> Source:
 
 
 def _of_run(run: Path, delta: float | None) -> Source:
-    server, config = Ledger.read(run / "ledger.jsonl"), _config_in(run)
-    examples_delta = delta_of(config, "client") if delta is None else delta
-    delta = delta_of(config) if delta is None else delta
-    clients = clients_ledgers(run, config)
-    ledgers = None if clients is None else _client_ledgers(clients, examples_delta)
-    if ledgers is not None and not server.statement(delta).private:
-        return replace(_of_clients(ledgers), server=server, directory=run)
-    question = replace(_further_rounds(server, delta), stopping=stopping(config))
-    return Source(question, server, server, ledgers, run)
+    ledgers = RunLedgers.read(run, delta)
+    server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # which says what is missing
+    ledgers = replace(ledgers, server=server)
+    delta = delta_of(ledgers.config) if delta is None else delta
+    if ledgers.clients is not None and not server.statement(delta).private:
+        return _of_clients(ledgers, ledgers.clients)
+    question = replace(_further_rounds(server, delta), stopping=stopping(ledgers.config))
+    return Source(question, server, ledgers)
 
 
-def _client_ledgers(directory: Path, delta: float) -> ClientLedgers:
-    return ClientLedgers(directory, delta=delta, read_only=True)
-
-
-def _of_clients(ledgers: ClientLedgers) -> Source:
-    costliest = ledgers.worst()
-    return Source(_further_rounds(costliest, ledgers.delta), costliest, clients=ledgers)
-
-
-def _config_in(directory: Path) -> dict[str, Scalar]:
-    path = directory / "config.toml"
-    return read_config(path) if path.is_file() else {}
+def _of_clients(ledgers: RunLedgers, clients: ClientLedgers) -> Source:
+    costliest = clients.worst()
+    return Source(_further_rounds(costliest, clients.delta), costliest, ledgers)
 
 
 def _further_rounds(ledger: Ledger, delta: float) -> Question:

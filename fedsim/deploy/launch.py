@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import OUT, RunDirectory, ending, last_run
-from fedsim.runs.record import RanElsewhere, RunResult, statements_of
+from fedsim.runs.record import RanElsewhere, RunLedgers, RunResult
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import RunFailedError
 
@@ -209,13 +208,12 @@ def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
     saved = load_file(regular_files.require(directory.model))
     rows = directory.metrics_file.rows()
     ended, why = ending(directory.path)
+    config, clients = resolved.config.to_run_config(), resolved.client_ledgers
     return RunResult(
         metrics=[*rows],
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
-        claims=partial(
-            statements_of, resolved.config.to_run_config(), ledger, resolved.client_ledgers, ended
-        ),
+        claims=RunLedgers(config, ledger, clients, ended).statements,
         ended=ended,
         why=why,
         directory=directory,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fedsim import regular_files
 from fedsim.config import Scalar
@@ -79,21 +79,15 @@ class RunRecord:
                 "`fedsim run` has written, such as runs/NAME."
             )
         config = read_config(directory.config)
-        server = clients = None
-        if ledgers and directory.ledger.is_file():
-            server = Ledger.read(directory.ledger)
-        if statements is None:
-            kept = clients_ledgers(path, config) if ledgers else None
-            if kept is not None:
-                clients = ClientLedgers(kept, delta=delta_of(config, "client"), read_only=True)
-            statements = statements_of(config, server, clients, ending(path).ended)
+        found = RunLedgers.read(path) if ledgers else RunLedgers(config)
+        charged = [] if found.server is None else found.server.charged
         return cls(
             path=path,
             config=config,
             rows=directory.metrics_file.rows(),
-            statements=statements,
+            statements=found.statements() if statements is None else statements,
             summary=_read_summary(directory.summary),
-            released=server.charged[-1] if server is not None and server.charged else None,
+            released=charged[-1] if charged else None,
         )
 
     @property
@@ -183,38 +177,64 @@ def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:
     return float(delta) if isinstance(delta, int | float) and 0 < delta < 1 else 1e-5
 
 
-def statements_of(
-    config: Mapping[str, Scalar],
-    server: Ledger | None,
-    clients: ClientLedgers | None,
-    ended: str,
-    delta: float | None = None,
-) -> list[Statement]:
-    """What is claimed of a run, at every level at which there is a ledger; the main one first.
+@dataclass(frozen=True)
+class RunLedgers:
+    """The ledgers of a run that are at hand.
 
-    Parameters
+    Attributes
     ----------
     config : mapping
-        Its config by dotted keys, of whatever version.
+        The run's config by dotted keys, of whatever version; empty where it is not known.
     server : Ledger or None
     clients : ClientLedgers or None
         Those of the clients, where anybody here has them.
     ended : str
         As in `RunResult`.
-    delta : float, optional
-        Of the server's statement; the config's if unset.
     """
-    end = FIXED if server is None else stopping(config, server.rounds_made, ended)
-    examples = None if clients is None else clients.statement(stopping=end)
-    if server is None:
-        return claimed(None, examples)
-    of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
-    of_server = with_config_figures(config, of_server, server.path)
-    if examples is None and _clients_keep_ledgers(config):
-        of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
-    # Without a bound of updates the server has released nothing that it claims anything of.
-    bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
-    return claimed(of_server if bounded or examples is None else None, examples)
+
+    config: Mapping[str, Scalar] = field(default_factory=dict)
+    server: Ledger | None = None
+    clients: ClientLedgers | None = None
+    ended: str = ""
+
+    @classmethod
+    def read(cls, run: Path, delta: float | None = None) -> Self:
+        """Those of a run's directory; clients' at this delta, or the config's.
+
+        Raises
+        ------
+        FedsimError
+            If a file is damaged or of a later format.
+        """
+        directory = RunDirectory(run)
+        config = read_config(directory.config) if directory.config.is_file() else {}
+        server = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
+        kept, clients = clients_ledgers(run, config), None
+        if kept is not None:
+            delta = delta_of(config, "client") if delta is None else delta
+            clients = ClientLedgers(kept, delta=delta, read_only=True)
+        return cls(config, server, clients, ending(run).ended)
+
+    def statements(self, delta: float | None = None) -> list[Statement]:
+        """What is claimed, at every level at which there is a ledger; the main one first.
+
+        Parameters
+        ----------
+        delta : float, optional
+            Of the server's statement; the config's if unset.
+        """
+        config, server = self.config, self.server
+        end = FIXED if server is None else stopping(config, server.rounds_made, self.ended)
+        examples = None if self.clients is None else self.clients.statement(stopping=end)
+        if server is None:
+            return claimed(None, examples)
+        of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
+        of_server = with_config_figures(config, of_server, server.path)
+        if examples is None and _clients_keep_ledgers(config):
+            of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
+        # Without a bound of updates the server has released nothing that it claims anything of.
+        bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
+        return claimed(of_server if bounded or examples is None else None, examples)
 
 
 def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
@@ -280,7 +300,7 @@ class RunResult:
 
     @cached_property
     def statements(self) -> list[Statement]:
-        """What is claimed of it, as `statements_of` says."""
+        """What is claimed of it, as `RunLedgers.statements` says."""
         return self.claims()
 
     @property

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -26,7 +25,7 @@ from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
-from fedsim.runs.record import RunResult, statements_of
+from fedsim.runs.record import RunLedgers, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
@@ -214,7 +213,7 @@ class Session:
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,
-            claims=partial(statements_of, self._config, ledger, resolved.client_ledgers, ended),
+            claims=RunLedgers(self._config, ledger, resolved.client_ledgers, ended).statements,
             ended=ended,
             why=self._why(ended),
             directory=self._directory,

@@ -26,7 +26,7 @@ from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir
-from fedsim.runs.record import RunResult, statements_of
+from fedsim.runs.record import RunLedgers, RunResult
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import _needs_state_dir, drive
 
@@ -309,7 +309,8 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     assert resolved.client_ledgers is None
     server = Ledger(delta=1e-5)
     server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
-    (statement,) = statements_of(federation.to_run_config(), server, None, "finished")
+    ledgers = RunLedgers(federation.to_run_config(), server, None, "finished")
+    (statement,) = ledgers.statements()
     assert "in a ledger where the client keeps it" in str(statement)
 
 
