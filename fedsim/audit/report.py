@@ -131,12 +131,12 @@ def _by_part(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _attacks(verdict: Verdict) -> Table:
-    table = _table(
-        f"An attack detects a violation where p is at most {_p(verdict.risk)}.", "attack"
-    )
-    for heading in ("false positives", "false negatives", "allowed", "p", "epsilon at least",
-                    "claimed", ""):  # fmt: skip
+    table = _table(f"An attack detects a violation where p is at most {_p(verdict.risk)}.")
+    # Names wrap, so that all of it fits into 80 columns.
+    table.add_column("attack")
+    for heading in ("false pos.", "false neg.", "allowed", "p", "epsilon at least", "claimed"):
         table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
     for attack in verdict.attacks:
         table.add_row(
             *(attack.name, *attack.errors(verdict.risk), _p(attack.p_value)),

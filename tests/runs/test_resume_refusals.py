@@ -267,10 +267,10 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     assert stopped.privacy.tradeoff.mu == planned.gaussian_mu
     assert fedsim.load(tmp_path / "run").privacy.epsilon == claimed
     source = read_source(tmp_path / "run", [], None)
-    (told,) = source.statements(delta)
+    (statement,) = source.ledgers.statements(delta)
     record = whole_record(tmp_path / "run")
     (shown,) = record.statements
-    assert told.epsilon == shown.epsilon == claimed
+    assert statement.epsilon == shown.epsilon == claimed
     checks = verify(tmp_path / "run", delta, stopping=source.question.stopping)
     assert all(check.passed for check in checks)
     # All the rounds of the plan cost less than that where most of them were made.

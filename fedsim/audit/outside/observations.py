@@ -164,6 +164,8 @@ class AttackResult:
         shared by both.
         """
         noisy = self.without.moves.any((0, 1))
+        if not noisy.any():
+            return invariant("no value with noise", None, "noise on no grid")
         moves, present = self.without.moves[..., noisy], self.present.moves[..., noisy]
         scale = np.sqrt(np.square(moves).mean((0, 2), keepdims=True))
         half = len(moves) // 2

@@ -206,7 +206,7 @@ def test_workers_end_with_their_grid():
 
 SCRIPT = """
     import sys
-    sys.path.insert(0, {here!r})
+    sys.path[:0] = {paths!r}
     from test_workers import Deeds, run
     from fedsim.engines import LocalGrid
     grid = LocalGrid(Deeds(hangs=frozenset(range(30)) if {hangs} else frozenset()), workers=2)
@@ -222,7 +222,7 @@ SCRIPT = """
 
 
 def script(hangs: bool) -> str:
-    return textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent), hangs=hangs))
+    return textwrap.dedent(SCRIPT.format(paths=sys.path, hangs=hangs))
 
 
 @pytest.mark.slow
