@@ -1,4 +1,12 @@
-"""Privacy audits: attack a strategy's claim, through the real strategy and engine."""
+"""Privacy audits: attack a strategy's claim, through the real strategy and engine.
+
+To read it, begin with `verdict`, the order of an audit, and `catalogue`, the list of all checks.
+`evidence` makes the runs that checks look at; the checks are in `bound_checks`, `noise_checks`,
+`sampling_checks`, `plan_checks` and `local_training`, each a function of a sample to a finding
+(`checks`). Attacks that bound epsilon from below are `two_world` and `one_run`, against the curve
+of a `claim`. `config_audit` applies all of it to a config. `outside` audits code that is not
+fedsim's, with its own attacks and the same statistics; `adapters` has ready targets.
+"""
 
 from __future__ import annotations
 
