@@ -276,6 +276,16 @@ def test_the_rule_chooses_by_model_alone():
         assert trainer_of("auto", model=model, data=data).path.name == name
 
 
+@pytest.mark.parametrize(("pooled", "name"), [(True, "layered"), (False, "plain")])
+def test_convolutions_are_layered_where_pooling_throws_places_away(pooled, name):
+    data = make_data([8, 5], features=36, classes=4, shape=(1, 6, 6))
+    pool = nn.MaxPool2d(2) if pooled else nn.Identity()
+    layers = [nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), pool, nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(27 if pooled else 108, 4))
+    assert trainer_of("auto", model=model, data=data).path.name == name
+    assert trainer_of("layered", model=model, data=data).path.name == "layered"
+
+
 def test_frozen_layers_are_neither_trained_nor_sent():
     data = make_data([8, 5, 9], features=36, shape=(1, 6, 6))
     model = make_cnn()

@@ -7,9 +7,10 @@
 | plain   | everything; one client at a time                        | dense rows   | eager    |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
-The rule (`choose`): layered where the model has it, with convolutions on a CPU only; else func on a
-GPU, which is bound by launches, and on a CPU for small models whose parameters are all in linear
-layers, if it can take them; else plain, as the others are bound by arithmetic there.
+The rule (`choose`): layered where the model has it, with convolutions only on a CPU and where one
+is max-pooled; else func on a GPU, which is bound by launches, and on a CPU for small models whose
+parameters are all in linear layers, if it can take them; else plain, as the others are bound by
+arithmetic there.
 `fedsim tune` measures all of them.
 
 On a CPU clients with large rows (`program.SEQUENTIAL_BYTES`) and compiled kernels take their steps
@@ -129,8 +130,10 @@ def choose(
             f"client.path = '{wanted}' does not take {refused}; allowed here: 'auto', 'plain'."
         )
     if program is not None:
-        # On a GPU convolutions go client by client here, bound by launches.
-        wins = device.type == "cpu" or not program.convolutions
+        # Convolutions gain by what pooling throws away; on a GPU they go client by client here,
+        # bound by launches.
+        pooled = any(layer.pool is not None for layer in program.convolutions)
+        wins = not program.convolutions or (device.type == "cpu" and pooled)
         if wanted == "layered" or (wanted == "auto" and wins):
             return program
     elif wanted == "layered":
