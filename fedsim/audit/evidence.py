@@ -207,11 +207,8 @@ class Evidence:
         silent : int
             So many clients, with the lowest ids, have no coordinate.
         """
-        allowed, most, whose = (
-            1 / self.target.event.total_noise_multiplier,
-            0.0,
-            f"no {self.target.row}",
-        )
+        allowed = 1 / self.target.event.total_noise_multiplier
+        most, whose = 0.0, f"no {self.target.row}"
         for moving, index, number in compared:
             added = self._distance(self.runs[0], moving, index)
             others = np.ones(len(added), dtype=np.bool_)
@@ -284,10 +281,7 @@ class ClientEvidence(Evidence):
         if self.in_layers:
             yield lambda: self.canaries, catalogue.CANARIES
             yield lambda: self.canaries.moved, catalogue.moved_by("client")
-            yield (
-                lambda: self.canaries.moved_together,
-                catalogue.TOGETHER,
-            )
+            yield lambda: self.canaries.moved_together, catalogue.TOGETHER
             yield lambda: self.equal_sums, catalogue.NOTHING_BUT_SUMS
             yield lambda: self.noise_only, catalogue.LEAVES
 

@@ -132,9 +132,7 @@ def give(orders, fault, who):
 
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whoever_fails_however_counts_and_bytes_are_the_same_in_all_blocks(
-    grids, orders, fault, who
-):
+def test_counts_and_bytes_are_the_same_in_all_blocks_for_any_failure(grids, orders, fault, who):
     failing = WHO[who]
     expected = without(failing, grids, orders)
     usable = len(SIZES) - len(failing)
@@ -153,14 +151,14 @@ def without(failing, grids, orders):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_on_ray_they_are_the_same(grids, ray_grid, orders, fault, who):
+def test_counts_and_bytes_are_the_same_on_ray_for_any_failure(grids, ray_grid, orders, fault, who):
     expected = without(WHO[who], grids, orders)
     give(orders, fault, WHO[who])
     assert run(ray_grid, initial_of(treacherous(orders))) == expected
 
 
 @pytest.mark.slow
-def test_ray_leaves_sigterm_to_whoever_had_it(ray_grid, handler_before_ray):
+def test_ray_leaves_sigterm_to_its_earlier_handler(ray_grid, handler_before_ray):
     assert signal.getsignal(signal.SIGTERM) is handler_before_ray
 
 
