@@ -48,7 +48,7 @@ class ChargedNode:
         moved = {key: trained[key].numpy() - sent[key].numpy() for key in sent}
         norm = np.sqrt(sum(np.square(move).sum() for move in moved.values()))
         scale = min(1.0, self.plan.bound.clip_norm / max(norm, 1e-12))
-        with self.ledger.release(self.plan, self.ledger.rounds_made + 1):
+        with self.ledger.release(self.plan, self.ledger.rounds_made + 1, "client"):
             draws = np.random.default_rng()  # seeded by the system
             noisy = {
                 key: sent[key].numpy() + scale * move + self.std * draws.standard_normal(move.shape)
@@ -76,7 +76,7 @@ def opacus_loop(path: Path, steps: int, max_epsilon: float) -> nn.Module:
         noise=Independent(z),
         rounds=steps,
     )
-    ledger, step = Ledger(path, delta=1e-4, max_epsilon=max_epsilon), 0
+    ledger, step = Ledger(path, delta=1e-5, max_epsilon=max_epsilon), 0
     while step < steps:
         for features, targets in loader:
             if step == steps:

@@ -26,7 +26,7 @@ from fedsim.privacy.accountant import Cost, check_delta
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
-from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.entry import Entry, History, Placement
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import FixedSizeLaw, FullLaw, Law
 from fedsim.privacy.ledger_file import Budget, LedgerFile
@@ -150,7 +150,9 @@ class Ledger(LedgerFile):
         return self.write(entry, budget)
 
     @contextmanager
-    def release(self, plan: ReleasePlan[Bounded], round: int) -> Iterator[Entry]:
+    def release(
+        self, plan: ReleasePlan[Bounded], round: int, placement: Placement = "server"
+    ) -> Iterator[Entry]:
         """Write a round of somebody else's loop down, and then let it be made.
 
         Everything about what is drawn and added is declared by the user. A round that is made
@@ -164,6 +166,8 @@ class Ledger(LedgerFile):
         plan : ReleasePlan
         round : int
             From 1 on.
+        placement : "server" or "client"
+            Who draws the noise: the one who sums, or each client, before anything leaves it.
 
         Yields
         ------
@@ -184,6 +188,7 @@ class Ledger(LedgerFile):
             level=plan.level,
             event=plan.charge(round, attempt),
             mechanism=str(plan.bound),
+            placement=placement,
             declared_by_user=True,
             public=plan.public,
         )

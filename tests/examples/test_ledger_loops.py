@@ -66,12 +66,26 @@ def test_a_node_keeps_a_ledger_and_a_budget_of_its_own(tmp_path: Path) -> None:
 def test_a_loop_with_opacus_ends_at_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     opacus_loop(path, 5, max_epsilon=100.0)
-    ledger = Ledger.read(path, delta=1e-4)
+    ledger = Ledger.read(path, delta=1e-5)
     assert [entry.round for entry in ledger.entries] == [1, 2, 3, 4, 5]
     other = tmp_path / "other.jsonl"
     with pytest.raises(BudgetSpentError):
         opacus_loop(other, 50, max_epsilon=ledger.epsilon())
-    assert Ledger.read(other, delta=1e-4).epsilon() <= ledger.epsilon()
+    assert Ledger.read(other, delta=1e-5).epsilon() <= ledger.epsilon()
+
+
+def test_all_three_run_to_the_end_of_their_budgets(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "examples/ledger/run.py"), str(tmp_path / "out")],
+        env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    spent = [line for line in done.stdout.splitlines() if "releases" in line]
+    assert spent == [
+        "Strategy: 8 releases, epsilon 2.94",
+        "Node 0: 8 releases, epsilon 2.94",
+        "Opacus: 15 releases, epsilon 2.98",
+    ]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.cohorts import CyclicCohort, PoissonCohort
+from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
 from fedsim.privacy.ledger_file import BudgetSpentError
@@ -33,6 +33,23 @@ def test_a_release_is_on_the_disk_before_it_is_made(tmp_path: Path) -> None:
     words = str(Ledger.read(path).statement(1e-5))
     assert "as the user declares" in words
     assert "the bound, which is not fedsim's own" in words
+    assert "The server sees the clients' updates before the noise, and is trusted." in words
+
+
+def test_the_server_is_an_adversary_where_a_node_adds_its_noise_itself(tmp_path: Path) -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=FullCohort(1, adjacency="replace-one"),
+        bound=DeclaredBound("clipping in a mod", 1.0),
+        noise=Independent(8.0),
+    )
+    ledger = Ledger(tmp_path / "node.jsonl", delta=1e-5)
+    with ledger.release(plan, 1, placement="client"):
+        pass
+    words = str(Ledger.read(tmp_path / "node.jsonl").statement(1e-5))
+    assert "is trusted." not in words
+    # Alone it has no other noise to hide in: the server learns what its models show anybody.
+    assert f"at z / sqrt(r), epsilon {ledger.epsilon():.4g}" in words
 
 
 def test_a_loop_that_fails_in_a_round_has_spent_it_and_spends_it_again(tmp_path: Path) -> None:
