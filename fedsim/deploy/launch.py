@@ -194,7 +194,7 @@ class _Rows:
                     row=row,
                     arrays=ArrayRecord(),
                     protects=self._resolved.config.protects,
-                    of_clients=self._resolved.data.of_clients,
+                    uncovered=self._resolved.uncovered,
                     directory=self._directory,
                 )
             )

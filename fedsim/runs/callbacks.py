@@ -39,8 +39,8 @@ class RunStatus:
         The parameters.
     protects : bool
         Whether the run claims privacy, at whichever level.
-    of_clients : tuple of str
-        Which of ``test`` and ``validation`` are examples of a private run's clients.
+    uncovered : tuple of str
+        Beginnings of the row's columns that no noise protects in a private run, such as "train".
     directory : RunDirectory or None
         Where the artefacts are.
     ended : "finished", "budget", "stopped", "interrupted" or None
@@ -54,7 +54,7 @@ class RunStatus:
     row: Row
     arrays: ArrayRecord
     protects: bool
-    of_clients: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ("train", "clients")
     directory: RunDirectory | None = None
     ended: Ended | None = None
     why: str = ""
@@ -64,7 +64,7 @@ class RunStatus:
         """Those of the row that may decide something: in a private run, what is covered."""
         if not self.protects:
             return dict(self.row)
-        uncovered = tuple(f"{kind}-" for kind in ("train", "clients", "failed", *self.of_clients))
+        uncovered = tuple(f"{beginning}-" for beginning in ("failed", *self.uncovered))
         # What examples have cost tells who took part, which is covered where clients are.
         if "epsilon" in self.row:
             uncovered += ("example-epsilon",)

@@ -100,6 +100,12 @@ class Resolved:
         """What clients do to their examples' gradients."""
         return self.local.privacy
 
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Beginnings of metrics.csv's columns that no noise protects in a private run."""
+        released = factories.private_metrics(self.config) is not None
+        return ("train", *(() if released else ("clients",)), *self.data.of_clients)
+
     def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of the clients that were drawn take part in a round, by their devices."""
         trainer = self.trainer

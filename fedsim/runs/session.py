@@ -200,7 +200,7 @@ class Session:
             row=self._rows[-1] if self._rows else {},
             arrays=self._reached,
             protects=self.strategy.protects,
-            of_clients=self.resolved.data.of_clients,
+            uncovered=self.resolved.uncovered,
             directory=self._directory,
             ended=ended,
             why="" if ended is None else self._why(ended),

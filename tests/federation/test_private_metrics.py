@@ -208,6 +208,16 @@ def test_a_target_is_of_rounds_and_evaluations_together() -> None:
     assert "with the noisy metrics of clients' evaluations is (" in str(statement)
 
 
+def test_a_released_metric_stops_a_run() -> None:
+    settings = {"evaluate.clients-every": 1, "stop.metric": "clients-accuracy", "client.lr": 1e-9}
+    result = fedsim.run(CONFIG.replace(**settings, **{"stop.patience": 1}))
+    accuracies = [row["clients-accuracy"] for row in result.metrics[1:]]
+    # It stops at the first evaluation that is not better than the one before.
+    worse = [k for k in range(1, len(accuracies)) if accuracies[k] <= accuracies[k - 1]]
+    assert result.ended == "stopped"
+    assert worse == [len(accuracies) - 1]
+
+
 def test_a_stop_counts_the_evaluations_that_were_planned() -> None:
     config = CONFIG.replace(**{"stop.metric": "clients-accuracy", "stop.patience": 2})
     end = stopping(config.to_run_config())
