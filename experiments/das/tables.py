@@ -24,7 +24,7 @@ from experiments.framework.spread import Difference, paired, within
 from experiments.framework.stored import digest
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
-from fedsim.runs.metrics import Row
+from fedsim.runs.columns import Row
 
 __all__ = ["METHODS", "Das", "DasSettings"]
 

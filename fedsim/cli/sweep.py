@@ -269,7 +269,8 @@ def _spread(spread: Spread | None, name: str) -> str:
 
 def _figure(value: float, name: str) -> str:
     """A number as a run's page and `fedsim compare` write it."""
-    from fedsim.runs.metrics import brief, is_share
+    from fedsim.runs.columns import is_share
+    from fedsim.runs.metrics import brief
 
     return brief(value, is_share(name, [value]))
 

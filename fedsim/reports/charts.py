@@ -8,17 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedsim.runs.metrics import (
-    EXAMPLE_COUNTS,
-    OPERATORS,
-    PREFIXES,
+from fedsim.runs.columns import (
+    EXAMPLES,
     QUANTILES,
-    brief,
     display_name,
     is_share,
     learning_columns,
-    size,
+    subject,
 )
+from fedsim.runs.metrics import brief, size
 from fedsim.runs.record import RunRecord
 
 MOST_POINTS = 800
@@ -233,8 +231,6 @@ _ABOUT = {
     "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 
-_OTHERS = {"round", "epsilon", "epsilon-so-far", "example-epsilon", "simulated", "declared"}
-
 
 def metric_chart(name: str, lines: Sequence[Line], title: str = "", **settings: Any) -> Lines:
     """A metric over rounds; ``settings`` are those of `Lines`."""
@@ -247,7 +243,7 @@ def learning_curves(record: RunRecord) -> list[Lines]:
     """A chart a metric: on test examples, at clients, and while training."""
     charts = []
     for name, columns in learning_columns(record.columns()).items():
-        lines = [Line(PREFIXES[who], *record.curve(column)) for who, column in columns.items()]
+        lines = [Line(EXAMPLES[whose], *record.curve(column)) for whose, column in columns.items()]
         only = f" ({lines[0].name})" if len(lines) == 1 else ""
         title = display_name(name, title=True) + only
         charts.append(metric_chart(name, lines, title, about=_about(record, columns)))
@@ -280,9 +276,8 @@ def release_curves(record: RunRecord) -> list[Lines]:
         if column == "update-norm":
             charts[column] = _norms(record)
             continue
-        known = column in OPERATORS | _OTHERS | EXAMPLE_COUNTS or column.startswith("failed-")
         # What the next round will have stands in the next row.
-        if known or column.partition("-")[0] in {*PREFIXES, "next"}:
+        if subject(column) != "release" or column.startswith("next-"):
             continue
         x, y = record.curve(column)
         if len({value for value in y if math.isfinite(value)}) > 1:

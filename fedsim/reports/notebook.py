@@ -9,7 +9,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
 from fedsim.reports.page import ProgressBar, facts_table
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.metrics import brief, display_name, duration, is_share, row_marks
+from fedsim.runs.columns import display_name, is_share, row_marks
+from fedsim.runs.metrics import brief, duration
 
 BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
 

@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
+from fedsim.runs.columns import Row, subject
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.factories import private_metrics
-from fedsim.runs.metrics import OPERATORS, Row
 from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")
@@ -40,7 +40,7 @@ class RunStatus:
     protects : bool
         Whether the run claims privacy, at whichever level.
     uncovered : tuple of str
-        Beginnings of the row's columns that no noise protects in a private run, such as "train".
+        Subjects of the row's columns that no noise protects in a private run, such as "train".
     directory : RunDirectory or None
         Where the artefacts are.
     ended : "finished", "budget", "stopped", "interrupted" or None
@@ -64,15 +64,12 @@ class RunStatus:
         """Those of the row that may decide something: in a private run, what is covered."""
         if not self.protects:
             return dict(self.row)
-        uncovered = tuple(f"{beginning}-" for beginning in ("failed", *self.uncovered))
+        hidden = {"operator", *self.uncovered}
+        covered = {key: value for key, value in self.row.items() if subject(key) not in hidden}
         # What examples have cost tells who took part, which is covered where clients are.
-        if "epsilon" in self.row:
-            uncovered += ("example-epsilon",)
-        return {
-            name: value
-            for name, value in self.row.items()
-            if name not in OPERATORS and not name.startswith(uncovered)
-        }
+        if "epsilon" in covered:
+            covered.pop("example-epsilon", None)
+        return covered
 
 
 class Callback:
@@ -176,9 +173,6 @@ def _state_of(callback: Callback) -> Tree:
     return state
 
 
-_CENTRAL = "validation-"
-
-
 @dataclass(frozen=True)
 class Measure:
     """What rounds or runs are compared by.
@@ -203,22 +197,23 @@ class Measure:
             If the run has no such metric, if it is of the test examples, which nothing is chosen
             by, or in a private run of clients' own.
         """
-        config, own = resolved.config, resolved.data.of_clients
+        config = resolved.config
         evaluated = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in resolved.trainer.metrics.items()}
-        central = config.evaluate.every and config.data.validation
-        private = config.protects
+        names: dict[str, Iterable[str]] = {}
+        if config.evaluate.every and config.data.validation:
+            names["validation"] = evaluated
+        if config.evaluate.clients_every:
+            released = private_metrics(config)
+            names["clients"] = [r.name for r in released.ranges] if released else evaluated
         # What may be shown all the same (evaluate.unprotected) may still decide nothing.
-        prefixes = [_CENTRAL] if central and "validation" not in own else []
-        if not private and config.evaluate.clients_every:
-            prefixes.append("clients-")
-        known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
-        if (released := private_metrics(config)) is not None:
-            known |= {f"clients-{one.name}": evaluated[one.name] for one in released.ranges}
+        for examples in resolved.uncovered:
+            names.pop(examples, None)
+        known = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
         if column not in known:
             allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
             of_clients = (
-                private
+                config.protects
                 * " (of clients' data it must have noise, evaluate.private, in a private run)"
             )
             test = "; nothing is chosen by test examples, data.validation holds out others"

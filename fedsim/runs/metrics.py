@@ -1,4 +1,4 @@
-"""metrics.csv, a row a round: its file, and its columns and numbers as text."""
+"""metrics.csv, a row a round: its file, and numbers as text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import named_errors, replace
-from fedsim.privacy.statement import epsilon_marks
-
-Row = Mapping[str, float | int]
+from fedsim.runs.columns import Row
 
 
 class MetricsFile:
@@ -136,11 +134,6 @@ def finite_json(value: Any) -> Any:
     return value
 
 
-def row_marks(row: Row) -> str:
-    """What must stand beside an epsilon of a row, wherever it is shown: see `epsilon_marks`."""
-    return epsilon_marks(bool(row.get("simulated")), bool(row.get("declared")))
-
-
 def brief(value: float | None, percent: bool = False) -> str:
     """Four digits, or a share of a hundred; a dash where there is no number.
 
@@ -191,93 +184,6 @@ def size(count: float) -> str:
     while count >= 999.5 and power < len(units) - 1:
         count, power = count / 1000, power + 1
     return f"{count:.3g} {units[power]}"
-
-
-PREFIXES = {
-    "test": "test examples",
-    "validation": "validation examples",
-    "clients": "clients' examples",
-    "train": "while training",
-}
-"""Beginnings of a metric's columns, and whose examples it is then about."""
-
-
-OPERATORS = {
-    *("asked", "usable", "failed", "summed", "ignored-nodes", "clients-per-second"),
-    *("seconds", "bytes-down", "bytes-up", "virtual-seconds"),
-}
-"""Columns that only the operator knows, and those that begin with ``failed-``."""
-
-
-QUANTILES = ("min", "p10", "median", "p90", "max")
-"""Ends of the columns that say how a metric spreads over clients."""
-
-
-EXAMPLE_COUNTS = {"clients-num-examples", "train-num-examples", "train-fresh-state"}
-
-
-def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Columns by metric and by whose examples it is about, in their order.
-
-    Examples
-    --------
-    >>> learning_columns(["round", "test-loss", "train-loss", "clients-per-second"])
-    {'loss': {'test': 'test-loss', 'train': 'train-loss'}}
-    """
-    metrics: dict[str, dict[str, str]] = {}
-    columns = list(columns)
-    spreads = {f"{column}-{end}" for column in columns for end in QUANTILES}
-    for column in columns:
-        prefix, _, name = column.partition("-")
-        known = column in OPERATORS | EXAMPLE_COUNTS or (prefix == "clients" and column in spreads)
-        if prefix in PREFIXES and name and not known:
-            metrics.setdefault(name, {})[prefix] = column
-    return metrics
-
-
-_ABBREVIATION = re.compile(r"\b(auc|f1|mae|mse|r2|rmse)\b")
-
-
-def display_name(column: str, *, title: bool = False) -> str:
-    """A column's or metric's name as it is said; a ``title`` begins with a capital.
-
-    Examples
-    --------
-    >>> display_name("test-auc"), display_name("average-precision", title=True)
-    ('test AUC', 'Average precision')
-    """
-    text = _ABBREVIATION.sub(lambda match: match[0].upper(), column.replace("-", " "))
-    return text[:1].upper() + text[1:] if title else text
-
-
-def headline_columns(columns: Iterable[str]) -> dict[str, str]:
-    """The column to tell of each metric, and its name: on test examples, else at clients.
-
-    Examples
-    --------
-    >>> headline_columns(["test-loss", "clients-loss", "train-loss", "clients-accuracy"])
-    {'test-loss': 'loss', 'clients-accuracy': "clients' accuracy"}
-    """
-    headlines = {}
-    for name, whose in learning_columns(columns).items():
-        words = display_name(name)
-        if "test" in whose:
-            headlines[whose["test"]] = words
-        elif "clients" in whose:
-            headlines[whose["clients"]] = f"clients' {words}"
-    return headlines
-
-
-def is_share(name: str, values: Iterable[float]) -> bool:
-    """Whether a metric reads better as a share of a hundred."""
-    real = [value for value in values if math.isfinite(value)]
-    shares = bool(re.search(r"accuracy|precision|recall|share|fraction|rate$|top-k", name))
-    return shares and all(0 <= value <= 1 for value in real)
-
-
-def lowest_is_best(name: str) -> bool:
-    """Whether less of a metric is better, as far as its name tells."""
-    return bool(re.search(r"loss|error|perplexity|mse|mae|rmse", name))
 
 
 def tail_mean(values: Sequence[float], count: int = 5) -> float | None:

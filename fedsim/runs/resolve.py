@@ -102,7 +102,9 @@ class Resolved:
 
     @property
     def uncovered(self) -> tuple[str, ...]:
-        """Beginnings of metrics.csv's columns that no noise protects in a private run."""
+        """Subjects of metrics.csv's columns that no noise protects; none without privacy."""
+        if not self.config.protects:
+            return ()
         released = factories.private_metrics(self.config) is not None
         return ("train", *(() if released else ("clients",)), *self.data.of_clients)
 

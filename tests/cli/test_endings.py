@@ -20,7 +20,8 @@ import pytest
 from slow_cases import slow_but
 
 from fedsim.cli import main
-from fedsim.runs.metrics import MetricsFile, Row
+from fedsim.runs.columns import Row
+from fedsim.runs.metrics import MetricsFile
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [
