@@ -35,41 +35,18 @@ _DEVICES = (
 )
 
 
-def cohort(config: RunConfig) -> Cohort:
-    """The cohort sampler over the declared population."""
-    sampler: Cohort = config.cohort.make(population=config.partition.clients, rounds=config.rounds)
-    return sampler
-
-
-def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
-    """The noise that a table names, with a multiplier of 0 where none is set."""
-    noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
-    return noise
-
-
 def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
-    """What the server releases, with the noise that the config says or its target needs."""
+    """What the server releases, with the noise that the config says or its target needs.
+
+    A target epsilon decides in this order: how many groups and bands there are; the noise of the
+    private evaluations, from their share of the target; and that of the rounds, the least with
+    which both together cost the target.
+    """
     config = with_best_groups(config)
     plan = uncalibrated_plan(config, bound)
     if (target := config.noise.target_epsilon) is None:
         return plan
-    return plan.calibrated(target, planned_delta(config), evaluation_events(config))
-
-
-def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
-    """The same, with a noise multiplier of 0 where a target decides it."""
-    privacy, secagg = config.privacy, config.secagg
-    selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
-    return ReleasePlan(
-        level="client",
-        sampler=cohort(config),
-        bound=bound,
-        noise=made_noise(with_added_noise(config).noise),
-        rounds=config.rounds,
-        selection=selected or None,
-        # The server knows the sampled clients: against it sampling amplifies nothing.
-        cohort_known=secagg.threshold > 0 and secagg.observer == "server",
-    )
+    return plan.calibrated(target, planned_delta(config), beside=evaluation_events(config))
 
 
 GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
@@ -109,10 +86,65 @@ def with_best_groups(config: RunConfig) -> RunConfig:
             "cohort.rate": min(1.0, groups * rate),
         }
         changed = config.replace(**changes)
+        # Its bands are a number: nothing is chosen within the choice.
         noise = release_plan(changed, config.mechanism.make()).noise
         assert isinstance(noise, Banded)
         candidates.append((noise.error(), changed))
     return min(candidates, key=itemgetter(0))[1]
+
+
+def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
+    """What the server releases, with a noise multiplier of 0 where a target decides it."""
+    privacy, secagg = config.privacy, config.secagg
+    selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
+    return ReleasePlan(
+        level="client",
+        sampler=cohort(config),
+        bound=bound,
+        noise=made_noise(with_added_noise(config).noise),
+        rounds=config.rounds,
+        selection=selected or None,
+        # The server knows the sampled clients: against it sampling amplifies nothing.
+        cohort_known=secagg.threshold > 0 and secagg.observer == "server",
+    )
+
+
+def cohort(config: RunConfig) -> Cohort:
+    """The cohort sampler over the declared population."""
+    sampler: Cohort = config.cohort.make(population=config.partition.clients, rounds=config.rounds)
+    return sampler
+
+
+def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
+    """The noise that a table names, with a multiplier of 0 where none is set."""
+    noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
+    return noise
+
+
+def with_added_noise(config: RunConfig) -> RunConfig:
+    """The same run, configured by the noise that is added.
+
+    The noise of a larger cohort on the mean (``noise.cohort-size``) is less noise on the sum over
+    the cohort that is drawn: by the one's expected size over the other's size.
+    """
+    noise = config.noise
+    if not noise.cohort_size:
+        return config
+    assert noise.multiplier is not None
+    drawn = cohort(config).expected_size
+    return config.replace(
+        **{
+            "noise.multiplier": noise.multiplier * drawn / noise.cohort_size,
+            "noise.cohort-size": 0,
+            "noise.cohort-population": 0,
+        }
+    )
+
+
+def evaluation_events(config: RunConfig) -> list[Event]:
+    """What all of a run's private evaluations cost."""
+    event = evaluation_event(config)
+    return [] if event is None else [event.times(config.rounds // config.evaluate.clients_every)]
 
 
 def evaluation_event(config: RunConfig) -> Event | None:
@@ -135,35 +167,9 @@ def evaluation_event(config: RunConfig) -> Event | None:
     return Event.of(sampler, multiplier)
 
 
-def evaluation_events(config: RunConfig) -> list[Event]:
-    """What all of a run's private evaluations cost."""
-    event = evaluation_event(config)
-    return [] if event is None else [event.times(config.rounds // config.evaluate.clients_every)]
-
-
 def planned_delta(config: RunConfig) -> float:
     """Where all planned rounds are accounted for."""
     return Stopping(times=declares_stops(config.to_run_config())).planned_delta(config.noise.delta)
-
-
-def with_added_noise(config: RunConfig) -> RunConfig:
-    """The same run, configured by the noise that is added.
-
-    The noise of a larger cohort on the mean (``noise.cohort-size``) is less noise on the sum over
-    the cohort that is drawn: by the one's expected size over the other's size.
-    """
-    noise = config.noise
-    if not noise.cohort_size:
-        return config
-    assert noise.multiplier is not None
-    drawn = cohort(config).expected_size
-    return config.replace(
-        **{
-            "noise.multiplier": noise.multiplier * drawn / noise.cohort_size,
-            "noise.cohort-size": 0,
-            "noise.cohort-population": 0,
-        }
-    )
 
 
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
