@@ -15,8 +15,8 @@ import pytest
 from fedsim import regular_files
 from fedsim.cli import main
 from fedsim.deploy.federation import Federation
+from fedsim.deploy.party_files import read_roster
 from fedsim.deploy.policy import Policy
-from fedsim.deploy.services import read_roster
 from fedsim.errors import FedsimError
 
 TOML = """

@@ -13,7 +13,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedsim import allowed_code
 from fedsim.config import RunConfig
 from fedsim.deploy.flower_replacements import replace_dead_actors
-from fedsim.deploy.services import CLIENTS, SuperLink, read_roster
+from fedsim.deploy.party_files import read_roster
+from fedsim.deploy.services import CLIENTS, SuperLink
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.streaming import StreamingGrid

@@ -25,8 +25,8 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.flower_programs import credentials, new_token, token_digest
-from fedsim.deploy.policy import Names
-from fedsim.deploy.services import Node, SuperLink, read_file, write_file, write_roster
+from fedsim.deploy.party_files import Names, read_party, write_party, write_roster
+from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
 from fedsim.privacy.manifest import key_pair
@@ -119,7 +119,7 @@ class Federation:
         federation.runs.mkdir()
         for party in (federation.superlink, *(federation.node(node) for node in range(nodes))):
             (party / "state").mkdir(mode=0o700)
-        write_file(directory / _FEDERATION_TOML, federation)
+        write_party(directory / _FEDERATION_TOML, federation)
         return federation
 
     @classmethod
@@ -135,7 +135,7 @@ class Federation:
             raise FedsimError(
                 f"{directory} holds no federation; make one with `fedsim deploy init`."
             )
-        return cls(directory.absolute(), **read_file(directory / _FEDERATION_TOML, cls))
+        return cls(directory.absolute(), **read_party(directory / _FEDERATION_TOML, cls))
 
     @property
     def operator(self) -> Path:

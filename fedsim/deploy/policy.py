@@ -6,7 +6,6 @@ import fcntl
 import math
 import os
 import tomllib
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -19,15 +18,10 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, with_added_noise
 from fedsim.config.release_keys import modules_named
 from fedsim.config.sections import DataSection
+from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
-from fedsim.settings import REQUIRED, Ge, Gt, Lt, NotAllowedError, Text, read_setting, settings_of
-
-
-def _read_names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return tuple(value)
-    raise NotAllowedError("a list of strings")
+from fedsim.settings import Ge, Gt, Lt, NotAllowedError, Text
 
 
 def _read_limit(value: Any) -> float:
@@ -36,7 +30,6 @@ def _read_limit(value: Any) -> float:
     raise NotAllowedError("a number from 0, or inf for no limit")
 
 
-Names = Annotated[tuple[str, ...], Text(_read_names, ", ".join)]
 _Limit = Annotated[float, Text(_read_limit, str)]
 _Floor = Annotated[float, Ge(0)]
 
@@ -144,7 +137,7 @@ class Policy:
         if type(clients) is not int or clients < 0:
             raise FedsimError(f"node.toml says clients = {clients!r}; it must be a whole number.")
         fields = ("directory", "clients")
-        values = read_settings(table, cls, "this node's policy", filled_in=fields)
+        values = read_table(table, cls, "this node's policy", filled_in=fields)
         return cls(**values, clients=clients, directory=path.parent.absolute())
 
     @property
@@ -389,31 +382,3 @@ def _refusal(why: str) -> FedsimError:
 def _at_least(key: str, value: float, limit: float) -> None:
     if not value >= limit:
         raise _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")
-
-
-def read_settings(
-    tree: Mapping[str, Any],
-    party: type[Any],
-    file: str,
-    *,
-    filled_in: Collection[str] = ("directory",),
-) -> dict[str, Any]:
-    """Values of the fields of ``party``, a dataclass, from a table in a file that people edit.
-
-    ``file`` says in errors what holds the table; the fields ``filled_in`` are not in it.
-
-    Raises
-    ------
-    FedsimError
-        If a key is unknown or missing, or a value is not allowed.
-    """
-    known = {s.key: s for s in settings_of(party) if s.name not in filled_in}
-    if unknown := sorted(set(tree) - set(known)):
-        raise FedsimError(f"{file} has the key {unknown[0]!r}; it may have {sorted(known)}.")
-    values = {}
-    for key, setting in known.items():
-        if key in tree:
-            values[setting.name] = read_setting(setting, tree[key], f"{file} says {key}")
-        elif setting.default is REQUIRED:
-            raise FedsimError(f"{file} lacks the key {key!r}; `fedsim deploy init` writes it.")
-    return values

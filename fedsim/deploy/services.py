@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,12 +14,11 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
-from fedsim.deploy.certificates import write_public
 from fedsim.deploy.flower_programs import poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
-from fedsim.deploy.policy import NODE, Names, read_settings
+from fedsim.deploy.party_files import Names, read_party, write_party
+from fedsim.deploy.policy import NODE
 from fedsim.deploy.processes import Service, program
-from fedsim.errors import FedsimError
 from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.settings import Constraint, Ge
 
@@ -98,11 +95,11 @@ class SuperLink:
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read what `save` wrote."""
-        return cls(directory.absolute(), **read_file(directory / _SUPERLINK_TOML, cls))
+        return cls(directory.absolute(), **read_party(directory / _SUPERLINK_TOML, cls))
 
     def save(self) -> None:
         """Write the settings."""
-        write_file(self.directory / _SUPERLINK_TOML, self)
+        write_party(self.directory / _SUPERLINK_TOML, self)
 
     def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
         """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' proxy.
@@ -186,13 +183,13 @@ class Node:
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read what `save` wrote, or the node's owner has edited."""
-        return cls(directory.absolute(), **read_file(directory / "node.toml", cls))
+        return cls(directory.absolute(), **read_party(directory / "node.toml", cls))
 
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
         """Write the settings, and beside them the policy, or what it may say."""
         path = self.directory / "node.toml"
         written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
-        write_file(path, self, f"\n{written}")
+        write_party(path, self, f"\n{written}")
 
     def services(
         self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
@@ -251,71 +248,3 @@ def _file(path: Path) -> str:
 
 def _word(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def write_file(path: Path, party: Any, tables: str = "") -> None:
-    """Write the settings of a party, a dataclass, and after them ``tables``."""
-    settings = {
-        field.name.replace("_", "-"): getattr(party, field.name)
-        for field in fields(party)
-        if field.name != "directory"
-    }
-    write_public(path, f"{tomli_w.dumps(settings)}{tables}".encode())
-
-
-def read_file(path: Path, party: type[Any]) -> dict[str, Any]:
-    """What `write_file` wrote, or its owner has edited: values of a party's fields.
-
-    Raises
-    ------
-    FedsimError
-        If the file is not there, no TOML, or has a key or a value that is none.
-    """
-    try:
-        tree = tomllib.loads(regular_files.read_text(path))
-    except OSError:
-        raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
-    except (ValueError, RecursionError) as error:
-        raise FedsimError(f"{path} is no TOML: {error}.") from None
-    tree.pop("policy", None)
-    return read_settings(tree, party, str(path))
-
-
-_ROSTER_HEADER = """\
-# Client id of each SuperNode's registered key: the SHA-256 of its SubjectPublicKeyInfo.
-# Nodes whose key is not listed take part in nothing, whatever they say about themselves.
-"""
-
-
-def write_roster(path: Path, roster: Mapping[str, int]) -> None:
-    """Write client ids by key digest."""
-    content = _ROSTER_HEADER + tomli_w.dumps({"clients": dict(roster)})
-    write_public(path, content.encode())
-
-
-def read_roster(path: Path) -> dict[str, int]:
-    """Read what `write_roster` wrote, or an operator has edited.
-
-    Raises
-    ------
-    FedsimError
-        If the file is none, or gives two keys one client id.
-    """
-    try:
-        clients = tomllib.loads(regular_files.read_text(path))["clients"]
-        if not isinstance(clients, dict):
-            raise ValueError("clients is no table")
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise FedsimError(
-            f"{path} is no list of clients ({error}); `fedsim deploy init` writes one."
-        ) from None
-    for digest, client in clients.items():
-        is_id = type(client) is int and 0 <= client < 2**63
-        if re.fullmatch("[0-9a-f]{64}", digest) is None or not is_id:
-            raise FedsimError(
-                f"{path} says {digest!r:.80} = {client!r:.80}; it must say the SHA-256 of a key, "
-                "64 hex digits in small letters, and a client id, an integer from 0."
-            )
-    if len(set(clients.values())) < len(clients):
-        raise FedsimError(f"{path} gives two keys one client id; each key is another client.")
-    return dict(clients)

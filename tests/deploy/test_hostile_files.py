@@ -10,8 +10,9 @@ import pytest
 
 from fedsim.deploy.bundle import check_bundle
 from fedsim.deploy.federation import Federation
+from fedsim.deploy.party_files import read_roster
 from fedsim.deploy.policy import Policy
-from fedsim.deploy.services import Node, SuperLink, read_roster
+from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 NODE = {

@@ -5,7 +5,8 @@ import pytest
 from fedsim.apps.server_app import roster_for
 from fedsim.config import RunConfig
 from fedsim.deploy.federation import Federation
-from fedsim.deploy.services import CLIENTS, read_roster, write_roster
+from fedsim.deploy.party_files import read_roster, write_roster
+from fedsim.deploy.services import CLIENTS
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
 

@@ -9,7 +9,8 @@ from flwr.serverapp import ServerApp
 
 from fedsim.cohorts import FullCohort
 from fedsim.deploy.flower_replacements import replace_dead_actors
-from fedsim.deploy.services import CLIENTS, read_roster
+from fedsim.deploy.party_files import read_roster
+from fedsim.deploy.services import CLIENTS
 from fedsim.engines import LocalGrid, RayGrid, StreamingGrid, array_record
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
