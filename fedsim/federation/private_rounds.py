@@ -34,7 +34,7 @@ from fedsim.federation.strategy_checks import (
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.ledger import privacy_spent
+from fedsim.privacy.flower_records import privacy_spent
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness

@@ -28,7 +28,8 @@ from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import Entry, History, Placement
 from fedsim.privacy.events import Event
-from fedsim.privacy.laws import FixedSizeLaw, FullLaw, Law
+from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
+from fedsim.privacy.laws import FixedSizeLaw
 from fedsim.privacy.ledger_file import Budget, LedgerFile
 from fedsim.privacy.statement import Statement
 
@@ -277,7 +278,7 @@ class Ledger(LedgerFile):
         if isinstance(event, Entry):
             planned = replace(event, sum=None)
         else:
-            planned = Entry(event=self._our_event(event).times(count), level=self.level)
+            planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
         made = (replace(line, sum=None) for line in self.history.attempts(planned))
         if any(planned.repeats(line) for line in made):
             return self.epsilon(delta) > budget
@@ -316,22 +317,6 @@ class Ledger(LedgerFile):
 
     # Flower's PrivacyAccountant protocol.
 
-    def _our_event(self, event: Event | GaussianPrivacyEvent) -> Event:
-        """What a Flower event costs.
-
-        The law is the declared one. Without a declaration a partial sample is what Flower's own
-        strategies draw: a fixed size without replacement.
-        """
-        if isinstance(event, Event):
-            return event
-        size, population = event.sample_size, event.population_size
-        law: Law = FullLaw(population=population)
-        if self.declared is not None:
-            law = self.declared.law.sampled(size, population)
-        elif size != population:
-            law = FixedSizeLaw(size=size, population=population)
-        return Event(noise_multiplier=event.noise_multiplier, law=law)
-
     @property
     def config(self) -> PrivacyConfig:
         """Flower's view of what is accounted for.
@@ -341,23 +326,7 @@ class Ledger(LedgerFile):
         FedsimError
             If there is no delta, or no declared event with a population.
         """
-        from flwr.serverapp import NeighboringRelation, PrivacyConfig, SamplingMethod
-
-        declared = self.declared
-        if declared is None or declared.law.population is None or self.delta is None:
-            raise FedsimError(
-                "Flower asks a ledger for delta and population: "
-                "give it delta=... and declared=Event.of(cohort, ...), with a population."
-            )
-        replaced = declared.adjacency == "replace-one"
-        relation = "REPLACE_ONE" if replaced else "ADD_OR_REMOVE_ONE"
-        return PrivacyConfig(
-            target_delta=self.delta,
-            population_size=declared.law.population,
-            neighboring_relation=NeighboringRelation[relation],
-            sampling_method=SamplingMethod[declared.law.flower],
-            max_epsilon=self.max_epsilon,
-        )
+        return privacy_config(self.declared, self.delta, self.max_epsilon)
 
     @property
     def num_releases(self) -> int:
@@ -370,7 +339,7 @@ class Ledger(LedgerFile):
         That clients are drawn independently is then declared by the user: Flower's own strategies
         draw a fixed number.
         """
-        ours = self._our_event(event).times(count)
+        ours = event_of(event, self.declared).times(count)
         declared = not isinstance(event, Event) and ours.law.rate < 1
         declared = declared and not isinstance(ours.law, FixedSizeLaw)
         self.record(Entry(event=ours, declared_by_user=declared), max_epsilon=math.inf)
@@ -412,15 +381,3 @@ class Ledger(LedgerFile):
                 self._load(b"\n".join([*data, b""]))
         elif self.lines[: len(data)] != data:
             raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
-
-
-def privacy_spent(cost: Cost) -> PrivacySpent:
-    """Flower's record of a cost."""
-    from flwr.serverapp import PrivacySpent
-
-    return PrivacySpent(
-        epsilon=cost.epsilon,
-        delta=cost.delta,
-        num_releases=cost.releases,
-        accounting_method=f"fedsim {cost.method}, {cost.adjacency}",
-    )

@@ -1,0 +1,70 @@
+"""What Flower's records of privacy mean here, and its records of what is accounted for here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Cost
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw, Law
+
+if TYPE_CHECKING:
+    from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
+
+
+def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Event:
+    """What a Flower event costs; an event of ours is its own.
+
+    The law is the declared one. Without a declaration a partial sample is what Flower's own
+    strategies draw: a fixed size without replacement.
+    """
+    if isinstance(event, Event):
+        return event
+    size, population = event.sample_size, event.population_size
+    law: Law = FullLaw(population=population)
+    if declared is not None:
+        law = declared.law.sampled(size, population)
+    elif size != population:
+        law = FixedSizeLaw(size=size, population=population)
+    return Event(noise_multiplier=event.noise_multiplier, law=law)
+
+
+def privacy_config(
+    declared: Event | None, delta: float | None, max_epsilon: float | None
+) -> PrivacyConfig:
+    """Flower's view of what a ledger accounts for.
+
+    Raises
+    ------
+    FedsimError
+        If there is no delta, or no declared event with a population.
+    """
+    from flwr.serverapp import NeighboringRelation, PrivacyConfig, SamplingMethod
+
+    if declared is None or declared.law.population is None or delta is None:
+        raise FedsimError(
+            "Flower asks a ledger for delta and population: "
+            "give it delta=... and declared=Event.of(cohort, ...), with a population."
+        )
+    replaced = declared.adjacency == "replace-one"
+    relation = "REPLACE_ONE" if replaced else "ADD_OR_REMOVE_ONE"
+    return PrivacyConfig(
+        target_delta=delta,
+        population_size=declared.law.population,
+        neighboring_relation=NeighboringRelation[relation],
+        sampling_method=SamplingMethod[declared.law.flower],
+        max_epsilon=max_epsilon,
+    )
+
+
+def privacy_spent(cost: Cost) -> PrivacySpent:
+    """Flower's record of a cost."""
+    from flwr.serverapp import PrivacySpent
+
+    return PrivacySpent(
+        epsilon=cost.epsilon,
+        delta=cost.delta,
+        num_releases=cost.releases,
+        accounting_method=f"fedsim {cost.method}, {cost.adjacency}",
+    )
