@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,9 +21,21 @@ from fedsim.training.side_effects import exact
 MOST_BYTES = 2**30
 """What the outputs of all examples may take; beyond it they are computed batch by batch."""
 
-_LATEST: OrderedDict[bytes, Tensor] = OrderedDict()
-_KEPT = 2
-"""Outputs that are kept for the next run of this process: of training and of test examples."""
+
+@dataclass
+class Outputs:
+    """Outputs of a stem ``[N, ...]``, and which stands where, by digests of what it is of."""
+
+    places: dict[bytes, int] = field(default_factory=dict)
+    rows: Tensor | None = None
+
+
+_LATEST: dict[bytes, Outputs] = {}
+"""Of the stem that this process used last, by its digest. Both stay in the process.
+
+The runs of a sweep differ in what comes after the stem and in how examples are split, and going
+through it may take longer than training does.
+"""
 
 # Modules whose output for an example is a function of that example.
 BY_EXAMPLE = (
@@ -93,31 +106,40 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _kept_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Outputs of the stem, from the run before where its stem and examples were the same.
-
-    The runs of a sweep differ in what comes after the stem, and going through it may take longer
-    than training does.
-    """
-    key = _digest(stem, data, examples, dtype)
-    outputs = _LATEST.pop(key, None)
-    if outputs is None:
+    """Outputs ``[N, ...]`` of the stem, computed for examples that no run had before."""
+    about = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
+    scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
+    key = _digest(*stem.state_dict().values(), *scale, about=about)
+    if key not in _LATEST:
+        _LATEST.clear()
+        _LATEST[key] = Outputs()
+    kept = _LATEST[key]
+    digests = [_digest(example) for example in data.x[examples].cpu()]
+    if kept.rows is not None and _too_many(len({*kept.places, *digests}), kept.rows[0]):
+        kept = _LATEST[key] = Outputs()
+    first = {digest: k for k, digest in reversed([*enumerate(digests)])}
+    new = sorted(k for digest, k in first.items() if digest not in kept.places)
+    if new:
         with exact(data.x.device):
-            outputs = _outputs(stem, data, examples, dtype)
-    if outputs is not None:
-        _LATEST[key] = outputs
-        while len(_LATEST) > _KEPT:
-            _LATEST.popitem(last=False)
-    return outputs
+            rows = _outputs(stem, data, examples[new], dtype)
+        if rows is None:
+            return None
+        kept.places |= {digests[k]: len(kept.places) + place for place, k in enumerate(new)}
+        kept.rows = rows if kept.rows is None else torch.cat([kept.rows, rows])
+    assert kept.rows is not None
+    return kept.rows[[kept.places[digest] for digest in digests]]
 
 
-def _digest(stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype) -> bytes:
-    """Of all that outputs depend on; it never leaves the process."""
-    digest = hashlib.blake2b(repr((stem, dtype, data.x.dtype, data.x.device)).encode())
-    for tensor in (*stem.state_dict().values(), data.x[examples], data.mean, data.std):
-        if tensor is not None:
-            digest.update(repr(tuple(tensor.shape)).encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+def _digest(*tensors: Tensor, about: str = "") -> bytes:
+    digest = hashlib.blake2b(about.encode())
+    for tensor in tensors:
+        digest.update(repr(tuple(tensor.shape)).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _too_many(count: int, output: Tensor) -> bool:
+    return count * output.numel() * output.element_size() > MOST_BYTES
 
 
 @torch.no_grad()
@@ -134,7 +156,7 @@ def _outputs(
             x = channels_last(x)
         features = stem(x)
         if outputs is None:
-            if count * features[0].numel() * features.element_size() > MOST_BYTES:
+            if _too_many(count, features[0]):
                 return None
             outputs = features.new_empty(count, *features.shape[1:])
         outputs[start : start + len(chunk)] = features[: len(chunk)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,21 +76,55 @@ def test_images_are_scaled_once() -> None:
     torch.testing.assert_close(found, model(images.float() / 255), rtol=1e-5, atol=1e-6)
 
 
-def test_outputs_are_computed_anew_only_where_the_stem_or_the_examples_differ() -> None:
-    data = clients(torch.float32)
-    model = stemmed(torch.float32)
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many examples each call of the stem is for, with nothing kept at first."""
+    counts: list[int] = []
+    through = module._outputs
+
+    def counted(stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype) -> Any:
+        counts.append(len(examples))
+        return through(stem, data, examples, dtype)
+
+    monkeypatch.setattr(module, "_LATEST", {})
+    monkeypatch.setattr(module, "_outputs", counted)
+    return counts
+
+
+def test_outputs_are_computed_anew_only_where_the_stem_or_the_examples_differ(
+    computed: list[int],
+) -> None:
+    data, model, every = clients(torch.float32), stemmed(torch.float32), sum(SIZES)
     first = behind_frozen_stem(model, data)[1].x
     again = behind_frozen_stem(stemmed(torch.float32), clients(torch.float32))[1].x
-    assert again.data_ptr() == first.data_ptr()
-    other_images = ClientData(data.x + 1, data.y, data.indices, data.mean, data.std)
-    other_scale = ClientData(data.x, data.y, data.indices, data.mean, data.std + 1)
-    fewer = ClientData(data.x, data.y, [data.indices[0]], data.mean, data.std)
-    for changed in (other_images, other_scale, fewer):
-        outputs = behind_frozen_stem(model, changed)[1].x
-        assert outputs.shape != first.shape or not torch.equal(outputs, first)
+    assert torch.equal(again, first)
+    assert computed == [every]
+    changed = data.x.clone()
+    changed[[5, 6]] += 1
+    other_images = ClientData(changed, data.y, data.indices, data.mean, data.std)
+    assert not torch.equal(behind_frozen_stem(model, other_images)[1].x, first)
+    assert computed == [every, 2]
+    other_scale = ClientData(data.x, data.y, data.indices, data.mean, data.std + 1e-6)
+    assert not torch.equal(behind_frozen_stem(model, other_scale)[1].x, first)
     with torch.no_grad():
         next(iter(model[0].parameters())).mul_(2)
     assert not torch.equal(behind_frozen_stem(model, data)[1].x, first)
+    assert computed == [every, 2, every, every]
+
+
+def test_however_examples_are_split_each_goes_through_once(computed: list[int]) -> None:
+    data, model = clients(torch.float32), stemmed(torch.float32)
+    whole = behind_frozen_stem(model, data)[1]
+    held_out = ClientData(data.x, data.y, [data.indices[2][::-1].copy()], data.mean, data.std)
+    rest = [data.indices[0], data.indices[3]]
+    trained_on = ClientData(data.x, data.y, rest, data.mean, data.std)
+    for split, owner in ((held_out, 2), (trained_on, 0)):
+        outputs = behind_frozen_stem(model, split)[1]
+        expected = whole.x[whole.indices[owner]]
+        if owner == 2:
+            expected = expected.flip(0)
+        assert torch.equal(outputs.x[outputs.indices[0]], expected)
+    assert computed == [sum(SIZES)]
 
 
 class Doubling(nn.Module):
@@ -117,9 +151,21 @@ def test_outputs_that_would_take_too_much_memory_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, data = stemmed(), clients()
-    monkeypatch.setattr(module, "_LATEST", OrderedDict())
+    monkeypatch.setattr(module, "_LATEST", {})
     monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8 - 1)
     assert behind_frozen_stem(model, data) == (model, data)
+
+
+def test_what_is_kept_never_takes_more_memory_than_one_run_may(
+    monkeypatch: pytest.MonkeyPatch, computed: list[int]
+) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 4)
+    data, model = clients(torch.float32), stemmed(torch.float32)
+    for k in range(3):
+        other = ClientData(data.x + k, data.y, data.indices, data.mean, data.std)
+        behind_frozen_stem(model, other)
+    assert computed == 3 * [sum(SIZES)]
+    assert [len(kept.rows) for kept in module._LATEST.values()] == [sum(SIZES)]
 
 
 def test_clients_without_any_data_leave_the_model_whole() -> None:
