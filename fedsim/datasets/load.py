@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import registry
-from fedsim.datasets.arrays import KEYS, Arrays
+from fedsim.arguments import check_arguments
+from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import arrays_of_tables
 from fedsim.errors import FedsimError
@@ -140,6 +141,12 @@ def dataset_of(data: object) -> Dataset:
                 f"data= lacks {', '.join(missing)}; a dict of arrays must have {', '.join(KEYS)} "
                 "(columns of a table go through fedsim.datasets.from_table)."
             )
+        for name in map(str, data):
+            if not name.endswith(("_train", "_test")) and name not in (*STATISTICS, *DECLARED):
+                raise FedsimError(
+                    f"data= has '{name}'; a name must end in _train or _test, or be one of "
+                    f"{', '.join((*STATISTICS, *DECLARED))}."
+                )
         arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
         return arrays.dataset("data")
     if isinstance(data, Mapping):
@@ -151,6 +158,7 @@ def dataset_of(data: object) -> Dataset:
     return Dataset.of("data", train, test, layout="as-is" if as_tensors else "auto")
 
 
+@check_arguments
 def from_table(
     train: Any,
     test: Any = None,
@@ -186,26 +194,35 @@ def from_table(
     >>> from_table(people, columns="y=ill", types="age=0:100,sex=f|m,ill=0|1").train.x.shape
     torch.Size([4, 3])
     """
-    tables = [_table(frame) for frame in (train, test) if frame is not None]
-    return arrays_of_tables(
-        tables[0], tables[1] if len(tables) > 1 else None, columns, types, normalize, where=name
-    ).dataset(name)
+    tests = None if test is None else _table(test)
+    arrays = arrays_of_tables(_table(train), tests, columns, types, normalize, where=name)
+    return arrays.dataset(name)
 
 
 def _table(frame: Any) -> dict[str, Sequence[Any]]:
     try:
-        table = {str(name): np.asarray(frame[name]).tolist() for name in frame}
+        names = [str(name) for name in frame]
+        table = {str(name): _column(frame[name]) for name in frame}
     except (TypeError, KeyError, IndexError, ValueError):
         raise FedsimError(
             f"a table is of type {type(frame).__name__}; it must be a data frame, or a mapping of "
             "names to columns."
         ) from None
+    if len(table) < len(names):
+        raise FedsimError(f"a table has the columns {', '.join(names)}; each needs another name.")
     lengths = {name: len(column) for name, column in table.items() if isinstance(column, list)}
     if len(lengths) < len(table) or len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise FedsimError(
             f"a table has columns of the lengths {lengths}; they must be equal, and above 0."
         )
     return table
+
+
+def _column(values: Any) -> Any:
+    array = np.asarray(values)
+    if array.dtype.kind in "mM":  # of nanoseconds a list would have whole numbers
+        array = array.astype(str)
+    return array.tolist()
 
 
 def _split(split: Any) -> dict[str, npt.NDArray[Any]]:

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim import regular_files
 from fedsim.datasets.arrays import Arrays
+from fedsim.datasets.column_types import (
+    CategoryType,
+    Column,
+    NumberType,
+    UnusableError,
+    declared_types,
+    found_type,
+    number,
+)
 from fedsim.errors import FedsimError
 
 _log = logging.getLogger("fedsim")
@@ -27,69 +35,10 @@ _log = logging.getLogger("fedsim")
 TEST_EVERY = 5
 """Of a table that comes in one piece, every fifth row is a test example."""
 
-MOST_CATEGORIES = 1000
 WILD = 10.0
 """A larger root mean square of an input makes steps of a usual size diverge."""
 
-Column = Sequence[Any]  # of numbers, or of anything that is written as text
 Table = Mapping[str, Column]
-
-
-@dataclass(frozen=True)
-class NumberType:
-    """A column of numbers, scaled to [0, 1] where a range ``low`` to ``high`` is declared."""
-
-    low: float = math.nan
-    high: float = math.nan
-    width: ClassVar[int] = 1
-
-    @property
-    def free(self) -> bool:
-        """Whether no range is declared."""
-        return math.isnan(self.low)
-
-    def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
-        """Numbers ``[N]``; one outside its range counts as the nearest end.
-
-        With ``protected`` a value that is none is NaN.
-        """
-        numbers = np.fromiter(map(_number, values), dtype=np.float64, count=len(values))
-        unusable = ~np.isfinite(numbers)
-        if unusable.any() and not protected:
-            raise _UnusableError(int(unusable.argmax()), "a finite number")
-        if not self.free:
-            numbers = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
-        return numbers
-
-    def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``[N, width]``: the numbers."""
-        return numbers[:, None]
-
-
-@dataclass(frozen=True)
-class CategoryType:
-    """A column of categories; of those found in the data where none are declared."""
-
-    values: tuple[str, ...] = ()
-    free: ClassVar[bool] = False
-
-    @property
-    def width(self) -> int:
-        """One feature for each category."""
-        return len(self.values)
-
-    def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
-        """Positions ``[N]`` among ``values``; with ``protected`` -1 for another value."""
-        places = {value: place for place, value in enumerate(self.values)}
-        codes = np.fromiter((places.get(str(v), -1) for v in values), np.int64, len(values))
-        if codes.min(initial=0) < 0 and not protected:
-            raise _UnusableError(int(codes.argmin()), f"one of {', '.join(self.values)}")
-        return codes
-
-    def features(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``[N, width]``: one-hot; all zero where a category is none of the column's."""
-        one_hot: npt.NDArray[Any] = codes[:, None] == np.arange(self.width)
-        return one_hot
 
 
 def read_table(path: Path, columns: str, types: str, normalize: bool, protected: bool) -> Arrays:
@@ -152,14 +101,14 @@ def arrays_of_tables(
         If a column lacks, a value is not of its column's type, or a setting cannot be read.
     """
     roles = _Roles.parse(columns, train, where)
-    declared = _declared_types(types, roles, where)
+    declared = declared_types(types, roles.inputs, roles.target, where)
     if test is None:
-        train, test = _split_rows(train)
+        train, test = _split_rows(train, where)
     for name in roles.names:
         if name not in test:
             raise FedsimError(f"{where} has no column '{name}' among its test examples.")
     kinds = {
-        name: declared.get(name) or _found_type(name, train[name], test[name], where)
+        name: declared.get(name) or found_type(name, train[name], test[name], where)
         for name in (*roles.inputs, roles.target)
     }
     columns_of_target = (train[roles.target], test[roles.target])
@@ -197,14 +146,20 @@ class _Roles:
     def parse(cls, columns: str, table: Table, where: str) -> _Roles:
         pairs = [pair.partition("=") for pair in columns.split(",") if pair.strip()]
         named = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
-        if "y" not in named or not all(named) or not all(named.values()):
+        if "y" not in named or len(named) < len(pairs) or not all((*named, *named.values())):
             raise FedsimError(
                 f"data.columns is '{columns}'; for {where} it must name the target's column, and "
-                "may name others, such as 'y=income,owner=hospital,x=age+sex'."
+                "may name others, each once, such as 'y=income,owner=hospital,x=age+sex'."
             )
         target, inputs = named.pop("y"), named.pop("x", "")
         others = [name for name in table if name not in (target, *named.values())]
         roles = cls(tuple(inputs.split("+")) if inputs else tuple(others), target, named)
+        for name in (*roles.inputs, target):
+            if (*roles.inputs, target).count(name) > 1:
+                raise FedsimError(
+                    f"data.columns is '{columns}'; '{name}' must be either the target of {where} "
+                    "or an input, and once."
+                )
         for name in roles.names:
             if name not in table:
                 raise FedsimError(
@@ -234,6 +189,12 @@ class _Reader:
         target = self._read(self.roles.target, table, split, tolerant)
         if self.are_classes:
             target = np.where(np.isnan(target), -1, target).astype(np.int64)
+            if target.min(initial=0) < 0 and not tolerant:
+                raise FedsimError(
+                    f"{self.where} has the class {target.min()} in column '{self.roles.target}'; "
+                    "classes that are numbers must be from 0 up, unless they are declared as "
+                    f"categories, such as data.types = '{self.roles.target}=-1|1'."
+                )
         elif isinstance(self.types[self.roles.target], NumberType):
             target = target.astype(np.float32)
         x = np.concatenate(features, axis=1).astype(np.float32)
@@ -271,74 +232,15 @@ class _Reader:
         values = table[name]
         try:
             return self.types[name].read(values, tolerant)
-        except _UnusableError as error:
+        except UnusableError as error:
             raise FedsimError(
                 f"{self.where} has '{values[error.row]}' in column '{name}' of its {split} example "
                 f"{error.row + 1}; it must be {error.wanted}."
             ) from None
 
 
-class _UnusableError(Exception):
-    """A value that its column's type does not have."""
-
-    def __init__(self, row: int, wanted: str) -> None:
-        self.row, self.wanted = row, wanted
-
-
-def _number(value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _declared_types(text: str, roles: _Roles, where: str) -> dict[str, NumberType | CategoryType]:
-    types: dict[str, NumberType | CategoryType] = {}
-    for pair in text.split(",") if text.strip() else ():
-        name, _, said = (part.strip() for part in pair.partition("="))
-        if name not in (*roles.inputs, roles.target):
-            raise FedsimError(
-                f"data.types names '{name}', which is neither an input nor the target of {where}; "
-                f"it must be one of {', '.join((*roles.inputs, roles.target))}."
-            )
-        types[name] = _declared_type(name, said)
-        if name == roles.target and isinstance(types[name], NumberType) and said != "number":
-            raise FedsimError(
-                f"data.types has '{name}={said}', a range, for the target, which is not scaled; it "
-                "must be number, or categories such as no|yes."
-            )
-    return types
-
-
-def _declared_type(name: str, said: str) -> NumberType | CategoryType:
-    if said == "number":
-        return NumberType()
-    if "|" in said and len(set(values := said.split("|"))) == len(values):
-        return CategoryType(tuple(value.strip() for value in values))
-    low, _, high = said.partition(":")
-    if -math.inf < _number(low) < _number(high) < math.inf:
-        return NumberType(float(low), float(high))
-    raise FedsimError(
-        f"data.types has '{name}={said}'; it must be number, a range such as 0:100, or different "
-        "categories such as no|yes."
-    )
-
-
-def _found_type(name: str, train: Column, test: Column, where: str) -> NumberType | CategoryType:
-    """Numbers where all values are; otherwise as many categories as occur."""
-    if all(not math.isnan(_number(value)) for column in (train, test) for value in column):
-        return NumberType()
-    values = sorted({str(value) for column in (train, test) for value in column})
-    if len(values) > MOST_CATEGORIES:
-        raise FedsimError(
-            f"{where} has {len(values):,} different texts in column '{name}', and there may be "
-            f"{MOST_CATEGORIES:,}; name inputs without it, as in data.columns = 'x=age+sex,y=ill'."
-        )
-    return CategoryType(tuple(values))
-
-
 def _are_whole(values: Column) -> bool:
-    return all(_number(value).is_integer() for value in values)
+    return all(number(value).is_integer() for value in values)
 
 
 def _plain_column(values: Column) -> npt.NDArray[Any]:
@@ -353,10 +255,15 @@ def _plain_column(values: Column) -> npt.NDArray[Any]:
         return texts
 
 
-def _split_rows(table: Table) -> tuple[Table, Table]:
+def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
     """Training and test rows of one table: every fifth is a test example."""
     columns = {name: np.asarray(column, dtype=object) for name, column in table.items()}
     count = len(next(iter(columns.values()), ()))
+    if count < TEST_EVERY:
+        raise FedsimError(
+            f"{where} has {count} rows; it must have {TEST_EVERY} or more, as every fifth is a "
+            "test example, or come with a table of test examples."
+        )
     is_test = np.arange(count) % TEST_EVERY == TEST_EVERY - 1
     parts = [{name: c[own] for name, c in columns.items()} for own in (~is_test, is_test)]
     return parts[0], parts[1]
@@ -377,7 +284,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
             rows = csv.reader(file, delimiter=separator, strict=True)
             columns: list[list[str]] = [[] for _ in names]
             known: dict[str, str] = {}  # equal texts are one object
-            for row in rows:
+            for row in filter(None, rows):  # an empty line is no row
                 if len(row) != len(names):
                     raise FedsimError(
                         f"{path} has {len(row)} values in line {rows.line_num + 1}; there must be "

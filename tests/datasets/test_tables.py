@@ -127,6 +127,16 @@ def test_ages_without_a_range_are_warned_of_because_steps_diverge_on_them(tmp_pa
         ("a,y\n", {"columns": "y=y"}, "has no rows"),
         ("", {"columns": "y=y"}, "its first line must name the columns"),
         ('a,y\n"1,2\n', {"columns": "y=y"}, "could not be read"),
+        (PEOPLE, {"columns": "y=income,y=age"}, "others, each once"),
+        (PEOPLE, {"columns": "y=income,x=age+income"}, "either the target of .* or an input"),
+        (PEOPLE, {"columns": "y=income,x=age+age"}, "'age' must be either .* and once"),
+        (PEOPLE, {"columns": COLUMNS, "types": "age=0:9,age=number"}, "names 'age' twice"),
+        (PEOPLE, {"columns": COLUMNS, "types": "sex=f|m| f"}, "different categories"),
+        (PEOPLE + ",f,1,west,low\n", {"columns": COLUMNS}, "no value in column 'age' .* example 6"),
+        (PEOPLE + "3,f,NaN,west,low\n", {"columns": COLUMNS}, "no value in column 'hours'"),
+        (PEOPLE + "3,f,1,west,\n", {"columns": COLUMNS}, "no value in column 'income'"),
+        ("a,y\n" + "1,-1\n2,1\n" * 5, {"columns": "y=y"}, "class -1 in column 'y'.*'y=-1|1'"),
+        ("a,y\n1,0\n2,1\n", {"columns": "y=y"}, "has 2 rows; it must have 5 or more"),
     ],
 )
 def test_a_table_that_cannot_be_is_one_sentence(tmp_path, text, settings, sentence):
@@ -134,6 +144,31 @@ def test_a_table_that_cannot_be_is_one_sentence(tmp_path, text, settings, senten
     path.write_text(text)
     with pytest.raises(FedsimError, match=sentence):
         datasets.load(str(path), **settings)
+
+
+def test_an_empty_line_is_no_row(people, tmp_path):
+    path = tmp_path / "gaps.csv"
+    path.write_text(PEOPLE.replace("\n", "\n\n"))
+    ours, theirs = (datasets.load(str(p), columns=COLUMNS, types=TYPES) for p in (path, people))
+    assert torch.equal(ours.train.x, theirs.train.x)
+
+
+def test_negative_classes_are_declared_as_categories(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n" + "1,-1\n2,1\n" * 5)
+    data = datasets.load(str(path), columns="y=y", types="y=-1|1")
+    assert data.train.y.unique().tolist() == [0, 1]
+
+
+def test_a_column_of_numbers_that_has_a_text_is_categories_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,y\n" + "".join(f"{i},x{i},{i % 2}\n" for i in range(9)) + "NA,x,0\n")
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        assert datasets.load(str(path), columns="y=y").train.x.shape == (8, 20)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has numbers in column 'a', but also 'NA', so that each of its 10 values is a "
+        "category: if it is meant to be a number, mend what is none."
+    ]
 
 
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path):
@@ -213,7 +248,34 @@ def test_a_data_frame_makes_the_numbers_that_its_file_makes(people):
         datasets.from_table(frame, columns=COLUMNS, types="sex=f|x")
 
 
-@pytest.mark.parametrize("frame", [3, {"a": [1, 2], "y": [1]}, {"a": 3}, {}, [[1, 2], [3, 4]]])
+def test_a_data_frames_own_types_are_read_as_its_file_is(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    columns = {
+        "day": pandas.date_range("2024-01-01", periods=10),
+        "open": [True, False] * 5,
+        "kind": pandas.Categorical(["x", "y"] * 5),
+        "count": pandas.array(range(10), dtype="Int64"),
+        "y": [True, False] * 5,
+    }
+    frame = pandas.DataFrame(columns)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    ours = datasets.from_table(frame, columns="y=y")
+    theirs = datasets.load(str(tmp_path / "t.csv"), columns="y=y")
+    assert ours.train.x.shape == (8, 10 + 2 + 2 + 1)
+    assert torch.equal(ours.train.x, theirs.train.x)
+    assert torch.equal(ours.train.y, theirs.train.y)
+    for column in columns:
+        frame = pandas.DataFrame(columns).astype({"open": "boolean", "y": "boolean"})
+        frame.loc[3, column] = None
+        with pytest.raises(FedsimError, match=f"no value in column '{column}' .* example 4"):
+            datasets.from_table(frame, columns="y=y")
+    with pytest.raises(FedsimError, match="columns a, a, y; each needs another name"):
+        datasets.from_table(pandas.DataFrame([[1, 2, 0]] * 9, columns=list("aay")), columns="y=y")
+
+
+@pytest.mark.parametrize(
+    "frame", [None, 3, {"a": [1, 2], "y": [1]}, {"a": 3}, {}, [[1, 2], [3, 4]]]
+)
 def test_what_is_no_table_is_one_sentence(frame):
     with pytest.raises(FedsimError, match="a table "):
         datasets.from_table(frame, columns="y=y")
@@ -255,6 +317,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     "data",
     [
+        {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y, "owner": Y},
         3, "digits", X, (X, Y, X), {"x": X, "y": Y}, {"x_train": X, "y_train": Y}, (X, Y), [(X, Y)],
         {"train": 3, "test": 4}, ((X, [[1], [1, 2]]), (X, Y)), (X[:6], Y[:5]),
         ((X, Y), Stream()),

@@ -1,0 +1,178 @@
+"""What a column of a table holds: numbers or categories, as declared or as found in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+
+_log = logging.getLogger("fedsim")
+
+MOST_CATEGORIES = 1000
+
+Column = Sequence[Any]  # of numbers, or of anything that is written as text
+
+
+@dataclass(frozen=True)
+class NumberType:
+    """A column of numbers, scaled to [0, 1] where a range ``low`` to ``high`` is declared."""
+
+    low: float = math.nan
+    high: float = math.nan
+    width: ClassVar[int] = 1
+
+    @property
+    def free(self) -> bool:
+        """Whether no range is declared."""
+        return math.isnan(self.low)
+
+    def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
+        """Numbers ``[N]``; one outside its range counts as the nearest end.
+
+        With ``protected`` a value that is none is NaN.
+        """
+        numbers = np.fromiter(map(number, values), dtype=np.float64, count=len(values))
+        unusable = ~np.isfinite(numbers)
+        if unusable.any() and not protected:
+            raise UnusableError(int(unusable.argmax()), "a finite number")
+        if not self.free:
+            numbers = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
+        return numbers
+
+    def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[N, width]``: the numbers."""
+        return numbers[:, None]
+
+
+@dataclass(frozen=True)
+class CategoryType:
+    """A column of categories; of those found in the data where none are declared."""
+
+    values: tuple[str, ...] = ()
+    free: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """One feature for each category."""
+        return len(self.values)
+
+    def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
+        """Positions ``[N]`` among ``values``; with ``protected`` -1 for another value."""
+        places = {value: place for place, value in enumerate(self.values)}
+        codes = np.fromiter((places.get(str(v), -1) for v in values), np.int64, len(values))
+        if codes.min(initial=0) < 0 and not protected:
+            raise UnusableError(int(codes.argmin()), f"one of {', '.join(self.values)}")
+        return codes
+
+    def features(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[N, width]``: one-hot; all zero where a category is none of the column's."""
+        one_hot: npt.NDArray[Any] = codes[:, None] == np.arange(self.width)
+        return one_hot
+
+
+def declared_types(
+    text: str, inputs: Sequence[str], target: str, where: str
+) -> dict[str, NumberType | CategoryType]:
+    """What ``data.types`` says of inputs and target.
+
+    Raises
+    ------
+    FedsimError
+        If it cannot be read, or names a column twice or one that is neither.
+    """
+    types: dict[str, NumberType | CategoryType] = {}
+    for pair in text.split(",") if text.strip() else ():
+        name, _, said = (part.strip() for part in pair.partition("="))
+        if name not in (*inputs, target):
+            raise FedsimError(
+                f"data.types names '{name}', which is neither an input nor the target of {where}; "
+                f"it must be one of {', '.join((*inputs, target))}."
+            )
+        if name in types:
+            raise FedsimError(f"data.types names '{name}' twice; it must say one type of a column.")
+        types[name] = _declared_type(name, said)
+        if name == target and isinstance(types[name], NumberType) and said != "number":
+            raise FedsimError(
+                f"data.types has '{name}={said}', a range, for the target, which is not scaled; it "
+                "must be number, or categories such as no|yes."
+            )
+    return types
+
+
+def _declared_type(name: str, said: str) -> NumberType | CategoryType:
+    if said == "number":
+        return NumberType()
+    values = tuple(value.strip() for value in said.split("|"))
+    if len(values) > 1 and len(set(values)) == len(values):
+        return CategoryType(values)
+    low, _, high = said.partition(":")
+    if -math.inf < number(low) < number(high) < math.inf:
+        return NumberType(float(low), float(high))
+    raise FedsimError(
+        f"data.types has '{name}={said}'; it must be number, a range such as 0:100, or different "
+        "categories such as no|yes."
+    )
+
+
+def found_type(name: str, train: Column, test: Column, where: str) -> NumberType | CategoryType:
+    """Numbers where all values are; otherwise as many categories as occur.
+
+    Raises
+    ------
+    FedsimError
+        If a value is missing, or there are too many categories.
+    """
+    is_number = []
+    for split, column in (("training", train), ("test", test)):
+        for row, value in enumerate(column):
+            if _is_missing(value):
+                raise FedsimError(
+                    f"{where} has no value in column '{name}' of its {split} example {row + 1}; "
+                    "fill it in, leave out the row or the column, or declare the column's "
+                    "categories (data.types)."
+                )
+            is_number.append(not isinstance(value, bool) and not math.isnan(number(value)))
+    if all(is_number):
+        return NumberType()
+    values = sorted({str(value) for column in (train, test) for value in column})
+    if len(values) > MOST_CATEGORIES:
+        raise FedsimError(
+            f"{where} has {len(values):,} different texts in column '{name}', and there may be "
+            f"{MOST_CATEGORIES:,}; name inputs without it, as in data.columns = 'x=age+sex,y=ill'."
+        )
+    if any(is_number):
+        text = [*train, *test][is_number.index(False)]
+        _log.warning(
+            "%s has numbers in column '%s', but also '%s', so that each of its %s values is a "
+            "category: if it is meant to be a number, mend what is none.",
+            where, name, text, f"{len(values):,}",
+        )  # fmt: skip
+    return CategoryType(tuple(values))
+
+
+def _is_missing(value: object) -> bool:
+    """Whether a file or a data frame has nothing here."""
+    text = str(value).strip()
+    return value is None or text in ("", "<NA>", "NaT") or text.lower() == "nan"
+
+
+def number(value: object) -> float:
+    """What a value says, NaN if that is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+class UnusableError(Exception):
+    """A value that its column's type does not have."""
+
+    def __init__(self, row: int, wanted: str) -> None:
+        self.row, self.wanted = row, wanted
