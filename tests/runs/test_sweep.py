@@ -72,9 +72,23 @@ def test_runs_of_a_sweep_end_with_the_same_bytes_as_alone(overs: list[str], tmp_
         assert together.read_text().count("\n") == apart.read_text().count("\n")
 
 
-def test_each_run_keeps_its_own_frozen_parameters(tmp_path: Path) -> None:
-    base = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
-    grid = grid_runs(base, parse_axes(["seed=1,2"]))
+ADAPTED = {"adapter.name": "lora", "adapter.rank": 2, "adapter.targets": "fc1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({"model.trainable": "fc2.*"}, "seed=1,2"),
+        (ADAPTED, "seed=1,2"),
+        (ADAPTED, "adapter.alpha=1.0,8.0"),
+        (ADAPTED, "adapter.factors=both,frozen-a"),
+    ],
+)
+def test_each_run_keeps_its_own_frozen_parameters_and_adapter(
+    settings: dict[str, Any], over: str, tmp_path: Path
+) -> None:
+    base = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "rounds": 2, **settings})
+    grid = grid_runs(base, parse_axes([over]))
     run_sweep(grid, tmp_path)
     fedsim.run(grid[1].config, out=tmp_path / "alone")
     assert RunDirectory(tmp_path / grid[1].label).model.read_bytes() == (

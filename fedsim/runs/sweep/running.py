@@ -207,6 +207,14 @@ def _reached(directory: RunDirectory) -> RunState | None:
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
+# Tables that no trainer reads. Clients are numbered by run, and their examples are those of its
+# partition; whatever other table differs, the runs are made apart.
+_SERVERS_OWN = (
+    "partition", "cohort", "mechanism", "noise", "secagg", "privacy", "server", "devices",
+    "evaluate", "checkpoint", "stop", "log",
+)  # fmt: skip
+
+
 def _shared_work(run: SweepRun) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all but the numbers that each may have."""
     config = run.config
@@ -215,14 +223,13 @@ def _shared_work(run: SweepRun) -> tuple[object, ...]:
         return (run.label,)
     free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
     # Frozen parameters are the trainer's, and start from the seed.
-    seed = config.seed if config.model.trainable else None
+    frozen = config.model.trainable or config.adapter.name != "none"
     return (
-        seed,
+        config.seed if frozen else None,
         *(
             (key, value)
             for key, value in config.to_run_config().items()
-            if key.split(".")[0] in ("data", "model", "task", "client", "engine")
-            and key not in free
+            if "." in key and key.split(".")[0] not in _SERVERS_OWN and key not in free
         ),
     )
 
