@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fedsim.audit import catalogue
 from fedsim.audit import noise_checks as noise
-from fedsim.audit import sampling_checks as sampling
 from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.outside import causes
@@ -41,32 +41,10 @@ LOOKS_GAUSSIAN = 0.01
 """P-value of the shape of noise above which it is taken to be Gaussian."""
 
 _NOISE = (
-    ("size in each layer", noise.layer_sizes, "another size in an array"),
-    ("size in each coordinate", noise.coordinate_sizes, "a coordinate without noise"),
-    ("mean", noise.means, "something is added beside noise"),
-    ("exact repeats", noise.exact_repeats, "noise is used again"),
-    ("pairs of rounds", noise.round_pairs, "noise is used again"),
-    (
-        "pairs of rounds, without signs",
-        noise.round_pairs_without_signs,
-        "noise is used again with other signs",
-    ),
-    ("pairs of coordinates", noise.coordinate_pairs, "coordinates share noise"),
+    *(noise.layer_sizes, noise.coordinate_sizes, noise.means, noise.exact_repeats),
+    *(noise.round_pairs, noise.round_pairs_without_signs, noise.coordinate_pairs),
 )
-_GAUSSIAN = (
-    ("extreme values", noise.extremes, "noise is truncated"),
-    ("shape of the distribution", noise.shape, "not Gaussian"),
-)
-_SAMPLES = (
-    ("sampled ids", sampling.ids, "sampling with replacement"),
-    ("sizes", sampling.sizes, "another sampler, or rate"),
-    ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
-    ("inclusion frequencies", sampling.frequencies, causes.UNEVEN_SAMPLING),
-    ("pairs sampled together", sampling.together, "rows are not drawn independently"),
-    ("overlap of rounds", sampling.overlaps, "a draw is used again"),
-    ("rounds after being sampled", sampling.succession, causes.DEPENDENT_ROUNDS),
-    ("periodicity", sampling.periodicity, causes.DEPENDENT_ROUNDS),
-)
+_GAUSSIAN = (noise.extremes, noise.shape)
 
 
 @dataclass(eq=False)
@@ -123,7 +101,7 @@ class TargetAudit:
             )
         samples = self._samples([silent, results[0].present])
         findings = [*self._noise_findings(silent), *self._row_findings(results, silent, samples)]
-        findings += [*self._sample_findings(samples)]
+        findings += [] if samples is None else causes.sample_causes(samples)
         findings += [zero_rows, *self._epsilon_findings()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
@@ -194,13 +172,11 @@ class TargetAudit:
         yield _named(present, "noise", "presence", causes.absence_cause(moves))
         if not present.p_value:
             return
-        tests = list(_NOISE)
-        if self.claim.noise_multiplier is not None and not self.claim.adaptive:
-            tests += _GAUSSIAN
+        tests = _NOISE if self.claim.adaptive else (*_NOISE, *_GAUSSIAN)
         sample = self._sample(silent)
         if self.claim.noise_multiplier is not None:
-            for name, finding in causes.noise_causes(sample, tests):
-                yield _named(finding, "noise", name, finding.cause)
+            checks = [check for check in catalogue.NOISE if check.test in tests]
+            yield from causes.noise_causes(sample, checks)
         if self.claim.adaptive:
             falls = follows_rows(silent, sample.looked_at)
             yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
@@ -251,11 +227,6 @@ class TargetAudit:
             return None
         event, population = self.claim.claim.events[0], self.claim.population
         return Sampled.of(ids, event, population, self.claim.row + "s")
-
-    def _sample_findings(self, samples: Sampled | None) -> Iterator[Finding]:
-        if samples is not None:
-            for name, finding in causes.sample_causes(samples, _SAMPLES):
-                yield _named(finding, "sampler", name, finding.cause)
 
     def _epsilon_findings(self) -> list[Finding]:
         claim = self.claim

@@ -8,14 +8,14 @@ test passes at the rate that was measured. Names decide nothing: violations are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from fedsim.audit.checks import Finding, Floats
-from fedsim.audit.noise_checks import NoiseSample, layer_sizes, round_sizes
+from fedsim.audit.catalogue import of_draws
+from fedsim.audit.checks import Check, Finding, Floats
+from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.outside.attacks import (
     CLIPPED_ARRAYS,
     CLIPPED_SUM,
@@ -25,16 +25,13 @@ from fedsim.audit.outside.attacks import (
 )
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.audit.outside.observations import AttackResult
-from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread, succession
 from fedsim.privacy.laws import Inclusion
 
 CHANCE = 1e-4
 """P-value above which a test is taken to pass."""
 CLEAR_EXCESS, SAME_SHIFT, RELATIVE_ERROR = 1.05, 1.3, 0.1
 """Factors: further than is claimed, and alike; a relative difference that errors explain."""
-
-Tests = Sequence[tuple[str, Callable[[Any], Finding], str]]
-"""A name, a test of a `NoiseSample` or of `Sampled`, and what it means alone."""
 
 REUSED_NOISE = "noise is used again"
 NO_NOISE = "an array has no noise"
@@ -53,26 +50,26 @@ def absence_cause(moves: Floats) -> str:
     return "noise is the same in every run" if repeated else "noise is left out"
 
 
-def noise_causes(sample: NoiseSample, tests: Tests) -> Iterator[tuple[str, Finding]]:
-    """What tests of noise find, by the name of each; a cause of several is named for all."""
-    results = {name: replace(test(sample), cause=cause) for name, test, cause in tests}
-    failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
-    by_name = {name: test for name, test, _ in tests}
+def noise_causes(sample: NoiseSample, checks: Sequence[Check]) -> Iterable[Finding]:
+    """What checks of noise find; a cause of several is named for all."""
+    results = {check.test: check.find(sample) for check in checks}
+    results[layer_sizes] = replace(results[layer_sizes], cause=ARRAY_SIZES)
+    failing = {test for test, finding in results.items() if finding.p_value <= CHANCE}
     for cause, reduced in _reduced_samples(sample):
-        passing = {name for name in failing if by_name[name](reduced).p_value > CHANCE}
+        passing = {test for test in failing if test(reduced).p_value > CHANCE}
         # Of noise that has another distribution no scale is the cause.
-        if "shape of the distribution" in failing - passing:
+        if shape in failing - passing:
             continue
-        results |= {name: replace(results[name], cause=cause) for name in passing}
+        results |= {test: replace(results[test], cause=cause) for test in passing}
         failing -= passing
-    if "exact repeats" in failing:
-        results |= {name: replace(results[name], cause=REUSED_NOISE) for name in failing}
-    elif "shape of the distribution" in failing:
+    if exact_repeats in failing:
+        results |= {test: replace(results[test], cause=REUSED_NOISE) for test in failing}
+    elif shape in failing:
         largest = float(np.abs(sample.z).max())
         truncated = largest < math.sqrt(2 * math.log(sample.z.size)) - 0.5
         cause = "noise is truncated" if truncated else NOT_GAUSSIAN
-        results |= {name: replace(results[name], cause=cause) for name in failing}
-    yield from results.items()
+        results |= {test: replace(results[test], cause=cause) for test in failing}
+    return results.values()
 
 
 def _reduced_samples(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
@@ -168,44 +165,32 @@ def oversampling(samples: Sampled | None) -> float:
     return float(samples.membership.mean()) / samples.law.one
 
 
-def sample_causes(samples: Sampled, tests: Tests) -> Iterator[tuple[str, Finding]]:
-    """What tests of samples find, by the name of each."""
+def sample_causes(samples: Sampled) -> Iterable[Finding]:
+    """What checks of samples find; a cause of several is named for all."""
     results = {
-        name: replace(test(evidence), cause=cause)
-        for name, test, cause in tests
-        if (evidence := _evidence(samples, name)) is not None
+        check.test: check.find(evidence)
+        for gather, checks in of_draws(lambda: samples)
+        if (evidence := gather()) is not None
+        for check in checks
     }
-    failing = {name for name, finding in results.items() if finding.p_value <= CHANCE}
+    failing = {test for test, finding in results.items() if finding.p_value <= CHANCE}
     law, (rounds, n) = samples.law, samples.membership.shape
     if failing and not samples.broken and law is not None and law.size is None:
         rate = float(samples.membership.mean())
         at_rate = replace(samples, law=Inclusion(rate, rate**2, None))
-        explained = {
-            name for name, test, _ in tests if name in failing and test(at_rate).p_value > CHANCE
-        }
+        explained = {test for test in failing if test(at_rate).p_value > CHANCE}
         variance = rate * (1 - rate)
         uneven = np.square(samples.membership.sum(0) - rounds * rate).mean() > rounds * variance
         cause = OVERSAMPLED if rate > law.one else UNDERSAMPLED
-        if "inclusion frequencies" in failing - explained and uneven:
+        if frequencies in failing - explained and uneven:
             cause = UNEVEN_SAMPLING
-        results |= {name: replace(results[name], cause=cause) for name in explained}
+        results |= {test: replace(results[test], cause=cause) for test in explained}
         # Cohorts of too many sizes, rows that take turns: what one draw says of another.
-        dependent = set() if uneven else {"inclusion frequencies"}
+        dependent = set() if uneven else {frequencies}
         if samples.membership.sum(1).var() > n * variance:
-            dependent.add("spread of sizes")
-        if "rounds after being sampled" in failing - explained:
-            dependent |= {"inclusion frequencies", "overlap of rounds"}
-        for name in dependent & (failing - explained):
-            results[name] = replace(results[name], cause=DEPENDENT_ROUNDS)
-    yield from results.items()
-
-
-def _evidence(samples: Sampled, name: str) -> Sampled | None:
-    """What a test of this name needs of samples."""
-    if name == "sampled ids":
-        return samples
-    if name == "sizes":
-        return samples.known
-    if name in ("spread of sizes", "rounds after being sampled", "periodicity"):
-        return samples.alike
-    return samples.at_random
+            dependent.add(spread)
+        if succession in failing - explained:
+            dependent |= {frequencies, overlaps}
+        for test in dependent & (failing - explained):
+            results[test] = replace(results[test], cause=DEPENDENT_ROUNDS)
+    return results.values()
