@@ -44,21 +44,21 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     The handlers that were there before are called as well, and so know why the run ended; where
     SIGTERM would have ended the process, it does so once the context is left.
     """
-    asked = False
+    ending = False
     terminated = False
     before: dict[int, object] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked, terminated
+        nonlocal ending, terminated
         handler = before[number]
-        if asked:
+        if ending:
             raise KeyboardInterrupt
-        asked = True
+        ending = True
         if callable(handler):
             with suppress(KeyboardInterrupt):
                 handler(number, frame)
         elif handler is signal.SIG_IGN:
-            asked = False
+            ending = False
             return
         else:
             terminated = number == signal.SIGTERM

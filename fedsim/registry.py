@@ -166,10 +166,10 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
         of, _, name = point.name.partition(".")
         if of != kind or not allowed_code.now().allows_plugin(point.module):
             continue
-        taken = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
-        if taken:
+        owner = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
+        if owner:
             raise FedsimError(
-                f"the plugin {point.value} is called {kind} '{name}', which is {taken}; rename it "
+                f"the plugin {point.value} is called {kind} '{name}', which is {owner}; rename it "
                 f"in the entry points ({PLUGINS}) of its package, or uninstall that."
             )
         points[name] = point

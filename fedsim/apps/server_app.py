@@ -114,8 +114,8 @@ class _Log(Callback):
 
     def on_round(self, status: RunStatus) -> None:
         row = status.row
-        told = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
-        _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in told.items()))
+        shown = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
+        _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in shown.items()))
 
 
 def _show_our_log() -> None:

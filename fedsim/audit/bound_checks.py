@@ -93,18 +93,18 @@ def shaped(states: Sequence[State]) -> bool:
     return len(changing) > 1 or any(first[name].numel() > 1 for name in changing)
 
 
-def in_units(seen: Observation, target: Target) -> tuple[Floats, Floats]:
+def in_units(observed: Observation, target: Target) -> tuple[Floats, Floats]:
     """Noise of a run in which all clients sent zero: ``[rounds, d]`` twice.
 
     First over its noise multiplier, then in steps of the grid that it lies on: NaN in rounds where
     float64 parameters are too coarse to show these.
     """
     denominator = target.plan.denominator
-    units, steps = np.empty_like(seen.moves), np.empty_like(seen.moves)
-    reached = np.abs(np.cumsum(seen.moves, axis=0)) + np.abs(seen.moves)
+    units, steps = np.empty_like(observed.moves), np.empty_like(observed.moves)
+    reached = np.abs(np.cumsum(observed.moves, axis=0)) + np.abs(observed.moves)
     known: State | None = None
-    for index, (move, count) in enumerate(zip(seen.moves, seen.sizes, strict=True)):
-        state = seen.states[min(index, len(seen.states) - 1)]
+    for index, (move, count) in enumerate(zip(observed.moves, observed.sizes, strict=True)):
+        state = observed.states[min(index, len(observed.states) - 1)]
         if known is None or not _same(state, known):
             scale, known = Scale.of(target.mechanism, state, target.layout), state
         units[index] = ((move - scale.center) * denominator - count * scale.zero) / scale.half
@@ -145,9 +145,9 @@ class MeasuredNoise:
         width = min(layer.stop - layer.start for layer in layers)
         return cls(stds, width * (units.size // units.shape[-1]), len(layers))
 
-    def of_round(self, seen: Observation, index: int, target: Target) -> Floats:
+    def of_round(self, observed: Observation, index: int, target: Target) -> Floats:
         """Standard deviation of a move in the round with this index, ``[d]``."""
-        state = seen.states[min(index, len(seen.states) - 1)]
+        state = observed.states[min(index, len(observed.states) - 1)]
         half = Scale.of(target.mechanism, state, target.layout).half
         return self.stds * half / target.plan.denominator
 
@@ -168,7 +168,7 @@ class Moved:
     noise : MeasuredNoise
     shares : tuple of float
         Parts of its square that are moves of parameters, and of scalars that are released.
-    beside : int
+    scalar_degrees : int
         Degrees of freedom of these scalars' variances.
     """
 
@@ -178,7 +178,7 @@ class Moved:
     allowed: float
     noise: MeasuredNoise
     shares: tuple[float, float] = (1.0, 0.0)
-    beside: int = 1
+    scalar_degrees: int = 1
 
 
 def bounded(moved: Moved | Finding) -> Finding:
@@ -193,7 +193,7 @@ def bounded(moved: Moved | Finding) -> Finding:
         return moved
     noise, allowed = moved.noise, moved.allowed
     parts = np.array(moved.shares) / (sum(moved.shares) or 1.0)
-    degrees = 1 / float((np.square(parts) / [noise.values, moved.beside]).sum())
+    degrees = 1 / float((np.square(parts) / [noise.values, moved.scalar_degrees]).sum())
 
     def p(lengths: Floats, _: object) -> Floats:
         squares = np.square(np.maximum(lengths, 1e-150))
@@ -211,11 +211,11 @@ def allowed_length(event: Event) -> float:
 
 
 def scalars_moved(
-    absent: Observation, seen: Observation, stds: Mapping[str, float]
+    absent: Observation, present: Observation, stds: Mapping[str, float]
 ) -> tuple[float, str | None]:
     """How far released scalars moved in the last round, and one that did and has no noise."""
     farthest, without_noise = 0.0, None
-    before, after = (run.statistics[-1] if run.statistics else {} for run in (absent, seen))
+    before, after = (run.statistics[-1] if run.statistics else {} for run in (absent, present))
     for name, std in stds.items():
         difference = abs(after.get(name, 0.0) - before.get(name, 0.0))
         if difference <= 1e-12 * (1 + abs(before.get(name, 0.0))):
@@ -231,13 +231,13 @@ def scalars_moved(
 class GradientRecorder(LocalAlgorithm):
     """Notes every gradient that it is given, and leaves the parameters unchanged."""
 
-    seen: list[tuple[int, int, Tensor]] = field(
+    gradients: list[tuple[int, int, Tensor]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
         """Note the round, the step and the gradient."""
-        self.seen.append((step.round, step.index, gradient.dense().clone()))
+        self.gradients.append((step.round, step.index, gradient.dense().clone()))
 
 
 def own_examples(resolved: Resolved) -> Finding:
@@ -308,7 +308,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
     )
     for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
         pass
-    ((_, _, gradient),) = recorder.seen
+    ((_, _, gradient),) = recorder.gradients
     mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
     scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
     return np.asarray((mean - scale.center) * len(y) / scale.half)

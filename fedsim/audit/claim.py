@@ -198,12 +198,12 @@ def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) 
 def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether every release has its line in the ledger, written before the release is seen."""
 
-    def uncharged(seen: Observation) -> str | None:
-        lines = {entry.round for entry in seen.entries}
-        for index in np.flatnonzero((seen.moves != 0).any(1)).tolist():
+    def uncharged(run: Observation) -> str | None:
+        lines = {entry.round for entry in run.entries}
+        for index in np.flatnonzero((run.moves != 0).any(1)).tolist():
             if index + 1 not in lines:
                 return f"round {index + 1} moved the model and has no line"
-            if index < len(seen.charged) and seen.charged[index] <= index:
+            if index < len(run.charged) and run.charged[index] <= index:
                 return f"round {index + 1} was seen before its line was written"
         return None
 
@@ -213,8 +213,8 @@ def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any
 def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether every line says what the plan does."""
 
-    def other(seen: Observation) -> str | None:
-        for entry in seen.entries:
+    def other(run: Observation) -> str | None:
+        for entry in run.entries:
             expected = planned.charge(entry.round or 0)
             if entry.event != expected:
                 return f"round {entry.round} says {_words(entry.event)}, not {_words(expected)}"
@@ -226,8 +226,8 @@ def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) 
 def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether no round has two lines."""
 
-    def twice(seen: Observation) -> str | None:
-        rounds = [entry.round for entry in seen.entries]
+    def twice(run: Observation) -> str | None:
+        rounds = [entry.round for entry in run.entries]
         return "a round has two lines" if len(set(rounds)) != len(rounds) else None
 
     return _of_runs(runs, twice, "no round twice")
@@ -236,11 +236,11 @@ def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Fin
 def rounds_as_planned(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
     """Whether runs release as many rounds as were planned."""
 
-    def fewer(seen: Observation) -> str | None:
-        if seen.ended:
-            return f"a run ended early: {seen.ended}"
-        few = seen.released != len(seen.moves)
-        return f"{seen.released} of {len(seen.moves)} rounds moved the model" if few else None
+    def fewer(run: Observation) -> str | None:
+        if run.ended:
+            return f"a run ended early: {run.ended}"
+        few = run.released != len(run.moves)
+        return f"{run.released} of {len(run.moves)} rounds moved the model" if few else None
 
     return _of_runs(runs, fewer, "as many as planned")
 
@@ -248,10 +248,8 @@ def rounds_as_planned(runs: Sequence[Observation], planned: ReleasePlan[Any]) ->
 def _of_runs(
     runs: Sequence[Observation], find: Callable[[Observation], str | None], expected: str
 ) -> Finding:
-    looked = f"{sum(len(seen.moves) for seen in runs):,} rounds in {len(runs)} runs"
-    return invariant(
-        looked, next((wrong for seen in runs if (wrong := find(seen))), None), expected
-    )
+    looked = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
+    return invariant(looked, next((wrong for run in runs if (wrong := find(run))), None), expected)
 
 
 def _words(event: Event) -> str:

@@ -68,7 +68,7 @@ def audit_config(
     Returns
     -------
     verdict : Verdict
-    assumed : mapping of name to sentence
+    assumptions : mapping of name to sentence
 
     Raises
     ------
@@ -81,7 +81,7 @@ def audit_config(
     check(resolved)
     evidence = ConfigEvidence(resolved, seed)
     results: list[Finding] = []
-    assumed: dict[str, str] = {}
+    assumptions: dict[str, str] = {}
     if checks:
         with silenced_logs():
             for clients in evidence.of_examples(max(20, runs // 2)):
@@ -93,12 +93,12 @@ def audit_config(
                 of_metrics = findings(metrics.checks())
                 results += [replace(one, name=f"{one.name}, metrics") for one in of_metrics]
         if config.client.private:
-            assumed["examples"] = evidence.examples
+            assumptions["examples"] = evidence.examples
     if not config.private:
         privacy, sizes = resolved.example_privacy, resolved.data.sizes
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
-        return Verdict(claim, (), tuple(results), confidence), assumed
+        return Verdict(claim, (), tuple(results), confidence), assumptions
     few, many, full = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS), evidence.full
     verdict = audit(
         few.strategy,
@@ -115,25 +115,25 @@ def audit_config(
         deep=deep,
         tick=tick,
     )
-    assumed = evidence.assumed | assumed
+    assumptions = evidence.assumptions | assumptions
     if checks:
-        assumed["tests"] = (
+        assumptions["tests"] = (
             f"the first {_rounds(full)} of {config.rounds:,}, with clients that send zeros, that "
             "move a coordinate each, one or several at once, or that attack"
         )
     if runs:
-        assumed["two worlds"] = (
+        assumptions["two worlds"] = (
             f"{runs:,} runs without and {runs:,} with the canary, {_rounds(few)} at noise "
             f"multiplier {_noise_of(few):.4g}: epsilon {verdict.claim.epsilon:.4g}; thresholds "
             "from one half, errors from the other"
         )
     if verdict.one_run is not None:
-        assumed["one run"] = (
+        assumptions["one run"] = (
             f"{verdict.one_run.canaries} canaries, each in or out by a coin, {_rounds(many)} at "
             f"noise multiplier {_noise_of(many):.4g}: epsilon "
             f"{verdict.one_run.claim.epsilon:.4g}"
         )
-    return verdict, assumed
+    return verdict, assumptions
 
 
 def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
@@ -255,7 +255,7 @@ class ConfigEvidence:
         return released, f"{target.rounds} rounds at a budget of epsilon {budget:.4g}"
 
     @property
-    def assumed(self) -> dict[str, str]:
+    def assumptions(self) -> dict[str, str]:
         """The claim, its neighbours and the federation, in sentences."""
         noise, full = self.config.noise, self.full
         return {
@@ -359,7 +359,7 @@ def evaluating(resolved: Resolved) -> StrategyFactory:
 
 
 def _noise_of(target: StrategyTarget) -> float:
-    return target.settings.plan.noise.multiplier
+    return target.template.plan.noise.multiplier
 
 
 def _rounds(target: StrategyTarget) -> str:

@@ -90,7 +90,7 @@ class Evidence:
 
     @cached_property
     def _noise(self) -> tuple[Floats, Floats]:
-        both = zip(*(in_units(seen, self.target) for seen in self.runs), strict=True)
+        both = zip(*(in_units(run, self.target) for run in self.runs), strict=True)
         units, steps = (np.stack(parts) for parts in both)
         return units, steps
 
@@ -125,7 +125,7 @@ class Evidence:
         stds = self.measured.stds
         # Layers that have no noise at all are found by the size of the others.
         z = self.units / np.where(stds > 0, stds, np.median(stds))
-        sizes = np.stack([seen.sizes for seen in self.runs])
+        sizes = np.stack([run.sizes for run in self.runs])
         return NoiseSample.of(z, self.target.columns, sizes)
 
     @cached_property
@@ -143,7 +143,7 @@ class Evidence:
     def small_noise(self) -> NoiseSample:
         """Releases of a model of few parameters."""
         few, runs = self._small
-        return NoiseSample.of(np.stack([in_units(seen, few)[0] for seen in runs]), few.columns)
+        return NoiseSample.of(np.stack([in_units(run, few)[0] for run in runs]), few.columns)
 
     @cached_property
     def moving(self) -> list[Observation]:
@@ -190,8 +190,8 @@ class Evidence:
         """How far two runs of one seed are apart in a round, in std of the noise, ``[d]``."""
         # A bound that adapts scales equal noise differently in two runs: each has its unit.
         without, moved = (
-            seen.moves[index] / self.measured.of_round(seen, index, self.target)
-            for seen in (quiet, loud)
+            run.moves[index] / self.measured.of_round(run, index, self.target)
+            for run in (quiet, loud)
         )
         return np.asarray(np.abs(moved - without))
 
@@ -228,21 +228,21 @@ class Evidence:
         target = self.target.with_model(parameters(FEW_PARAMETERS))
         if target.shares:
             return None
-        ways: dict[str, float | None] = {"raises": None} if self.target.row == "client" else {}
-        ways |= {"sends NaN": np.nan, "sends an infinity": np.inf}
+        failures: dict[str, float | None] = {"raises": None} if self.target.row == "client" else {}
+        failures |= {"sends NaN": np.nan, "sends an infinity": np.inf}
         if not target.adapts and not target.sides:
             # Then a client that sends zeros adds what one that fails does.
-            ways["sends zeros"] = 0.0
+            failures["sends zeros"] = 0.0
         rounds, turns = (1, len(NUMBERS)) if self.target.row == "example" else (TURNS, 1)
         target = target.at_most(rounds)
-        moves: dict[str, list[Floats]] = {way: [] for way in ways}
-        for way, row in ways.items():
+        moves: dict[str, list[Floats]] = {failure: [] for failure in failures}
+        for failure, row in failures.items():
             for turn in range(turns):
                 clients = failing_clients(
                     target.population, FEW_PARAMETERS, target.sides, row, turn
                 )
-                moves[way].append(target.observe(clients, self.seed).moves)
-        return {way: np.concatenate(parts) for way, parts in moves.items()}
+                moves[failure].append(target.observe(clients, self.seed).moves)
+        return {failure: np.concatenate(parts) for failure, parts in moves.items()}
 
     @cached_property
     def _system(self) -> list[Observation]:
@@ -255,9 +255,9 @@ class Evidence:
     @property
     def system_noise(self) -> tuple[Floats, str, set[str]]:
         """Releases with entropy from the system, and what ledgers say of it."""
-        moves = np.concatenate([seen.moves for seen in self._system])
+        moves = np.concatenate([run.moves for run in self._system])
         looked = f"{len(moves):,} rounds of {len(self._system)} runs"
-        return moves, looked, {entry.entropy for seen in self._system for entry in seen.entries}
+        return moves, looked, {entry.entropy for run in self._system for entry in run.entries}
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +296,7 @@ class ClientEvidence(Evidence):
         target, cohort, chances = self.target, self.target.plan.sampler, None
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
-        cohorts = [seen.sampled for seen in (*self.runs, *self._small[1])]
+        cohorts = [run.sampled for run in (*self.runs, *self._small[1])]
         return Sampled.of(
             cohorts,
             target.event,
@@ -330,7 +330,7 @@ class ClientEvidence(Evidence):
         run is no mistake, and counts once in it.
         """
         population = self.target.population
-        runs = [[np.sort(ids).tobytes() for ids in seen.sampled] for seen in self._system]
+        runs = [[np.sort(ids).tobytes() for ids in run.sampled] for run in self._system]
         if self.target.plan.sampler.law().inclusion(population) is None:
             runs = [list(dict.fromkeys(run)) for run in runs]
         cohorts = [cohort for run in runs for cohort in run]
@@ -341,8 +341,8 @@ class ClientEvidence(Evidence):
         """Rounds up to the first one in which the last client is sampled, and with which seed."""
         few = self.target.at_most(FEW)
         for tried in range(self.seed, self.seed + SEEDS_TRIED):
-            seen = few.observe(few.silent_clients(), tried)
-            for number, ids in enumerate(seen.sampled, start=1):
+            run = few.observe(few.silent_clients(), tried)
+            for number, ids in enumerate(run.sampled, start=1):
                 if few.population - 1 in ids:
                     return few.with_rounds(number), tried
         return few, self.seed

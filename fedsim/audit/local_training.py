@@ -205,13 +205,13 @@ class TrainerTarget(Target):
         vector = trainer.initial()
         reports: list[dict[str, Floats]] = []
         for number in range(1, self.rounds + 1):
-            recorder.seen.clear()
+            recorder.gradients.clear()
             blocks: list[Block] = []
             with suppress(BudgetSpentError):  # then nothing is released
                 blocks += trainer.train(vector, np.arange(clients), number)
             reports.append(_reports_of(blocks))
             steps: dict[int, list[Tensor]] = {}
-            for _, index, rows in recorder.seen:
+            for _, index, rows in recorder.gradients:
                 steps.setdefault(index, []).append(trainer.packing.unpack(rows))
             for index, packed in steps.items():
                 releases[:, number - 1, index] = torch.cat(packed).numpy()
@@ -294,9 +294,9 @@ class ExampleEvidence(Evidence):
             return None
         draws = []
         for quiet, loud in zip(self.runs, self.moving, strict=True):
-            apart = [self._distance(quiet, loud, index) for index in range(len(loud.moves))]
+            distances = [self._distance(quiet, loud, index) for index in range(len(loud.moves))]
             # In bounds: of each layer, where they have bounds of their own.
-            draws.append([np.flatnonzero(far * self.measured.stds > 0.5) for far in apart])
+            draws.append([np.flatnonzero(far * self.measured.stds > 0.5) for far in distances])
         return draws
 
     @cached_property
@@ -345,14 +345,14 @@ class ExampleEvidence(Evidence):
         rows = torch.zeros(2 * runs, target.size, target.layout.d, dtype=torch.float64)
         rows[runs:, 0] = reach(target.mechanism, target.layout)
         trained = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
-        seen = np.stack([target.whitened(run) for run in trained])
+        moves = np.stack([target.whitened(run) for run in trained])
         claim = Claim((target.event.times(rounds),), target.delta)
         looked = (
             f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
             f"epsilon {claim.epsilon:.3g}"
         )
         direction = np.ones(target.layout.d)
-        return distinguish("example", seen[:runs], seen[runs:], direction, claim, RISK), looked
+        return distinguish("example", moves[:runs], moves[runs:], direction, claim, RISK), looked
 
 
 def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:

@@ -236,16 +236,16 @@ class Neighbours:
             if world.name not in without:
                 without[world.name] = target.observe(self._without_canary(world), self._seed)
             absent = without[world.name]
-            seen = target.observe(behaviour.change(target.world(world)), self._seed)
-            self.compare(culprit, absent, seen)
-            if self._leaves_no_trace(behaviour) and _moved(absent, seen):
+            present = target.observe(behaviour.change(target.world(world)), self._seed)
+            self.compare(culprit, absent, present)
+            if self._leaves_no_trace(behaviour) and _moved(absent, present):
                 self.note("traces", f"the release changed with {culprit}")
             # A share includes noise: where it is missing, the noise is another.
             if behaviour.harmless or not target.shares:
                 std = noise.of_round(absent, target.rounds - 1, target)
-                moves = np.linalg.norm((seen.moves - absent.moves) / std, axis=1)
+                moves = np.linalg.norm((present.moves - absent.moves) / std, axis=1)
                 moved = float(np.nan_to_num(moves, nan=np.inf, posinf=np.inf).max())
-                scalars = scalars_moved(absent, seen, stds_of_scalars)
+                scalars = scalars_moved(absent, present, stds_of_scalars)
                 self._lengths.append(_Length(behaviour.name, moved, *scalars))
         self._noise = noise
         self.looked_at = (
@@ -294,29 +294,31 @@ class Neighbours:
             self._noise,
         )
         together = size(longest) != longest.moves
-        return replace(moved, shares=shares, beside=SEEDS - 2) if together else moved
+        return replace(moved, shares=shares, scalar_degrees=SEEDS - 2) if together else moved
 
     def note(self, kind: str, sentence: str) -> None:
         """Keep what is wrong, if it is the first of its kind."""
         self.faults.setdefault(kind, sentence)
 
-    def compare(self, culprit: str, without: Observation, seen: Observation) -> None:
+    def compare(self, culprit: str, without: Observation, present: Observation) -> None:
         """Compare a run with a canary to one without."""
-        rounds, canary = len(seen.moves), self._target.population - 1
-        if seen.ended or seen.released != rounds or len(seen.statistics) != rounds:
-            reason = f" ({seen.ended})" if seen.ended else ""
-            self.note("releases", f"{seen.released} of {rounds} with {culprit}{reason}")
+        rounds, canary = len(present.moves), self._target.population - 1
+        if present.ended or present.released != rounds or len(present.statistics) != rounds:
+            reason = f" ({present.ended})" if present.ended else ""
+            self.note("releases", f"{present.released} of {rounds} with {culprit}{reason}")
         elif without.released != rounds:
             self.note("releases", f"{without.released} of {rounds} without the canary")
-        for before, after in zip(without.sampled, seen.sampled, strict=True):
+        for before, after in zip(without.sampled, present.sampled, strict=True):
             if not np.array_equal(np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])):
                 self.note("other clients", f"other clients were sampled with {culprit}")
-        lines = [[(entry.round, entry.event) for entry in run.entries] for run in (without, seen)]
+        lines = [
+            [(entry.round, entry.event) for entry in run.entries] for run in (without, present)
+        ]
         if lines[0] != lines[1]:
             self.note("charges", f"the ledgers differ with {culprit}")
-        if left := difference(without.outputs, seen.outputs):
+        if left := difference(without.outputs, present.outputs):
             self.note("what else leaves a round", f"{left} with {culprit}")
-        if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
+        if not np.array_equal(without.moves[:-1], present.moves[:-1]):
             self.note("earlier rounds", f"they differ with {culprit}, which was not sampled yet")
 
 
@@ -333,16 +335,16 @@ class ClientNeighbours(Neighbours):
         Not so with secure aggregation, which has no sum of a few clients: its statement assumes
         that dropping out does not depend on data.
         """
-        if self._small.settings.secure is not None:
+        if self._small.template.secure is not None:
             return
         clients = self._small.world(OPPOSED, neighbour="zero-out", scale=1.0)
         nobody = np.zeros(self._target.population, dtype=np.bool_)
         canary = nobody.copy()
         canary[-1] = True
-        without, seen = (
+        without, present = (
             self._small.observe(clients.changed(ok=ok), self._seed) for ok in (nobody, canary)
         )
-        self.compare("a canary where all others fail", without, seen)
+        self.compare("a canary where all others fail", without, present)
 
     def be_slow(self) -> None:
         """A client that takes longer than the strategy waits must not exclude other clients."""
@@ -370,9 +372,9 @@ class ClientNeighbours(Neighbours):
 
         failing = run("fails")
         for name, reply in REPLIES.items():
-            seen = run(reply)
-            self.compare(f"a canary that {name}", failing, seen)
-            if _moved(failing, seen):
+            present = run(reply)
+            self.compare(f"a canary that {name}", failing, present)
+            if _moved(failing, present):
                 self.note("releases", f"the release changed with a canary that {name}")
         self._send_rows(target.with_rounds(1))
 
@@ -387,10 +389,10 @@ class ClientNeighbours(Neighbours):
         blocks = single.observe(clients, self._seed)
         for twice in (False, True):
             grid = message_grid(population, rows, twice=twice)
-            seen = single.observe(clients, self._seed, grid=grid)
+            present = single.observe(clients, self._seed, grid=grid)
             # A client's update is a difference of parameters in float64.
             size = np.abs(blocks.moves).max()
-            if not np.allclose(blocks.moves, seen.moves, rtol=0, atol=1e-6 * size):
+            if not np.allclose(blocks.moves, present.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""
                 self.note("messages", f"replies{again} add something else than blocks of rows")
 

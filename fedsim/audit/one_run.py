@@ -129,9 +129,9 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
     trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
-    seen = target.observe(trainer, run_seed)
-    moved = torch.from_numpy(seen.moves.sum(0))
-    return (directions @ moved).numpy(), coins, Claim.of(seen.entries, seen.delta)
+    observed = target.observe(trainer, run_seed)
+    moved = torch.from_numpy(observed.moves.sum(0))
+    return (directions @ moved).numpy(), coins, Claim.of(observed.entries, observed.delta)
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:

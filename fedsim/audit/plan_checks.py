@@ -72,11 +72,11 @@ class NoiseOnly:
 
         Less what the size of the cohort explains: clients that send zeros add to a number, too.
         """
-        statistics = [seen.statistics[index] for seen in self.runs if len(seen.statistics) > index]
+        statistics = [run.statistics[index] for run in self.runs if len(run.statistics) > index]
         if len(statistics) < len(self.runs) or not statistics[0]:
             return {}
         values = np.array([list(numbers.values()) for numbers in statistics])
-        sizes = np.array([seen.sizes[index] for seen in self.runs])
+        sizes = np.array([run.sizes[index] for run in self.runs])
         residuals = _residuals(np.stack([np.ones(len(sizes)), sizes], 1), values)
         stds = np.sqrt(np.square(residuals).sum(0) / (len(values) - 2))
         stds[np.ptp(values, axis=0) == 0] = 0.0
@@ -121,10 +121,10 @@ def what_leaves(noise_only: NoiseOnly) -> Finding:
 
 def _unprotected(noise_only: NoiseOnly) -> str | None:
     """Clients' metrics leave a private round only where a setting says so."""
-    if noise_only.target.settings.shows_clients:
+    if noise_only.target.template.shows_clients:
         return None
-    for seen in noise_only.runs:
-        for numbers in seen.outputs:
+    for run in noise_only.runs:
+        for numbers in run.outputs:
             for name in numbers:
                 if name.startswith(("metrics.", "evaluation.")):
                     return f"{name} leaves a round whose metrics are not released"
@@ -141,7 +141,7 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     # regression on moves, their squares and norms. A number is then constant, a function of the
     # release (its residuals are rounding), or has noise of its own; a canary may change none of
     # these three relations.
-    designs = np.stack([_design(seen) for seen in noise_only.runs])
+    designs = np.stack([_design(run) for run in noise_only.runs])
     coefficients = np.linalg.lstsq(designs, values, rcond=None)[0]
     spread = values.std(0)
     freedom = len(values) - np.linalg.matrix_rank(designs)
@@ -150,11 +150,11 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     small = allowed_length(target.event) <= 1
     for world in (ALONE, OPPOSED):
         clients = target.world(world, neighbour="zero-out")
-        seen = target.observe(clients, noise_only.seed, outputs=True)
-        table = _table([seen])
+        run = target.observe(clients, noise_only.seed, outputs=True)
+        table = _table([run])
         if table is None or table[0] != names:
             return "other numbers leave a round with a canary"
-        found, predicted = table[1][0], _design(seen) @ coefficients
+        found, predicted = table[1][0], _design(run) @ coefficients
         for index, name in enumerate(names):
             size = 1 + abs(values[0, index])
             off = abs(found[index] - predicted[index])
@@ -173,10 +173,10 @@ def _table(runs: Sequence[Observation]) -> tuple[list[str], Floats] | None:
     """Every number after the last round ``[runs, numbers]``, with names; None if they differ."""
     rows: list[list[float]] = []
     names: list[str] = []
-    for seen in runs:
-        if not seen.outputs:
+    for run in runs:
+        if not run.outputs:
             return None
-        flat = _flat(seen.outputs[-1])
+        flat = _flat(run.outputs[-1])
         if names and list(flat) != names:
             return None
         names = list(flat)
@@ -192,11 +192,11 @@ def _flat(numbers: Mapping[str, Floats]) -> dict[str, float]:
     }
 
 
-def _design(seen: Observation) -> Floats:
+def _design(run: Observation) -> Floats:
     """What may explain a number: released moves, their squares and norms, sizes of cohorts."""
-    moves = seen.moves
+    moves = run.moves
     scale = np.maximum(np.linalg.norm(moves, axis=1), 1e-300)
-    return np.concatenate([[1.0], seen.sizes, moves.ravel(), np.square(moves).ravel(), scale])
+    return np.concatenate([[1.0], run.sizes, moves.ravel(), np.square(moves).ravel(), scale])
 
 
 def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Observation]:
@@ -262,15 +262,15 @@ def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
     return invariant(looked, broken, "every round released, and the same")
 
 
-def same_after_resume(seen: Observation, whole: Observation) -> Finding:
+def same_after_resume(observed: Observation, whole: Observation) -> Finding:
     """Whether a run that is stopped and resumed releases what it would have, and draws it once."""
-    rounds = len(seen.moves)
-    if seen is whole:
+    rounds = len(observed.moves)
+    if observed is whole:
         return untested(f"{rounds} rounds", "too few rounds to stop in between")
-    if seen.error is not None:
-        raise seen.error
-    lines = [entry.round for entry in seen.entries]
-    differ = (seen.moves != whole.moves[:rounds]).any(1)
+    if observed.error is not None:
+        raise observed.error
+    lines = [entry.round for entry in observed.entries]
+    differ = (observed.moves != whole.moves[:rounds]).any(1)
     broken = None
     if differ.any():
         broken = f"round {int(differ.argmax()) + 1} of the resumed run differs"

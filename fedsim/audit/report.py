@@ -26,7 +26,7 @@ _LEAST = 1e-3
 
 
 def tabulate(
-    verdict: Verdict, assumed: Mapping[str, str], *, everything: bool = False
+    verdict: Verdict, assumptions: Mapping[str, str], *, everything: bool = False
 ) -> RenderableType:
     """What was assumed, tables of tests and attacks, and the verdict in a sentence.
 
@@ -37,8 +37,8 @@ def tabulate(
     for attack in verdict.two_worlds:
         sentences = [words] if (words := _SENTENCES.get(attack.name)) else []
         sentence = "; ".join([*sentences, f"best score: {attack.score}"])
-        assumed = {**assumed, attack.name: sentence}
-    for name, sentence in assumed.items():
+        assumptions = {**assumptions, attack.name: sentence}
+    for name, sentence in assumptions.items():
         facts.add_row(Text(name, style="dim"), sentence)
     parts: list[RenderableType] = [facts, Text()]
     if verdict.checks:
@@ -158,9 +158,9 @@ def draw(verdict: Verdict, title: str) -> Figure:
     height = max(5.6, 1.5 + 0.125 * len(verdict.checks))
     figure = Figure(figsize=(16 if verdict.checks else 11, height), layout="constrained")
     widths = [5, 5, 5] if verdict.checks else [5, 5]
-    plain, logarithmic, *beside = figure.subplots(1, len(widths), width_ratios=widths)
-    dress([plain, logarithmic, *beside])
-    for axes in beside:
+    plain, logarithmic, *others = figure.subplots(1, len(widths), width_ratios=widths)
+    dress([plain, logarithmic, *others])
+    for axes in others:
         _bars(axes, verdict)
     for axes, scale in ((plain, "linear"), (logarithmic, "log")):
         axes.set_xscale(scale)

@@ -248,24 +248,24 @@ class StrategyTarget(Target):
     strategy: StrategyFactory
 
     @cached_property
-    def settings(self) -> DPFedAvg:
+    def template(self) -> DPFedAvg:
         """One of the strategies, which is never run."""
         return self.strategy(1)
 
     @property
     def plan(self) -> ReleasePlan[Any]:
         """The strategy's."""
-        return self.settings.plan
+        return self.template.plan
 
     @property
     def delta(self) -> float:
         """The strategy's."""
-        return self.settings.delta
+        return self.template.delta
 
     @property
     def shares(self) -> bool:
         """Whether its noise is placed there."""
-        return self.settings.placement == "client"
+        return self.template.placement == "client"
 
     def observe(
         self,

@@ -104,9 +104,9 @@ def attack(
     for side, present in enumerate((False, True)):
         clients = target.world(world, present=present)
         for number in range(runs):
-            seen = target.observe(clients, int(seeds[side, number]))
-            tables.append(target.whitened(seen.table()))
-            claims.add(Claim.of(seen.entries, seen.delta))
+            observed = target.observe(clients, int(seeds[side, number]))
+            tables.append(target.whitened(observed.table()))
+            claims.add(Claim.of(observed.entries, observed.delta))
             tick(1)
     claim = common_claim(claims)
     shown = _stacked(tables)
@@ -257,11 +257,11 @@ def fitted_scores(
     """
     d, rounds = len(direction), without.shape[1]
 
-    def projected(seen: Floats) -> Floats:
-        return np.asarray(seen[:, :, :d] @ direction)
+    def projected(moves: Floats) -> Floats:
+        return np.asarray(moves[:, :, :d] @ direction)
 
     scores: dict[str, Score] = {
-        "matched filter": lambda seen: projected(seen).sum(1),
+        "matched filter": lambda moves: projected(moves).sum(1),
         "likelihood ratio": _likelihood_ratio(
             projected(without), projected(present), projected, rate
         ),
@@ -270,9 +270,9 @@ def fitted_scores(
     }
     if rounds > 1:
         scores |= {
-            "largest round": lambda seen: projected(seen).max(1),
-            "range of rounds": lambda seen: np.ptp(projected(seen), axis=1),
-            "most similar rounds": lambda seen: -_nearest(seen),
+            "largest round": lambda moves: projected(moves).max(1),
+            "range of rounds": lambda moves: np.ptp(projected(moves), axis=1),
+            "most similar rounds": lambda moves: -_nearest(moves),
         }
         width = -(-rounds // WINDOWS)
         for first in range(0, rounds, width):
@@ -282,15 +282,15 @@ def fitted_scores(
 
 
 def _window(projected: Score, window: slice) -> Score:
-    return lambda seen: np.asarray(projected(seen)[:, window].sum(1))
+    return lambda moves: np.asarray(projected(moves)[:, window].sum(1))
 
 
-def _nearest(seen: Floats) -> Floats:
+def _nearest(moves: Floats) -> Floats:
     """Distance of the two rounds of a run that are nearest to each other."""
-    squares = np.square(seen).sum(2)
-    inner = np.einsum("rsd,rtd->rst", seen, seen)
+    squares = np.square(moves).sum(2)
+    inner = np.einsum("rsd,rtd->rst", moves, moves)
     distances = squares[:, :, None] + squares[:, None, :] - 2 * inner
-    rounds = seen.shape[1]
+    rounds = moves.shape[1]
     distances[:, np.arange(rounds), np.arange(rounds)] = np.inf
     return np.asarray(distances.min((1, 2)))
 
@@ -300,8 +300,8 @@ def _likelihood_ratio(without: Floats, present: Floats, projected: Score, rate: 
     mean, std = without.mean(0), np.maximum(without.std(0), 1e-300)
     shift = np.clip((present.mean(0) - mean) / std / rate, -30.0, 30.0)
 
-    def score(seen: Floats) -> Floats:
-        u = np.clip((projected(seen) - mean) / std, -100.0, 100.0)
+    def score(moves: Floats) -> Floats:
+        u = np.clip((projected(moves) - mean) / std, -100.0, 100.0)
         # log(1 - rate + rate * exp(...)), each round.
         terms = np.logaddexp(
             np.log1p(-rate) if rate < 1 else -np.inf, np.log(rate) + shift * (u - shift / 2)
@@ -311,12 +311,12 @@ def _likelihood_ratio(without: Floats, present: Floats, projected: Score, rate: 
     return score
 
 
-def _flat(seen: Floats) -> Floats:
-    return seen.reshape(len(seen), -1)
+def _flat(moves: Floats) -> Floats:
+    return moves.reshape(len(moves), -1)
 
 
-def _magnitudes(seen: Floats) -> Floats:
-    return np.log(np.abs(_flat(seen)) + 1e-30)
+def _magnitudes(moves: Floats) -> Floats:
+    return np.log(np.abs(_flat(moves)) + 1e-30)
 
 
 def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
@@ -328,7 +328,7 @@ def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
     floor = max(1e-12 * float(variance.max()), 1e-24 * float((difference**2).max()), 1e-300)
     weights = difference / np.maximum(variance, floor)
 
-    def score(seen: Floats) -> Floats:
-        return np.asarray(features(seen) @ weights)
+    def score(moves: Floats) -> Floats:
+        return np.asarray(features(moves) @ weights)
 
     return score

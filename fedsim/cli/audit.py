@@ -124,13 +124,13 @@ def audit(
         options = {
             "seconds": seconds, "runs": runs or 0, "confidence": confidence, "seed": seed,
         }  # fmt: skip
-        verdict, assumed = _audit_target(target, python, claim, plain, options)
+        verdict, assumptions = _audit_target(target, python, claim, plain, options)
     elif config is not None and not target:
         _refuse_claims(plain | {"claim": claim, "rounds": None})
         settings = RunConfig.load(config, set_ or [])
         name, path = settings.name, out or Path("runs") / f"{settings.name}-audit.png"
         check_out(path, ".png")
-        verdict, assumed = _audit_config(
+        verdict, assumptions = _audit_config(
             settings,
             quiet=as_json,
             runs=300 if runs is None else runs,
@@ -142,7 +142,7 @@ def audit(
         )
     else:
         raise FedsimError("an audit is of a config or of a --target; name one of them.")
-    _show(verdict, assumed, name, path, everything=all_, as_json=as_json)
+    _show(verdict, assumptions, name, path, everything=all_, as_json=as_json)
     if not verdict.accepted:
         raise typer.Exit(1)
 
@@ -164,8 +164,8 @@ def _audit_config(
     if not quiet:
         # As docs/audit.md measures: ten seconds of whole runs, and as many of the default
         # federations.
-        taken = duration(10 + 10 * runs / 300 * max(rounds, 1) / 2)
-        console.print(f"Takes about {taken} of one core; larger --runs and --rounds, longer.")
+        expected = duration(10 + 10 * runs / 300 * max(rounds, 1) / 2)
+        console.print(f"Takes about {expected} of one core; larger --runs and --rounds, longer.")
     hidden = quiet or not console.is_terminal
     with Progress(console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("runs", total=2 * runs * len(WORLDS))
@@ -190,12 +190,12 @@ def _audit_target(
     claimed = TargetClaim.read(claim, plain)
     with open_target(target, python) as opened_target:
         verdict = audit_target(opened_target, claimed, **options)
-    return verdict, {"target": target, **claimed.assumed}
+    return verdict, {"target": target, **claimed.assumptions}
 
 
 def _show(
     verdict: Verdict,
-    assumed: Mapping[str, str],
+    assumptions: Mapping[str, str],
     name: str,
     path: Path,
     *,
@@ -208,7 +208,7 @@ def _show(
     console = Output()
     save(draw(verdict, name), path, dpi=150)
     if as_json:
-        typer.echo(json.dumps({"assumed": dict(assumed), **verdict.to_dict()}, indent=2))
+        typer.echo(json.dumps({"assumed": dict(assumptions), **verdict.to_dict()}, indent=2))
         return
-    console.print(tabulate(verdict, assumed, everything=everything))
+    console.print(tabulate(verdict, assumptions, everything=everything))
     console.print(f"picture: {path}", soft_wrap=True)

@@ -46,8 +46,8 @@ def list_(
         raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.PACKAGES)}.")
     table = Table(box=None, pad_edge=False, show_header=False)
     for name in [kind] if kind else registry.PACKAGES:
-        for thing, line in choices_of(name):
-            table.add_row(*(() if kind else (name,)), thing, line)
+        for choice, line in choices_of(name):
+            table.add_row(*(() if kind else (name,)), choice, line)
     Output().print(table)
 
 

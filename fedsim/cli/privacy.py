@@ -278,8 +278,8 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
     table.add_row("sampling", question.law.label)
     if question.level == "example":
         table.add_row("public", "the number of each client's examples, its steps and rates")
-    if beside := question.beside(question, answer.rounds):
-        made = sum(event.count for event in beside)
+    if others := question.others(question, answer.rounds):
+        made = sum(event.count for event in others)
         table.add_row("private evaluations", f"{made:,}, counted")
     if question.past:
         table.add_row("releases before", f"{Accountant(question.past).releases:,}")

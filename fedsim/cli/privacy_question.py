@@ -159,7 +159,7 @@ def _planned(config: RunConfig) -> Question:
         stopping=stopping(config.to_run_config()),
         law=event.law,
         invocations=event.count,
-        beside=partial(_evaluations, config),
+        others=partial(_evaluations, config),
     )
 
 

@@ -181,10 +181,10 @@ def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """``new`` where accepted, else ``old``, bit for bit; and a buffer that is free again."""
     if accept.is_cuda:
         return torch.where(accept.unsqueeze(1), new, old), new
-    taken: list[bool] = accept.tolist()
-    if all(taken):
+    accepted: list[bool] = accept.tolist()
+    if all(accepted):
         return new, old
-    for k, client_takes in enumerate(taken):
+    for k, client_takes in enumerate(accepted):
         if client_takes:
             old[k].copy_(new[k])
     return old, new

@@ -72,9 +72,9 @@ class Schedule:
         """As `parse` reads it."""
         if self == CONSTANT:
             return ""
-        said = {"decay": self.decay, "length": self.length, "over": self.over}
+        settings = {"decay": self.decay, "length": self.length, "over": self.over}
         defaults = {"decay": 1.0, "length": 1, "over": "round"}
-        changed = [f"{key}={value}" for key, value in said.items() if value != defaults[key]]
+        changed = [f"{key}={value}" for key, value in settings.items() if value != defaults[key]]
         return f"{self.shape}({', '.join(changed)})" if changed else self.shape
 
     @classmethod

@@ -46,7 +46,7 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     plan = uncalibrated_plan(config, bound)
     if (target := config.noise.target_epsilon) is None:
         return plan
-    return plan.calibrated(target, planned_delta(config), beside=evaluation_events(config))
+    return plan.calibrated(target, planned_delta(config), others=evaluation_events(config))
 
 
 GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)

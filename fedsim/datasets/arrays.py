@@ -84,8 +84,8 @@ class Arrays:
     def dataset(self, name: str, **others: Any) -> Dataset:
         """A data set of them; ``others`` are what `Dataset.of` is told beside or instead."""
         own = ("mean", "std", "classes", "vocabulary", "found_in")
-        said = {key: getattr(self, key) for key in own}
-        return Dataset.of(name, self.train, self.test, **{**said, **others})
+        settings = {key: getattr(self, key) for key in own}
+        return Dataset.of(name, self.train, self.test, **{**settings, **others})
 
 
 def _whole(key: str, array: Array) -> int:
@@ -166,15 +166,15 @@ def _expect_batches(array: Array) -> None:
 
 def _used(path: Path, names: Iterable[str]) -> list[str]:
     """Names of the arrays that are read, after holding them against those there must be."""
-    there = list(dict.fromkeys(names))
-    missing = [key for key in KEYS if key not in there]
+    distinct = list(dict.fromkeys(names))
+    missing = [key for key in KEYS if key not in distinct]
     if missing:
         raise FedsimError(
-            f"{path} lacks {', '.join(missing)} and holds {_shortened(there)}; it must hold "
+            f"{path} lacks {', '.join(missing)} and holds {_shortened(distinct)}; it must hold "
             f"{_wanted()}."
         )
     single = (*STATISTICS, *DECLARED)
-    return [name for name in there if name in single or name.endswith(("_train", "_test"))]
+    return [name for name in distinct if name in single or name.endswith(("_train", "_test"))]
 
 
 def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -87,9 +87,9 @@ def load(
         takes = {setting.name for setting in settings_of(thing)}
         for key in settings.keys() - takes if dataclasses.is_dataclass(thing) else ():
             raise FedsimError(f"data.{key} has no effect with data.name = '{name}'.")
-        dataset = thing(**settings, **_taken(thing, {**offered, "path": name}))
+        dataset = thing(**settings, **_accepted(thing, {**offered, "path": name}))
         if not isinstance(dataset, Dataset) and callable(dataset):
-            dataset = dataset(**_taken(dataset, offered))
+            dataset = dataset(**_accepted(dataset, offered))
     if not isinstance(dataset, Dataset):
         raise FedsimError(
             f"data.name is '{name}', which gives {type(dataset).__name__}; it must give a "
@@ -100,7 +100,7 @@ def load(
     return dataset.ranged(train, test) if train or test else dataset
 
 
-def _taken(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
+def _accepted(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
     """Those of the offered keywords that a callable takes."""
     parameters = inspect.signature(thing).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -108,10 +108,10 @@ class Published:
                 f"({error.strerror})."
             ) from None
         try:
-            kept = kind(root=str(directory), train=train, download=download)
+            data_set = kind(root=str(directory), train=train, download=download)
         except (RuntimeError, OSError, EOFError) as error:
             raise FedsimError(_sentence(self.name, directory, download, error)) from error
-        return {"x": np.asarray(kept.data), "y": np.asarray(kept.targets)}
+        return {"x": np.asarray(data_set.data), "y": np.asarray(data_set.targets)}
 
 
 def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:

@@ -90,10 +90,10 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
     """
     project = _project_of(content)
     flower, about = _table(project, "tool", "flwr", "app"), _table(project, "project")
-    asked = _table(flower, "components").get(component)
-    if asked != app:
+    declared = _table(flower, "components").get(component)
+    if declared != app:
         raise FedsimError(
-            f"the bundle's {component} is {str(asked)[:80]!r}; here only {app!r} is run."
+            f"the bundle's {component} is {str(declared)[:80]!r}; here only {app!r} is run."
         )
     # Flower makes a directory name of these three.
     for key, text, form in (

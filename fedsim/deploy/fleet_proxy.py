@@ -91,10 +91,10 @@ class FleetProxy:
             # The SuperLink is not there; nodes try again.
             await _answer(send, 503)
             return
-        kept = [
+        headers = [
             (name, value) for name, value in answer.headers.raw if name.lower() in _KEPT_OF_ANSWER
         ]
-        await _answer(send, answer.status_code, kept, answer.content)
+        await _answer(send, answer.status_code, headers, answer.content)
 
 
 async def _body(receive: Receive) -> bytes | None:

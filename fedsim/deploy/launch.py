@@ -174,7 +174,7 @@ class _Rows:
         self._resolved = resolved
         self._directory = directory
         self._callbacks = callbacks
-        self._told = 0
+        self._shown = 0
         self._size = 0
 
     def look(self) -> None:
@@ -186,7 +186,7 @@ class _Rows:
             return
         self._size = size
         rows = self._directory.metrics_file.rows()
-        for row in rows[self._told :]:
+        for row in rows[self._shown :]:
             self._callbacks.on_round(
                 RunStatus(
                     config=self._resolved.config,
@@ -198,7 +198,7 @@ class _Rows:
                     directory=self._directory,
                 )
             )
-        self._told = len(rows)
+        self._shown = len(rows)
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:

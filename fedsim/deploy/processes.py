@@ -250,8 +250,8 @@ def program(name: str) -> str:
     FedsimError
         If it is not installed.
     """
-    beside = Path(sys.executable).with_name(name)
-    location = str(beside) if beside.exists() else shutil.which(name)
+    sibling = Path(sys.executable).with_name(name)
+    location = str(sibling) if sibling.exists() else shutil.which(name)
     if location is None:
         raise FedsimError(f"the program '{name}' is not installed; it comes with flwr.")
     return location

@@ -150,10 +150,10 @@ class Rehearsal(Supervisor):
             self.start_node(node)
 
     def _check_ports(self) -> None:
-        taken = busy_port([self.federation.port, self.federation.fleet_port])
-        if taken is not None:
+        busy = busy_port([self.federation.port, self.federation.fleet_port])
+        if busy is not None:
             raise FedsimError(
-                f"port {taken} is in use; end what listens there, or make a federation with other "
+                f"port {busy} is in use; end what listens there, or make a federation with other "
                 "ports (fedsim deploy init --port --fleet-port)."
             )
 

@@ -212,8 +212,8 @@ class Accounting:
 
     def state(self) -> dict[str, Any]:
         """Where the ledger stands; and its lines, if it is in memory only."""
-        kept = {} if self.ledger.path is not None else self.ledger.state_dict()
-        return {"head": self.ledger.head, **kept}
+        lines = {} if self.ledger.path is not None else self.ledger.state_dict()
+        return {"head": self.ledger.head, **lines}
 
     def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
         """Resume what `state` gave, with the plan as it is now.

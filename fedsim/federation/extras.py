@@ -190,8 +190,8 @@ class NamedVectors(Extra):
             self.values = vector.new_zeros(self._received.d - len(vector))
         vector = torch.cat([vector, self.values.to(vector)])
         named = self._received.unflatten(vector)
-        beside = array_record({name: named[name] for name in named if name not in arrays})
-        return replace(instructions, vector=vector, arrays=same_arrays(arrays, beside))
+        vectors = array_record({name: named[name] for name in named if name not in arrays})
+        return replace(instructions, vector=vector, arrays=same_arrays(arrays, vectors))
 
     def finish(self, result: RoundResult) -> RoundResult:
         """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""

@@ -73,10 +73,10 @@ def deliver(message: Message, content: RecordDict) -> Message:
 
 def unavailable(message_id: str, run_id: int) -> Message:
     """What Flower answers where a message has expired, or was never sent."""
-    asked = Message(RecordDict(), SUPERLINK_NODE_ID, "system")
-    send_as(asked, message_id, run_id)
+    request = Message(RecordDict(), SUPERLINK_NODE_ID, "system")
+    send_as(request, message_id, run_id)
     reason = "the message has expired, or there is none of this id."
-    return error_reply(asked, ErrorCode.MESSAGE_UNAVAILABLE, reason)
+    return error_reply(request, ErrorCode.MESSAGE_UNAVAILABLE, reason)
 
 
 def error_reply(message: Message, code: int, reason: str) -> Message:

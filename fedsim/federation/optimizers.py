@@ -104,15 +104,15 @@ class FlowerOptimizer(ServerOptimizer):
         """A message to one of its clients in the next round."""
         arrays = array_record({_NAME: vector})
         with _without_its_counts():
-            asked = self._strategy.configure_train(
+            messages = self._strategy.configure_train(
                 self._round + 1, arrays, ConfigRecord(dict(config)), self._grid
             )
-            return next(iter(asked))
+            return next(iter(messages))
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
         # A strategy may count how often it is asked: once a round.
-        asked, self._asked = self._asked or self._ask(vector, ConfigRecord()), None
+        request, self._asked = self._asked or self._ask(vector, ConfigRecord()), None
         self._round += 1
         moved = (vector + update.to(vector.dtype)).cpu()
         content = RecordDict(
@@ -123,7 +123,7 @@ class FlowerOptimizer(ServerOptimizer):
                 ),
             }
         )
-        reply = Message(content, reply_to=asked)
+        reply = Message(content, reply_to=request)
         with _without_its_counts():
             arrays, _ = self._strategy.aggregate_train(self._round, [reply])
         if arrays is None:

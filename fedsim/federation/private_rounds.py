@@ -342,7 +342,7 @@ class PrivateRounds(ResumableStrategy):
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
             **({"plan": state_of(plan)} if plan.closed else {}),
-            **{n: kept for n, owner in self._parts.items() if (kept := owner.state()) is not None},
+            **{n: part for n, owner in self._parts.items() if (part := owner.state()) is not None},
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
         }

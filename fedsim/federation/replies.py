@@ -217,7 +217,7 @@ def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: 
                 "malformed", "it is no share; the client app must bound and noise its own update."
             )
         return float_tensor(arrays[SHARE], (layout.d,), torch.float64).unsqueeze(0)
-    surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.kept)
+    surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.untrained)
     missing = {entry.name for entry in layout.entries} - set(arrays)
     if surplus or missing:
         what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"

@@ -143,13 +143,13 @@ class ResumableStrategy(Strategy):
         # The lines have the epsilon so far, which costs time in every round.
         for line in self.progress() if self.log.isEnabledFor(logging.INFO) else ():
             self.log.info("%s", line)
-        for kept in (
+        for records in (
             result.train_metrics_clientapp,
             result.evaluate_metrics_clientapp,
             result.evaluate_metrics_serverapp,
         ):
-            if server_round in kept:
-                self.log.info("\t└──> MetricRecord: %s", dict(kept[server_round]))
+            if server_round in records:
+                self.log.info("\t└──> MetricRecord: %s", dict(records[server_round]))
         try:
             if observer is not None:
                 observer(server_round, result)
@@ -205,12 +205,12 @@ def rounds_of(
     if rounds and rounds[0] == 1 and evaluate_fn is not None:
         _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, initial_arrays))
     for server_round in rounds:
-        asked = strategy.configure_train(
+        messages = strategy.configure_train(
             server_round, result.arrays, train_config or ConfigRecord(), grid
         )
         if _has_stopped(strategy):
             break
-        replies = yield asked
+        replies = yield messages
         while (stage := strategy.next_stage(replies)) is not None:
             replies = yield stage
         arrays, metrics = strategy.aggregate_train(server_round, replies)

@@ -52,8 +52,8 @@ class ClassBatches:
         self._least, self._largest = (int(bound) for bound in targets.aminmax())
         # As where there is one class: a loss of 0.
         self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
-        self._kept = self._targets, self._weights, self._sums, self._below
-        places = (kept.data_ptr() for kept in self._kept)
+        self._buffers = self._targets, self._weights, self._sums, self._below
+        places = (buffer.data_ptr() for buffer in self._buffers)
         self._batches = _Batches(*places, targets.shape[1])
         self._address, self._compiled = ctypes.addressof(self._batches), _compiled()
 
@@ -88,7 +88,7 @@ class ClassBatches:
 
     def _by_arrays(self, outputs: Tensor, first: int) -> Tensor:
         batches = slice(first, first + len(outputs))
-        targets, weights, sums, below = (kept[batches].numpy() for kept in self._kept)
+        targets, weights, sums, below = (buffer[batches].numpy() for buffer in self._buffers)
         gradients, sums[:], below[:] = by_arrays(outputs.numpy(), targets, weights)
         return torch.from_numpy(gradients)
 

@@ -192,9 +192,9 @@ class Mechanism(ABC):
         for segment in self.cover(layout):
             z = part_multiplier(noise_multiplier, segment.shares)
             split |= segment.named(segment.bound.split(z, denominator))
-        if taken := split.keys() & {side.name for side in self.sides}:
+        if names := split.keys() & {side.name for side in self.sides}:
             raise FedsimError(
-                f"the scalar '{min(taken)}' has the name of what {self} releases itself; its name "
+                f"the scalar '{min(names)}' has the name of what {self} releases itself; its name "
                 "(mechanism.private-scalar) must be another."
             )
         return split | {

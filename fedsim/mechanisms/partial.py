@@ -315,11 +315,11 @@ class SegmentSum:
         bound = self.segment.bound
         if not (bound.scalars or bound.bare_sums):
             return
-        there = ~bad & (weights > 0)
+        present = ~bad & (weights > 0)
         for name, scalar in bound.scalars.items():
-            values = torch.where(there, shaped.sides[name], 0.0) / grid_unit(scalar.half)
+            values = torch.where(present, shaped.sides[name], 0.0) / grid_unit(scalar.half)
             self.grids[name].add_(values[..., None], owners)
         for name, bare_sum in bound.bare_sums.items():
             values = shaped.sides[name] if bare_sum.wide else shaped.sides[name][..., None]
-            values = torch.where(there[..., None], values, 0.0) * weights[..., None]
+            values = torch.where(present[..., None], values, 0.0) * weights[..., None]
             self.grids[name].add_(values / bare_sum.unit, owners)

@@ -194,8 +194,10 @@ class Releaser:
         change = None
         if asked is not None:
             change = partial(top_up_multiplier, asked=asked, usable=total.count)
-        units, kept = self.noised(total, sources, change)
-        state: dict[str, Tensor] = {NOISE_PREFIX + name: tensor for name, tensor in kept.items()}
+        units, noise_state = self.noised(total, sources, change)
+        state: dict[str, Tensor] = {
+            NOISE_PREFIX + name: tensor for name, tensor in noise_state.items()
+        }
         info: dict[str, float] = {}
         means, sides = [], self._sides(total, units)
         for summed in total.segments:
@@ -261,7 +263,7 @@ class Releaser:
             From each noise multiplier to the one to draw at: that of a share, or of a top-up.
         """
         grids, split, multipliers = total.grids, self._splits[0], self._multipliers
-        kept: NoiseState = {
+        noise_state: NoiseState = {
             name.removeprefix(NOISE_PREFIX): tensor
             for name, tensor in total.before.items()
             if name.startswith(NOISE_PREFIX)
@@ -272,15 +274,15 @@ class Releaser:
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         sizes = _drawn(split, grids)
         if not sizes:
-            return units, kept
+            return units, noise_state
 
         def drawn(age: int, number: int) -> Tensor:
             of_round = [source.at(age, number) for source in sources]
             draws = normals(of_round, [*sizes.values()], self._terms.device)
             return draws[0] if self._one else draws
 
-        noise, kept = self.noise.combine(
-            NoiseDraws(sources[0].round, drawn), kept or self.noise.start()
+        noise, noise_state = self.noise.combine(
+            NoiseDraws(sources[0].round, drawn), noise_state or self.noise.start()
         )
         # Only what is released is rounded: rounding errors must not enter what the noise keeps.
         if self.noise.correlated:
@@ -293,7 +295,7 @@ class Releaser:
             # tensor of their own, those of n owners are strided pieces of what was drawn.
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._one else sums.add_(draws)
-        return units, kept
+        return units, noise_state
 
 
 def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:

@@ -18,13 +18,15 @@ class ScalingBound(Bound):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        ways = ("shape_", "scaled", "implicit")
-        nearest, *others = ([way in vars(base) for base in cls.__mro__].index(True) for way in ways)
+        methods = ("shape_", "scaled", "implicit")
+        nearest, *others = (
+            [method in vars(base) for base in cls.__mro__].index(True) for method in methods
+        )
         # A subclass that overrides one way of bounding, to do more than multiply, must not be
         # bypassed by another way that it inherits and that only multiplies.
-        for way, place in zip(ways[1:], others, strict=True):
+        for method, place in zip(methods[1:], others, strict=True):
             if nearest < place:
-                setattr(cls, way, getattr(Bound, way))
+                setattr(cls, method, getattr(Bound, method))
 
     @abstractmethod
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:

@@ -85,15 +85,15 @@ def build(
             recipe: Any = thing
             _check_names(name, settings, settings_of(thing))
             maker = recipe(**settings)
-            taken = _taken(name, maker, offered, {})
-            if vocabulary and "vocabulary" not in taken:
+            accepted = _accepted(name, maker, offered, {})
+            if vocabulary and "vocabulary" not in accepted:
                 raise FedsimError(
                     f"model.name is '{name}', which takes numbers, but the data's inputs are tokens"
                     " (integers); it must be a model that embeds them, such as one of your own."
                 )
-            model = maker(**taken)
+            model = maker(**accepted)
         else:
-            model = thing(**_taken(name, thing, offered, settings), **settings)
+            model = thing(**_accepted(name, thing, offered, settings), **settings)
     if not isinstance(model, nn.Module):
         raise FedsimError(
             f"model.name is '{name}', which returns {type(model).__name__}; it must return a "
@@ -116,7 +116,7 @@ def _check_names(name: str, given: dict[str, Any], takes: Sequence[Setting]) -> 
             raise setting.absent(f"model.{setting.key}")
 
 
-def _taken(
+def _accepted(
     name: str, make: Callable[..., Any], offered: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Those of the offered keywords that ``make`` takes."""

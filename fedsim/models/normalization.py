@@ -36,7 +36,7 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """
     from opacus.validators import ModuleValidator
 
-    said = []
+    sentences = []
     for name, module in list(model.named_modules()):
         if not isinstance(module, _NormBase):
             continue
@@ -50,11 +50,11 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
         if not validate(module):
             continue
         cured = _cured(module)
-        said.append(f"model.fix: {where} is {cured} now, and was {was}.")
+        sentences.append(f"model.fix: {where} is {cured} now, and was {was}.")
         if not name:
-            return cured, said
+            return cured, sentences
         model.set_submodule(name, cured)
-    return model, said
+    return model, sentences
 
 
 def _cured(module: _NormBase) -> nn.Module:

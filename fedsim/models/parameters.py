@@ -194,9 +194,9 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
                 "layer its sizes."
             )
         if parameter.is_complex() or parameter.layout is not torch.strided:
-            said = "complex" if parameter.is_complex() else parameter.layout
+            form = "complex" if parameter.is_complex() else parameter.layout
             raise FedsimError(
-                f"the model's {name} is {said}; parameters must be dense real numbers."
+                f"the model's {name} is {form}; parameters must be dense real numbers."
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:

@@ -187,7 +187,7 @@ class Partition(ABC):
 
 def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
     """Refuse positions that are not 0 .. count - 1, or come twice."""
-    seen = np.zeros(count, dtype=np.bool_)
+    covered = np.zeros(count, dtype=np.bool_)
     total = 0
     # A few clients' together: neither a call a client, nor a copy of all.
     for first in range(0, len(dealt), CLIENTS_AT_A_TIME):
@@ -205,11 +205,11 @@ def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
                 f"partition.name names {name}, which deals the examples {positions.min()} to "
                 f"{positions.max()}; there are only 0 to {count - 1}."
             )
-        seen[positions] = True
+        covered[positions] = True
         total += len(positions)
-    if total > int(seen.sum()):
+    if twice := total - int(covered.sum()):
         raise FedsimError(
-            f"partition.name names {name}, which deals {total - int(seen.sum())} examples twice; "
+            f"partition.name names {name}, which deals {twice} examples twice; "
             "each must be one client's."
         )
 
@@ -293,8 +293,8 @@ def hold_out(
         free = order[:-1]
     else:
         # `unique` finds the first of each owner, in an order that begins with the last drawn.
-        kept = np.unique(owners[order[::-1]], return_index=True)[1]
-        free = np.delete(order[::-1], kept)[::-1]
+        last_drawn = np.unique(owners[order[::-1]], return_index=True)[1]
+        free = np.delete(order[::-1], last_drawn)[::-1]
     if not 1 <= count <= len(free):
         raise FedsimError(
             f"data.validation is {amount:g}, which holds out {count} of {examples} training "

@@ -165,8 +165,8 @@ class Accountant:
         best, method = self._best(delta)
         rdp = rdp_epsilon(self._rdp(), delta) if self.private else math.inf
         poisson = self._as_poisson()
-        beside = None if poisson is None else poisson.epsilon(delta)
-        return Cost(best, delta, self.adjacency, method, rdp, beside, self.releases)
+        poisson_epsilon = None if poisson is None else poisson.epsilon(delta)
+        return Cost(best, delta, self.adjacency, method, rdp, poisson_epsilon, self.releases)
 
     def _best(self, delta: float) -> tuple[float, Method]:
         if not self.private:

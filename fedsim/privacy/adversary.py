@@ -119,7 +119,7 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
 
 def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
     events = [entry.event for entry in shared]
-    asked = min((_expected(event) for event in events), default=None)
+    cohort = min((_expected(event) for event in events), default=None)
     noise = min(event.total_noise_multiplier for event in events)
     rule = (
         "The server knows which clients it sampled and what noise it added itself, so sampling "
@@ -127,17 +127,17 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
         "missing and k known to colluders, the noise multiplier against it is z sqrt((r-D-k)/r)"
     )
     known = all(event.law.is_gaussian for event in events)
-    if not asked or not noise or math.isinf(noise) or not known:
+    if not cohort or not noise or math.isinf(noise) or not known:
         return [f"{rule}; where it sees a single share, z / sqrt(r)."]
-    cases = {"none missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
+    cases = {"none missing or colluding": 0, "a tenth of them": math.ceil(cohort / 10)}
     spent = [
-        f"epsilon {_unamplified(events, (asked - gone) / asked, delta):.4g} with {name}"
+        f"epsilon {_unamplified(events, (cohort - gone) / cohort, delta):.4g} with {name}"
         for name, gone in cases.items()
-        if gone < asked
+        if gone < cohort
     ]
-    alone = _unamplified(events, 1 / asked, delta)
+    alone = _unamplified(events, 1 / cohort, delta)
     return [
-        f"{rule} (z = {noise:g}, r = {asked}: {', '.join(spent)}); without secure aggregation it "
+        f"{rule} (z = {noise:g}, r = {cohort}: {', '.join(spent)}); without secure aggregation it "
         f"sees each single share, at z / sqrt(r), epsilon {alone:.4g}."
     ]
 

@@ -145,13 +145,13 @@ def rounds_within_events(
     *,
     max_epsilon: float,
     delta: float,
-    beside: Callable[[int], Iterable[Event]] = lambda rounds: (),
+    others: Callable[[int], Iterable[Event]] = lambda rounds: (),
 ) -> int:
     """Most rounds of ``event`` that a budget still buys after ``past``; 0 if none.
 
     Parameters
     ----------
-    beside : callable
+    others : callable
         Further releases in so many rounds.
 
     Raises
@@ -166,7 +166,7 @@ def rounds_within_events(
 
     def fits(rounds: int) -> bool:
         after = before.copy()
-        for other in beside(rounds):
+        for other in others(rounds):
             after.add(other)
         return not after.would_exceed(event.over(rounds), max_epsilon, delta)
 
@@ -204,7 +204,7 @@ class Question:
     level : "client" or "example"
     past : tuple of Event
         What has been released already.
-    beside : callable of the question and a number of rounds
+    others : callable of the question and a number of rounds
         Further releases in so many rounds.
     simulated : bool
         Whether noise follows from a config's seed, which is no secret.
@@ -222,7 +222,7 @@ class Question:
     invocations: int = 1
     level: Level = "client"
     past: tuple[Event, ...] = ()
-    beside: Callable[[Question, int], Sequence[Event]] = field(
+    others: Callable[[Question, int], Sequence[Event]] = field(
         default=lambda question, rounds: (), compare=False, repr=False
     )
     simulated: bool = False
@@ -247,7 +247,7 @@ class Question:
     def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:
         """All that is released with so many rounds at this noise."""
         further = (self.event(noise_multiplier).over(rounds),) if rounds else ()
-        return (*self.past, *self.beside(self, rounds), *further)
+        return (*self.past, *self.others(self, rounds), *further)
 
     def answer(self) -> Answer:
         """Find it.
@@ -271,7 +271,7 @@ class Question:
                 self.event(noise),
                 max_epsilon=self.max_epsilon,
                 delta=self._at,
-                beside=partial(self.beside, self),
+                others=partial(self.others, self),
             )
             return self._answered(noise, rounds)
         return self._answered(noise, self._given("rounds", self.rounds))

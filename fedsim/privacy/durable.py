@@ -132,11 +132,11 @@ def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
         inside = path.relative_to(parent)
         for number in _numbers(parent / ARCHIVE):
             before = parent / ARCHIVE / str(number) / inside
-            for kept in sorted(before.parent.glob(before.name)):
+            for predecessor in sorted(before.parent.glob(before.name)):
                 # What had been replaced already when it was put away.
                 if parent != path.parent:
-                    predecessors += archived(kept, depth=1)
-                predecessors.append(kept)
+                    predecessors += archived(predecessor, depth=1)
+                predecessors.append(predecessor)
     return predecessors
 
 
@@ -148,17 +148,17 @@ def archive(*paths: Path) -> Path:
     directory = paths[0].parent / ARCHIVE
     directory.mkdir(exist_ok=True)
     while True:
-        kept = directory / str(max([0, *_numbers(directory)]) + 1)
+        place = directory / str(max([0, *_numbers(directory)]) + 1)
         try:
-            kept.mkdir()
+            place.mkdir()
             break
         except FileExistsError:
             continue
     for path in paths:
-        os.rename(path, kept / path.name)
-    for changed in (kept, directory, directory.parent):
+        os.rename(path, place / path.name)
+    for changed in (place, directory, directory.parent):
         sync_directory(changed)
-    return kept
+    return place
 
 
 def _numbers(directory: Path) -> list[int]:

@@ -217,8 +217,8 @@ def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
     law = {"name": data["sampler"], **{k: data[k] for k in ("adjacency", "population")}}
     own = {"poisson": "rate", "fixed": "size"}.get(data["sampler"])
     law |= {own: data[own]} if own is not None else {}
-    kept = ("noise-multiplier", "count", "sides", "guarantee")
-    return {"law": law, **{name: data[name] for name in kept}}
+    others = ("noise-multiplier", "count", "sides", "guarantee")
+    return {"law": law, **{name: data[name] for name in others}}
 
 
 def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:

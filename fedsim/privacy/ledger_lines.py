@@ -43,8 +43,8 @@ def sealed(
 ) -> tuple[bytes, str]:
     """One line with its newline, and its hash."""
     hashed, digest = sealed_part(entry, previous)
-    beside = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
-    return f'{hashed},"noted":{beside}}}\n'.encode(), digest
+    unhashed = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
+    return f'{hashed},"noted":{unhashed}}}\n'.encode(), digest
 
 
 def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
@@ -78,8 +78,8 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
     seal = f',"hash":"{digest}"'
     if not isinstance(entry, dict) or not text.startswith(seal, end):
         raise FedsimError("its hash does not match its content.")
-    beside = text[end + len(seal) :]
-    noted = _parsed(f"{{{beside[1:]}") if beside.startswith(',"noted":') else None
+    unhashed = text[end + len(seal) :]
+    noted = _parsed(f"{{{unhashed[1:]}") if unhashed.startswith(',"noted":') else None
     if not isinstance(noted, dict) or not isinstance(noted["noted"], dict):
         raise FedsimError("what is noted beside its entry cannot be read.")
     if entry.pop("previous", None) != previous:

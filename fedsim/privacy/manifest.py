@@ -174,9 +174,9 @@ def new_key(path: Path) -> Path:
         If there is a file already.
     """
     public = path.with_name(f"{path.name}.pub")
-    for taken in (path, public):
-        if taken.exists():
-            raise FedsimError(f"{taken} exists; choose another name for the new key.")
+    for key in (path, public):
+        if key.exists():
+            raise FedsimError(f"{key} exists; choose another name for the new key.")
     private_pem, public_pem = key_pair()
     durable.create(path, private_pem, mode=0o600)
     durable.create(public, public_pem)

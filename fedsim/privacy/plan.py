@@ -324,13 +324,13 @@ class ReleasePlan(Generic[BoundT]):
         return replace(whole, law=replace(whole.law, sensitivity=noise.sensitivity(prefix)))
 
     def calibrated(
-        self, target_epsilon: float, delta: float, beside: Sequence[Event] = ()
+        self, target_epsilon: float, delta: float, others: Sequence[Event] = ()
     ) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.
 
         Parameters
         ----------
-        beside : sequence of Event
+        others : sequence of Event
             Further releases of the plan, besides the rounds.
 
         Raises
@@ -342,7 +342,7 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [*beside, replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
+            lambda z: [*others, replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )

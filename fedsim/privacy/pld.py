@@ -211,20 +211,20 @@ def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
     # Every factor has magnitude at most 1, so where the most frequent release's part has
     # vanished (below e^-50 = 2e-22) the product has: the others are computed only where it has not.
     factors.sort(key=lambda factor: -factor[2])
-    kept = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
-    exponent = np.zeros(len(kept), dtype=np.complex128)
+    frequencies = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
+    exponent = np.zeros(len(frequencies), dtype=np.complex128)
     start, finite = 0, 0.0
     for losses, pair, count in factors:
         log_magnitude, angle = _transform(pair, h, size)
-        exponent += count * (log_magnitude[kept] + 1j * angle[kept])
+        exponent += count * (log_magnitude[frequencies] + 1j * angle[frequencies])
         start += count * losses.start
         finite += count * math.log1p(-losses.infinite)
     # Shifted by the window's first loss, with which the inverse transform then begins. What lies
     # outside of the window wraps around into it: at most `WINDOW_TAIL` on either side, which is
     # counted as an infinite loss.
-    exponent += 2j * math.pi / size * ((kept * ((first - start) % size)) % size)
+    exponent += 2j * math.pi / size * ((frequencies * ((first - start) % size)) % size)
     infinite = 2 * WINDOW_TAIL - math.expm1(finite)
-    return _Composed(h, first, last - first + 1, size, kept, np.exp(exponent), infinite)
+    return _Composed(h, first, last - first + 1, size, frequencies, np.exp(exponent), infinite)
 
 
 def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, float]:

@@ -33,11 +33,11 @@ class Layout:
     """Names, shapes, dtypes and slices of the parameters that make up a row.
 
     Floating entries are laid out one after another in the order given. Integer and boolean
-    entries (``kept``) are no part of a row: they keep the server's value.
+    entries (``untrained``) are no part of a row: they keep the server's value.
     """
 
     entries: tuple[Parameter, ...]
-    kept: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, arrays: Mapping[str, Tensor]) -> Layout:
@@ -139,7 +139,7 @@ def with_vectors(layout: Layout, sends: Mapping[str, Width]) -> Layout:
     for name, width in sends.items():
         start, size = entries[-1].stop, layout.d if width == "model" else 1
         entries.append(Parameter(PREFIX + name, (size,), layout.dtype, start, start + size))
-    return Layout(tuple(entries), layout.kept)
+    return Layout(tuple(entries), layout.untrained)
 
 
 def vectors_in(layout: Layout, rows: Tensor) -> dict[str, Tensor]:

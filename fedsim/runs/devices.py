@@ -93,8 +93,8 @@ class Devices:
         down, up : int
             Bytes that a client gets and sends.
         """
-        there = self._available(round, client_ids)
-        replies = there & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
+        available = self._available(round, client_ids)
+        replies = available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
         if self.clocked and replies.any():
             ids = client_ids[replies]
@@ -102,19 +102,19 @@ class Devices:
         sent = int(replies.sum())
         if self.settings.deadline:
             late = seconds > self.settings.deadline
-            waited = late.any() or bool((there & ~replies).any())
+            waited = late.any() or bool((available & ~replies).any())
             seconds = np.minimum(seconds, self.settings.deadline)
             longest = self.settings.deadline if waited else float(seconds.max(initial=0.0))
             replies &= ~late
         else:
             longest = float(seconds.max(initial=0.0))
-        self.load = RoundLoad(down * int(there.sum()), up * sent, longest)
+        self.load = RoundLoad(down * int(available.sum()), up * sent, longest)
         return replies
 
     def reachable(self, round: int, client_ids: Ints) -> Bools:
         """Which of these clients ``[n]`` are there in the round and do not drop out, ``[n]``."""
-        there = self._available(round, client_ids)
-        return there & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
+        available = self._available(round, client_ids)
+        return available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
 
     @property
     def clocked(self) -> bool:

@@ -119,17 +119,17 @@ class RunDirectory:
         with self._explained():
             if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
                 raise FedsimError(f"--out {self.path} is a file; it must be a directory.")
-            taken = [path.name for path in self._own if path.exists() or path.is_symlink()]
+            existing = [path.name for path in self._own if path.exists() or path.is_symlink()]
             if is_marked(self.path):
                 self._refuse_in_use(self._lock.free())
-                if taken and not overwrite:
+                if existing and not overwrite:
                     raise FedsimError(
                         f"{self.path} already holds a run; choose another --out, or --resume or "
                         "--overwrite it."
                     )
-            elif taken:
+            elif existing:
                 raise FedsimError(
-                    f"--out {self.path} holds {', '.join(taken)} and no run's marker "
+                    f"--out {self.path} holds {', '.join(existing)} and no run's marker "
                     f"({self._lock.path.name}), so these may be your own files; choose another "
                     "directory."
                 )
@@ -327,9 +327,9 @@ def ending(path: Path) -> Ending:
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
     """Where a run's clients keep their ledgers, if that is on this machine."""
-    kept = config.get("client.state-dir")
+    state_dir = config.get("client.state-dir")
     pattern = "client-*.jsonl"
-    for path in (*([Path(str(kept))] if kept else []), run / "clients"):
+    for path in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
         if any(path.glob(pattern)) or archived(path / pattern):
             return path
     return None

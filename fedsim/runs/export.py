@@ -116,9 +116,9 @@ def _does_not_fit(saved: SavedRun, to: str, error: Exception) -> FedsimError:
     while reason.__cause__ is not None:
         reason = reason.__cause__
     lines = str(reason).strip().splitlines() or [type(reason).__name__]
-    said = printable(re.sub(r"\x1b\[[0-9;]*m", "", lines[0])).rstrip(".")
+    message = printable(re.sub(r"\x1b\[[0-9;]*m", "", lines[0])).rstrip(".")
     return FedsimError(
-        f"the model {saved.config.model.name} cannot be put into {to} ({said}); "
+        f"the model {saved.config.model.name} cannot be put into {to} ({message}); "
         "`--to safetensors` always works."
     )
 

@@ -222,20 +222,20 @@ class LocalTraining:
         client = self.config.client
         all_clients = data.population == self.config.partition.clients
         # The outputs of frozen layers never change: they are computed once an example.
-        model, seen = behind_frozen_stem(self.model, data)
+        model, inputs = behind_frozen_stem(self.model, data)
         if test is not None:
-            rest, seen_test = behind_frozen_stem(self.model, test)
+            rest, test_inputs = behind_frozen_stem(self.model, test)
             # Both or neither: one model takes them.
             if self.model in (model, rest):
-                model, seen, seen_test = self.model, data, test
-            test = seen_test
+                model, inputs, test_inputs = self.model, data, test
+            test = test_inputs
         make: Callable[..., Trainer] = Trainer
         if (turns := alternation(self.config, self.model)) is not None:
             make = partial(AlternatingTrainer, alternation=turns)
         return make(
             model,
             algorithm(self.config),
-            seen,
+            inputs,
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,

@@ -204,7 +204,7 @@ def _module(model: nn.Module, error: BaseException) -> str:
     while trace is not None:
         name, module = parts.get(id(trace.tb_frame.f_locals.get("self")), ("", model))
         if name:
-            said = type(module).__name__ if any(module.children()) else repr(module)
-            running = f" in its '{name}', {printable(said)}"
+            layer = type(module).__name__ if any(module.children()) else repr(module)
+            running = f" in its '{name}', {printable(layer)}"
         trace = trace.tb_next
     return running

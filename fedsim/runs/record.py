@@ -210,10 +210,10 @@ class RunLedgers:
         directory = RunDirectory(run)
         config = read_config(directory.config) if directory.config.is_file() else {}
         server = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
-        kept, clients = clients_ledgers(run, config), None
-        if kept is not None:
+        own, clients = clients_ledgers(run, config), None
+        if own is not None:
             delta = delta_of(config, "client") if delta is None else delta
-            clients = ClientLedgers(kept, delta=delta, read_only=True)
+            clients = ClientLedgers(own, delta=delta, read_only=True)
         return cls(config, server, clients, ending(run).ended)
 
     def statements(self, delta: float | None = None) -> list[Statement]:

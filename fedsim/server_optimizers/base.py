@@ -28,22 +28,22 @@ class ServerOptimizer(Protocol):
         del state
 
 
-class KeptOptimizer(ServerOptimizer):
+class StatefulOptimizer(ServerOptimizer):
     """An optimiser with settings that keeps tensors between rounds, by their names."""
 
     def __post_init__(self) -> None:
         check_settings(self, "server.")
-        self.kept: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def moment(self, name: str, vector: Tensor) -> Tensor:
         """The vector of this name after the last step, like ``vector``; zero before the first."""
-        kept = self.kept.get(name)
-        return vector.new_zeros(vector.shape) if kept is None else kept.to(vector)
+        slot = self.tensors.get(name)
+        return vector.new_zeros(vector.shape) if slot is None else slot.to(vector)
 
     def state(self) -> dict[str, Tensor]:
         """The tensors, once there are any."""
-        return {name: tensor.clone() for name, tensor in self.kept.items()}
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume what `state` gave."""
-        self.kept = {name: tensor.clone() for name, tensor in state.items()}
+        self.tensors = {name: tensor.clone() for name, tensor in state.items()}

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.server_optimizers.base import KeptOptimizer
+from fedsim.server_optimizers.base import StatefulOptimizer
 from fedsim.settings import Doc, Ge, Gt, Lt
 
 
 @register("server", "sgd")
 @dataclass
-class ServerSGD(KeptOptimizer):
+class ServerSGD(StatefulOptimizer):
     """Steps along the mean update, or along its momentum; as `torch.optim.SGD` to the last bit."""
 
     lr: Annotated[float, Gt(0), Doc("What of the mean update is added; 1 for all of it.")] = 1.0
@@ -26,9 +26,9 @@ class ServerSGD(KeptOptimizer):
         """New parameters ``[d]``, in the dtype of ``vector``."""
         gradient = (-update).to(vector.dtype)
         if self.momentum:
-            if "velocity" in self.kept:
-                gradient = (self.momentum * self.kept["velocity"].to(vector)).add_(gradient)
-            self.kept = {"velocity": gradient}
+            if "velocity" in self.tensors:
+                gradient = (self.momentum * self.tensors["velocity"].to(vector)).add_(gradient)
+            self.tensors = {"velocity": gradient}
         return vector.add(gradient, alpha=-self.lr)
 
 
@@ -46,7 +46,7 @@ Adaptivity = Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps 
 
 @register("server", "fedadagrad")
 @dataclass
-class FedAdagrad(KeptOptimizer):
+class FedAdagrad(StatefulOptimizer):
     """FedAdagrad (Reddi et al. 2021): second moments that add up; as Flower's strategy."""
 
     lr: Rate = 0.1
@@ -56,12 +56,12 @@ class FedAdagrad(KeptOptimizer):
         """New parameters ``[d]``, in the dtype of ``vector``."""
         update = update.to(vector.dtype)
         second = self.moment("second", vector).addcmul(update, update)
-        self.kept = {"second": second}
+        self.tensors = {"second": second}
         return vector.addcdiv(update, second.sqrt().add_(self.tau), value=self.lr)
 
 
 @dataclass
-class FirstOverRoot(KeptOptimizer):
+class FirstOverRoot(StatefulOptimizer):
     """Steps along a mean of the updates, over the root of one of their squares.
 
     A subclass says what mean of squares that is, and may correct the rate.
@@ -86,8 +86,8 @@ class FirstOverRoot(KeptOptimizer):
         update = update.to(vector.dtype)
         first = self.moment("first", vector).lerp(update, 1 - self.beta1)
         second = self.squares(self.moment("second", vector), update)
-        step = int(self.kept["step"]) + 1 if self.kept else 1
-        self.kept = {"step": torch.tensor(step), "first": first, "second": second}
+        step = int(self.tensors["step"]) + 1 if self.tensors else 1
+        self.tensors = {"step": torch.tensor(step), "first": first, "second": second}
         return vector.addcdiv(first, second.sqrt().add_(self.tau), value=self.rate(step))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.server_optimizers.base import KeptOptimizer
+from fedsim.server_optimizers.base import StatefulOptimizer
 from fedsim.settings import Doc, Ge, Gt, Lt, settings_of
 
 Rate = Annotated[float, Gt(0), Doc("The rate.")]
@@ -18,7 +18,7 @@ Eps = Annotated[float, Gt(0), Doc("Added to the root: nothing is divided by 0.")
 
 
 @dataclass
-class TorchOptimizer(KeptOptimizer):
+class TorchOptimizer(StatefulOptimizer):
     """One of `torch.optim`, for which the mean update is the negative gradient.
 
     What it keeps between rounds is what the optimiser has in its own state, by torch's names.
@@ -50,7 +50,7 @@ class TorchOptimizer(KeptOptimizer):
         optimizer = getattr(torch.optim, self.optimizer)([parameter], **settings)
         optimizer.state[parameter].update(self.state())
         optimizer.step()
-        self.kept = optimizer.state[parameter]
+        self.tensors = optimizer.state[parameter]
         return parameter.detach()
 
 

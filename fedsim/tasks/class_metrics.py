@@ -97,14 +97,14 @@ class F1(Metric):
             logits = like_targets(outputs, targets)
             columns = (-1, targets.shape[-1] if targets.dim() > 1 else 1)
             logits, labels = logits.reshape(columns), targets.reshape(columns)
-            there, predicted = labels == 1, (logits > 0) & ~labels.isnan()
+            actual, predicted = labels == 1, (logits > 0) & ~labels.isnan()
         else:
             logits, classes = counted(outputs, targets)
             width = max(2, logits.shape[1])
             best = (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(-1)
             one_hot = torch.nn.functional.one_hot
-            there, predicted = one_hot(classes, width) > 0, one_hot(best, width) > 0
-        counts = [(there & predicted).sum(0), predicted.sum(0), there.sum(0)]
+            actual, predicted = one_hot(classes, width) > 0, one_hot(best, width) > 0
+        counts = [(actual & predicted).sum(0), predicted.sum(0), actual.sum(0)]
         return self.merge(state, torch.stack(counts).numpy())
 
     def merge(self, first: Ints, second: Ints) -> Ints:
@@ -163,11 +163,11 @@ class CalibrationError(Metric):
         right = predicted == classes
         # A bin holds its upper edge: (0, 1/bins], ..., (1 - 1/bins, 1].
         inside = (confidence * self.bins).ceil().long().clamp(1, self.bins) - 1
-        seen = []
+        batch = []
         for k in range(self.bins):
             mine = inside == k
-            seen.append((ExactSum.of(confidence[mine]), int(right[mine].sum())))
-        return self.merge(state, seen)
+            batch.append((ExactSum.of(confidence[mine]), int(right[mine].sum())))
+        return self.merge(state, batch)
 
     def merge(self, first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:
         """Both."""

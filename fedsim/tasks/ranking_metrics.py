@@ -109,6 +109,6 @@ class AveragePrecision(Ranking):
     """Mean over the examples with the label of the precision at their score."""
 
     def _of(self, positives: Ints, negatives: Ints) -> float:
-        found, asked = np.cumsum(positives), np.cumsum(positives + negatives)
-        steps = (positives * (found / asked)).tolist()
+        found, ranked = np.cumsum(positives), np.cumsum(positives + negatives)
+        steps = (positives * (found / ranked)).tolist()
         return math.fsum(steps) / int(positives.sum())

@@ -269,11 +269,11 @@ def _fill(
     index[rows] = examples[:, :1, None]
     for number, first in enumerate(range(0, steps, sampler.steps)):
         shuffled = np.take_along_axis(examples, orders[:, number], axis=1)
-        taken = min(full, steps - first)
-        whole = shuffled[:, : taken * batch].reshape(-1, taken, batch)
-        index[rows, first : first + taken] = whole[:, :, :1]
-        index[rows, first : first + taken, :batch] = whole
-        weight[rows, first : first + taken, :batch] = 1.0 / batch
+        complete = min(full, steps - first)
+        whole = shuffled[:, : complete * batch].reshape(-1, complete, batch)
+        index[rows, first : first + complete] = whole[:, :, :1]
+        index[rows, first : first + complete, :batch] = whole
+        weight[rows, first : first + complete, :batch] = 1.0 / batch
         if short and first + full < steps:
             index[rows, first + full] = shuffled[:, full * batch : full * batch + 1]
             index[rows, first + full, :short] = shuffled[:, full * batch :]

@@ -115,9 +115,9 @@ def check_algorithm(
             "patterns of the parameters that each client keeps to itself, such as 'head.*'."
         )
     if compression is not None and (personal or algorithm.receives):
-        beside = "model.personal is set" if personal else f"{name} makes more of it"
+        reason = "model.personal is set" if personal else f"{name} makes more of it"
         raise FedsimError(
-            f"client.compression is set, and {beside}; it must be empty, unless clients send their "
+            f"client.compression is set, and {reason}; it must be empty, unless clients send their "
             "update alone and all that they train."
         )
     if compression is not None and state != "client":

@@ -194,9 +194,9 @@ def _take(
     firsts = np.flatnonzero(np.diff(groups, prepend=-1))
     for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):
         keep = torch.from_numpy(real[first:end])
-        state, seen = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
+        state, batch = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
         for name, metric in metrics.items():
-            state[name] = metric.update(state[name], *seen)
+            state[name] = metric.update(state[name], *batch)
 
 
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:

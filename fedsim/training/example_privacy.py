@@ -134,8 +134,8 @@ class ExamplePrivacy:
         ]
         if not self.made.correlated or not each:
             return self
-        steps, apart = max(p.rounds for p in each), min(p.separation for p in each)
-        return replace(self, noise=self.made.fitted(Participation(steps, min(steps, apart))))
+        steps, separation = max(p.rounds for p in each), min(p.separation for p in each)
+        return replace(self, noise=self.made.fitted(Participation(steps, min(steps, separation))))
 
     def plan(
         self, work: LocalWork, size: int, rounds: int | None = None

@@ -174,10 +174,10 @@ class StepGraphs:
             return buffer[:rows]
 
         result: State = _changed(entries, "", in_buffer)
-        taken = {_storage(buffer) for buffer in self._buffers.values()}
+        storages = {_storage(buffer) for buffer in self._buffers.values()}
         # Entries may have changed places (an algorithm swaps two of its tensors): what lies in
         # another's buffer is saved before anything is written there.
-        saved = [(to, t.clone() if _storage(t) in taken else t) for to, t in moves]
+        saved = [(to, t.clone() if _storage(t) in storages else t) for to, t in moves]
         for to, tensor in saved:
             to.copy_(tensor)
         return result, tuple(structure)

@@ -178,10 +178,10 @@ class Payload:
 
         They may lie in the memory of ``theta``, which is overwritten.
         """
-        parameters, beside = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
+        parameters, added = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
         if not sent:
             return self.shared.difference_(theta, vector[parameters])
-        vectors = self.ended(theta, sent, vector[None])[:, beside] - vector[beside]
+        vectors = self.ended(theta, sent, vector[None])[:, added] - vector[added]
         return torch.cat([self.shared.difference_(theta, vector[parameters]), vectors], dim=1)
 
     def _row(self, name: str, values: Tensor) -> Tensor:
@@ -242,8 +242,8 @@ class Compression:
     def __call__(self, rows: Tensor) -> Tensor:
         """The rows ``[n, d]`` as they are sent, each by itself."""
         if self.bits == 0:
-            kept = torch.topk(rows.abs(), self.coordinates(rows.shape[1]), dim=1).indices
-            return torch.zeros_like(rows).scatter_(1, kept, rows.gather(1, kept))
+            largest = torch.topk(rows.abs(), self.coordinates(rows.shape[1]), dim=1).indices
+            return torch.zeros_like(rows).scatter_(1, largest, rows.gather(1, largest))
         if self.bits == 1:
             return rows.sign() * rows.abs().mean(dim=1, keepdim=True)
         steps = 2 ** (self.bits - 1) - 1

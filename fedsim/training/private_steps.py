@@ -152,8 +152,8 @@ class PrivateSteps(Steps):
         if not self.keeps_state:
             return {}
         clients = slice(first, first + len(theta))
-        kept = without_noise(self.state)
-        return {MECHANISM + name: tensor[clients] for name, tensor in kept.items()}
+        public = without_noise(self.state)
+        return {MECHANISM + name: tensor[clients] for name, tensor in public.items()}
 
 
 class StepNoise:

@@ -156,7 +156,7 @@ class Probe:
         """
         generator = torch.Generator().manual_seed(SEED)
         x, y = self.data.empty(self.packing.layout.dtype)
-        taken: list[tuple[_Batch, _Batch]] = []
+        pairs: list[tuple[_Batch, _Batch]] = []
         failure: BaseException | None = None
         for positive in (False, True):
             first, second = (
@@ -171,11 +171,11 @@ class Probe:
             except (Exception, SystemExit) as error:
                 failure = error
                 continue
-            taken.append((first, second))
+            pairs.append((first, second))
             if bool(torch.isfinite(losses).all()):
                 return first, second
-        if taken:
-            return taken[0]
+        if pairs:
+            return pairs[0]
         raise FedsimError(
             "the model or its loss could not be tried on made-up examples "
             f"({type(failure).__name__}: {failure}), as it must before it is trained with "

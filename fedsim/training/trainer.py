@@ -310,8 +310,8 @@ class Trainer:
     def initial(self) -> Tensor:
         """What clients are sent at first, ``[d]``: the model's own parameters, and zero vectors."""
         parameters = self.layout.flatten(dict(self.model.named_parameters()))
-        beside = self.received_layout.d - self.layout.d
-        return torch.cat([parameters, parameters.new_zeros(beside)])
+        vectors = self.received_layout.d - self.layout.d
+        return torch.cat([parameters, parameters.new_zeros(vectors)])
 
     @property
     def row_layout(self) -> Layout:

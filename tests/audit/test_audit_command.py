@@ -108,10 +108,10 @@ def test_the_few_rounds_cost_what_the_config_does() -> None:
             "noise": {"target-epsilon": 3.0},
         }
     )
-    verdict, assumed = audit_config(config, rounds=2, runs=20, canaries=0, checks=False)
+    verdict, assumptions = audit_config(config, rounds=2, runs=20, canaries=0, checks=False)
     assert verdict.claim.epsilon == pytest.approx(3.0, rel=1e-3)
     assert verdict.claim.releases == 2
-    assert assumed["federation"].startswith("1,000 clients, poisson cohort of 100 expected")
+    assert assumptions["federation"].startswith("1,000 clients, poisson cohort of 100 expected")
 
 
 def test_a_config_without_a_claim_is_refused(tmp_path: Path) -> None:

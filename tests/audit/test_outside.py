@@ -33,7 +33,7 @@ DECLARED = 20
 def claim_of(rate: float = 1.0, **changes: Any) -> TargetClaim:
     sampling = {1.0: "full"}.get(rate, "fixed" if "adjacency" in changes else "poisson")
     usual = {"noise_multiplier": 1.0, "rounds": 10, "sampling": sampling, "rate": rate}
-    return TargetClaim(**{**usual, **changes}).checked()
+    return TargetClaim(**{**usual, **changes})
 
 
 def clipped(rows: np.ndarray, c: float) -> np.ndarray:
@@ -86,7 +86,7 @@ def loop(bug: str = "") -> Target:
         numbers = {}
         if bug == "statistics":
             numbers["mean-norm"] = np.full(f.rounds, np.linalg.norm(f.rows, axis=1).mean())
-        return TargetRelease.read({"models": models, "sampled": sampled, "statistics": numbers}, f)
+        return TargetRelease.of({"models": models, "sampled": sampled, "statistics": numbers}, f)
 
     return target
 
@@ -157,7 +157,7 @@ def quantile_clipping(sign: float, late: bool) -> Target:
         return aggregate
 
     call = aggregation_target(make)
-    return lambda federation: TargetRelease.read(call(federation), federation)
+    return lambda federation: TargetRelease.of(call(federation), federation)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_an_epsilon_alone_has_the_curve_of_randomised_response() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "accepted"), [(1.0, False), (30.0, True)])
 def test_an_epsilon_alone_is_attacked_in_two_worlds(epsilon: float, accepted: bool) -> None:
-    claim = TargetClaim(epsilon=epsilon, rounds=10).checked()
+    claim = TargetClaim(epsilon=epsilon, rounds=10)
     target = loop()
 
     def with_noise(federation: SyntheticFederation) -> TargetRelease:
@@ -357,7 +357,7 @@ def test_an_opacus_loop_is_audited(tmp_path: Path) -> None:
     claim = TargetClaim(
         noise_multiplier=1.0, rounds=5, sampling="poisson", rate=0.5, adjacency="zero-out",
         row="example",
-    ).checked()  # fmt: skip
+    )  # fmt: skip
     with open_target(f"{path}:poisson") as target:
         verdict = audit_target(target, claim, runs=40)
         assert verdict.accepted, verdict.refuting
@@ -374,9 +374,9 @@ def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: fl
     def noisy(f: SyntheticFederation) -> TargetRelease:
         draws = np.random.default_rng(f.seed)
         row = clipped(f.rows, f.clip_norm)[-1]
-        return TargetRelease.read([row + part / mu * draws.standard_normal(len(row))], f)
+        return TargetRelease.of([row + part / mu * draws.standard_normal(len(row))], f)
 
-    claim = TargetClaim(epsilon=epsilon, adjacency="zero-out").checked()
+    claim = TargetClaim(epsilon=epsilon, adjacency="zero-out")
     verdict = audit_target(noisy, claim, runs=60)
     assert verdict.accepted == (part == 1), verdict.refuting
 
@@ -394,7 +394,7 @@ def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
         ({"models": models, "sampled": [[0]]}, "sampled in 1 rounds; there are 2"),
     ):
         with pytest.raises(ValueError, match=words):
-            TargetRelease.read(result, federation)
+            TargetRelease.of(result, federation)
 
 
 def test_a_target_that_is_not_finite_or_too_slow_is_not_audited() -> None:

@@ -73,7 +73,7 @@ def verdict(
     style: str, bug: str, changes: dict[str, Any], seed: int = 1, runs: int = FEW_RUNS
 ) -> Verdict:
     usual = {"noise_multiplier": 1.0, "rounds": 5, "adjacency": "zero-out"}
-    claim = TargetClaim(**{**usual, **changes}).checked()
+    claim = TargetClaim(**{**usual, **changes})
     return audit_target(getattr(planted_loops, style)(bug), claim, runs=runs, seed=1000 * seed)
 
 

@@ -20,7 +20,7 @@ ARRAYS = {
 def test_floating_entries_follow_one_another_and_others_are_kept_out() -> None:
     layout = Layout.of(ARRAYS)
     assert layout.d == 9
-    assert layout.kept == ("steps", "mask")
+    assert layout.untrained == ("steps", "mask")
     assert layout.slices() == {"a": slice(0, 6), "b": slice(6, 7), "c": slice(7, 9)}
     assert layout.sizes() == {"a": 6, "b": 1, "c": 2}
 
@@ -66,7 +66,7 @@ def test_there_must_be_something_to_train() -> None:
 def test_integer_buffers_are_no_part_of_what_is_bounded(length: float) -> None:
     model = nn.BatchNorm1d(4)
     layout = Layout.of(dict(model.state_dict()))
-    assert layout.kept == ("num_batches_tracked",)
+    assert layout.untrained == ("num_batches_tracked",)
     rows = torch.full((1, layout.d), length)
     total = releaser(Clipping(1.0), layout).start({})
     assert total.add(DenseRows(rows)).tolist() == [True]

@@ -133,12 +133,12 @@ class TargetAudit:
 
     def _affordable_runs(self, sides: int) -> int:
         """How many runs of each side of an attack fit in the seconds."""
-        taken: list[float] = []
-        while len(taken) < 3 and sum(taken) < self.seconds:
+        durations: list[float] = []
+        while len(durations) < 3 and sum(durations) < self.seconds:
             started = time.perf_counter()
-            self.target(self._silent_federation(self.seed + len(taken)))
-            taken.append(time.perf_counter() - started)
-        one = min(taken)
+            self.target(self._silent_federation(self.seed + len(durations)))
+            durations.append(time.perf_counter() - started)
+        one = min(durations)
         if sides * FEWEST_RUNS * one > MOST_OVERRUN * self.seconds:
             raise FedsimError(
                 f"one run of the target takes {one:.2g} s, and an audit makes {sides} times "

@@ -76,16 +76,9 @@ class TargetClaim:
         for key in values:
             if key not in known:
                 raise FedsimError(f"claim.{key} is no key; a claim has {', '.join(sorted(known))}.")
-        return cls(**read_settings(settings_of(cls), values, "claim")).checked()
+        return cls(**read_settings(settings_of(cls), values, "claim"))
 
-    def checked(self) -> TargetClaim:
-        """Itself.
-
-        Raises
-        ------
-        FedsimError
-            If it claims nothing, or its sampling and its neighbours do not go together.
-        """
+    def __post_init__(self) -> None:
         if self.noise_multiplier is None and self.epsilon is None:
             raise FedsimError(
                 "claim.noise-multiplier and claim.epsilon are not set; one of them must be: there "
@@ -101,7 +94,6 @@ class TargetClaim:
                 f"claim.sampling is '{self.sampling}' and claim.adjacency '{self.adjacency}'; a "
                 "fixed number of rows goes with 'replace-one', Poisson sampling with the others."
             )
-        return self
 
     @property
     def sampler(self) -> Sampler:
@@ -144,7 +136,7 @@ class TargetClaim:
         return Claim((event.times(self.rounds),), self.delta)
 
     @property
-    def assumed(self) -> dict[str, str]:
+    def assumptions(self) -> dict[str, str]:
         """What an audit takes for granted, by what it is about."""
         z = self.noise_multiplier
         what = f"epsilon {self.epsilon} at delta {self.delta:g}"

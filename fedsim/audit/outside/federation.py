@@ -88,7 +88,7 @@ class TargetRelease:
     statistics: Mapping[str, Floats] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
+    def of(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
         """From what a target returned: this, a mapping of its attributes, or the models alone.
 
         Raises

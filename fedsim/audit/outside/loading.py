@@ -48,7 +48,7 @@ def _local_target(name: str) -> Target:
         try:
             # What a target prints is no part of a verdict.
             with redirect_stdout(sys.stderr):
-                return TargetRelease.read(call(federation), federation)
+                return TargetRelease.of(call(federation), federation)
         except FedsimError:
             raise
         except (Exception, SystemExit) as error:
@@ -91,7 +91,7 @@ def _remote_target(name: str, python: str) -> Iterator[Target]:
             if "error" in answer:
                 raise FedsimError(f"--target {name} could not be run: {answer['error']}.")
             answer["models"] = np.load(answer["models"])
-            return TargetRelease.read(answer, federation)
+            return TargetRelease.of(answer, federation)
 
         try:
             yield target

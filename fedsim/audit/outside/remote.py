@@ -100,7 +100,7 @@ def _answer(
         request[key] = np.load(request[key])
     request["shapes"] = [tuple(shape) for shape in request["shapes"]]
     federation = federations(**request)
-    release = released.read(target(federation), federation)
+    release = released.of(target(federation), federation)
     path = os.path.join(directory, "models.npy")
     np.save(path, release.models)
     statistics = {key: values.tolist() for key, values in release.statistics.items()}

@@ -79,8 +79,10 @@ class TrimmedMean(RobustMean):
     def center(self, rows: Tensor) -> Tensor:
         """The mean of what is between the extremes of each coordinate."""
         left_out = int(self.trim * len(rows))
-        kept = slice(left_out, len(rows) - left_out)
-        return torch.cat([columns.sort(0).values[kept].mean(0) for columns in column_chunks(rows)])
+        middle = slice(left_out, len(rows) - left_out)
+        return torch.cat(
+            [columns.sort(0).values[middle].mean(0) for columns in column_chunks(rows)]
+        )
 
 
 @register("mechanism", "krum")

@@ -209,8 +209,8 @@ class ClientDirectory:
         new = [node for node in nodes if node not in known and node not in silent]
         if not new:
             return
-        asked = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
-        for message_id, node in zip(grid.push_messages(asked), new, strict=True):
+        queries = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
+        for message_id, node in zip(grid.push_messages(queries), new, strict=True):
             if message_id:
                 self._pending[message_id] = node
 

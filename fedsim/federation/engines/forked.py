@@ -126,7 +126,7 @@ class ForkedWorker(Worker):
             finally:
                 os._exit(status)
         end_of_worker.close()
-        self.asked = 0
+        self.pending = 0
 
     def begin(self, call: Spans) -> None:
         """Send where the round's call lies in the memory that all workers share."""
@@ -135,7 +135,7 @@ class ForkedWorker(Worker):
     def ask(self, work: WorkRequest) -> None:
         """Send the request; the worker answers its requests one after another."""
         self._send(work)
-        self.asked += 1
+        self.pending += 1
 
     def _send(self, value: object) -> None:
         # One that is gone says so when it is asked for its answer.
@@ -148,7 +148,7 @@ class ForkedWorker(Worker):
             spans, records = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"process {self.pid} has ended") from error
-        self.asked -= 1
+        self.pending -= 1
         for name, level, text in records:
             logging.getLogger(name).log(level, "%s", text)
         answer: WorkerReply = self._answers.get(spans, copied=copied)
@@ -220,7 +220,7 @@ class ForkedCrew(Crew[ForkedWorker]):
         """Replace the workers that still work for an earlier round."""
         # Their answers would be taken for this round's, and to wait for them may take for ever.
         for worker in list(self.workers):
-            if worker.asked:
+            if worker.pending:
                 self.replaced(worker)
 
     def first_done(

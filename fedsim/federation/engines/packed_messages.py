@@ -31,11 +31,11 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
 
     Messages around the same arrays share their pieces, which Flower then stores once.
     """
-    said = [
+    contents = [
         {name: dict(it) for name, it in message.content.items() if not isinstance(it, ArrayRecord)}
         for message in messages
     ]
-    alike = all(others == said[0] for others in said)
+    alike = all(others == contents[0] for others in contents)
     made: dict[tuple[tuple[str, str, int], ...], dict[str, ConfigRecord]] = {}
     for message in messages:
         content = message.content
@@ -47,7 +47,7 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
         )
         if arrays not in made:
             made[arrays] = _pieces(content, names)
-        yield deliver(message, _beside(content, names, made[arrays]))
+        yield deliver(message, _with_pieces(content, names, made[arrays]))
 
 
 def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
@@ -55,7 +55,7 @@ def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
 
     Content with nothing to pack, or with more than a gibibyte, comes back unchanged.
     """
-    return _beside(content, names, _pieces(content, names))
+    return _with_pieces(content, names, _pieces(content, names))
 
 
 def _pieces(content: RecordDict, names: Collection[str]) -> dict[str, ConfigRecord]:
@@ -71,7 +71,7 @@ def _pieces(content: RecordDict, names: Collection[str]) -> dict[str, ConfigReco
     }
 
 
-def _beside(
+def _with_pieces(
     content: RecordDict, names: Collection[str], pieces: dict[str, ConfigRecord]
 ) -> RecordDict:
     """The records of a content that were not packed, and the pieces."""

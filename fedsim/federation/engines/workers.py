@@ -255,12 +255,12 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
     position = 0
     alone = False
     while position < len(client_ids):
-        asked = client_ids[position : position + 1] if alone else client_ids[position:]
-        end = position + len(asked)
+        rest = client_ids[position : position + 1] if alone else client_ids[position:]
+        end = position + len(rest)
         reason: Reason = "missing"
         detail = "there was no block of it"
         try:
-            for block in work(call.vector, asked, call.round):
+            for block in work(call.vector, rest, call.round):
                 _require_asked(block, call, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
@@ -268,7 +268,7 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = f"{type(error).__name__}: {error}"
-            _log.debug("clients %s in round %d", asked, call.round, exc_info=True)
+            _log.debug("clients %s in round %d", rest, call.round, exc_info=True)
         if position == end:
             continue
         if not alone:
@@ -286,12 +286,12 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_asked(block: Block, call: RoundCall, asked: Ids) -> None:
+def _require_asked(block: Block, call: RoundCall, rest: Ids) -> None:
     """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
     ids = block.client_ids
     row_size = len(call.vector) if call.row_size is None else call.row_size
-    if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
-        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {asked}.")
+    if not len(ids) or not np.array_equal(ids, rest[: len(ids)]):
+        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {rest}.")
     if call.message_type == "evaluate":
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
@@ -316,12 +316,12 @@ def pack(value: object, *, by_value: bool = False) -> list[Piece]:
         Classes and functions that another process cannot import go along. So does in any case a
         class that no name leads to.
     """
-    stream, apart = io.BytesIO(), list[memoryview]()
+    stream, buffers = io.BytesIO(), list[memoryview]()
 
     def stays(buffer: pickle.PickleBuffer) -> bool:
         if (raw := buffer.raw()).nbytes < _APART_FROM:
             return True
-        apart.append(raw)
+        buffers.append(raw)
         return False
 
     try:
@@ -330,7 +330,7 @@ def pack(value: object, *, by_value: bool = False) -> list[Piece]:
         if by_value:
             raise
         return pack(value, by_value=True)
-    return [stream.getbuffer(), *apart]
+    return [stream.getbuffer(), *buffers]
 
 
 def unpack(pieces: Iterable[Any], *, copied: bool) -> Any:

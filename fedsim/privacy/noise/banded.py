@@ -70,10 +70,10 @@ class Banded(Toeplitz):
                 "it must be a number."
             )
         if self.coefficients:
-            bands, given = len(self._numbers(WANTED)), self.bands
-            if given not in (0, bands):
+            bands, declared = len(self._numbers(WANTED)), self.bands
+            if declared not in (0, bands):
                 raise FedsimError(
-                    f"noise.bands is {given}, and noise.coefficients has {bands} numbers; leave "
+                    f"noise.bands is {declared}, and noise.coefficients has {bands} numbers; leave "
                     "one of them out."
                 )
             return replace(self, bands=bands, participation=participation)
@@ -98,10 +98,10 @@ class Banded(Toeplitz):
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws less parts of the noise of the last rounds, which is kept."""
         noise, numbers = draws(), self._numbers(WANTED)
-        kept = len(numbers) - 1
+        lags = len(numbers) - 1
         for age, number in enumerate(numbers[1 : draws.round], start=1):
-            noise.add_(state[str((draws.round - age) % kept)], alpha=-number)
-        return noise, {**state, str(draws.round % kept): noise} if kept else state
+            noise.add_(state[str((draws.round - age) % lags)], alpha=-number)
+        return noise, {**state, str(draws.round % lags): noise} if lags else state
 
 
 @lru_cache(maxsize=64)

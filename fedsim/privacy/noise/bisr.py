@@ -48,7 +48,7 @@ class BISR(Toeplitz):
         ]
         return min(tried, key=lambda noise: noise.error(1.0))
 
-    def _taken(self) -> list[float]:
+    def _weights(self) -> list[float]:
         numbers = self._numbers(WANTED)
         if numbers[0] != 1 or sum(numbers[1:]) > 1:
             raise FedsimError(
@@ -59,21 +59,21 @@ class BISR(Toeplitz):
 
     def series(self, rounds: int) -> Array:
         """The inverse of the draws' coefficients."""
-        taken = np.zeros(rounds)
-        numbers = self._taken()[:rounds]
-        taken[: len(numbers)] = numbers
-        taken[1:] *= -1
-        return solved(taken, np.eye(1, rounds)[0])
+        inverse = np.zeros(rounds)
+        numbers = self._weights()[:rounds]
+        inverse[: len(numbers)] = numbers
+        inverse[1:] *= -1
+        return solved(inverse, np.eye(1, rounds)[0])
 
     @property
     def bands(self) -> int:
         """All rounds are coupled, but where a round's noise is its own draws."""
-        return self.known_participation.rounds if len(self._taken()) > 1 else 1
+        return self.known_participation.rounds if len(self._weights()) > 1 else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws less parts of those of the last rounds."""
         noise = draws()
-        for age, number in enumerate(self._taken()[1 : draws.round], start=1):
+        for age, number in enumerate(self._weights()[1 : draws.round], start=1):
             noise.add_(draws(age), alpha=-number)
         return noise, state
 

@@ -109,17 +109,17 @@ class Tree(Correlated):
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """By how much the estimate of the sum so far changes its noise."""
         inside = (draws.round - 1) % self.bands + 1
-        kept = {} if inside == 1 else dict(state)
+        nodes = {} if inside == 1 else dict(state)
         estimate, noise, variance, height = draws(), None, 1.0, 0
         while not inside >> height & 1:
-            left = kept.pop(str(height))
+            left = nodes.pop(str(height))
             noise = -left if noise is None else noise - left
             # The node's own noise and the sum of its children's, by their precisions.
             part = 2 * variance / (1 + 2 * variance)
             height, variance = height + 1, part
             estimate = part * draws(0, height) + (1 - part) * (left + estimate)
-        kept[str(height)] = estimate
-        return estimate if noise is None else estimate + noise, kept
+        nodes[str(height)] = estimate
+        return estimate if noise is None else estimate + noise, nodes
 
 
 def _nodes(rounds: int, period: int) -> list[tuple[int, int]]:

@@ -114,10 +114,10 @@ class Halving:
         ranking = sorted(scores, key=lambda point: -scores[point])
         measure = measure_of(rows[0][0].config)
         least = _score_text(scores[ranking[keep - 1]], measure)
-        kept = f"{keep} of {len(settings)} settings continued, the last of them with {least}"
+        continued = f"{keep} of {len(settings)} settings continued, the last of them with {least}"
         return {
             run.label: f"Dropped after round {rung}: its setting had "
-            f"{_score_text(scores[point], measure)}; {kept}."
+            f"{_score_text(scores[point], measure)}; {continued}."
             for place, point in enumerate(ranking)
             for run, of_run in settings[point]
             if place >= keep or of_run is None

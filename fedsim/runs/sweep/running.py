@@ -263,11 +263,11 @@ def _reason(error: Exception) -> str:
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
     """Make all rounds of these sessions; the errors of those that failed, by index."""
     failed: dict[int, Exception] = {}
-    whole = asked = False
+    whole = ending = False
 
     def end() -> None:
-        nonlocal asked
-        asked = True
+        nonlocal ending
+        ending = True
         for session in sessions:
             session.end()
 
@@ -284,14 +284,14 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         if error is not None and not isinstance(error, RunFailedError):
             _log.error("a run of the sweep raised", exc_info=error)
         # A second signal may follow soon; a run that is resumed has its page written then.
-        if not asked or error is not None or session.ended != "interrupted":
+        if not ending or error is not None or session.ended != "interrupted":
             leave_report(
                 session.resolved,
                 session.evaluation,
                 result,
                 "" if error is None else _reason(error),
             )
-    if asked:
+    if ending:
         raise KeyboardInterrupt
     return failed
 

@@ -106,7 +106,7 @@ class _SharedTrainer:
             # By the run's own trainer: test examples and a model's draws are its own.
             vector, ids, number = due[run].vector, due[run].recipients.client_ids, due[run].round
             blocks[run] += self._trainers[run].evaluate(vector, ids, number)
-        return {run: Replies(m, partial(_given, blocks[run])) for run, m in due.items()}
+        return {run: Replies(m, partial(_in_memory, blocks[run])) for run, m in due.items()}
 
     def _train(self, training: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
         """Blocks of clients, each with its run; a run's clients stand together."""
@@ -158,6 +158,6 @@ class _SharedTrainer:
             yield run, Block.sent(ids[chosen] - self._offsets[run], rows[chosen], metrics)
 
 
-def _given(blocks: list[Block], into: object) -> Iterator[Block]:
+def _in_memory(blocks: list[Block], into: object) -> Iterator[Block]:
     del into
     return iter(blocks)

@@ -72,8 +72,8 @@ def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
     for layer in layers:
         module = layer.module
         frozen_bias = module.bias is not None and layer.bias is None
-        taken = layer is layers[-1] or layer.activation in COMPILED
-        if layer.weight is None or frozen_bias or not taken:
+        compiled_activation = layer is layers[-1] or layer.activation in COMPILED
+        if layer.weight is None or frozen_bias or not compiled_activation:
             return None
         bias = -1 if layer.bias is None else layer.bias.start
         relu = layer.activation is nn.ReLU

@@ -54,8 +54,8 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
 def _in_place(call: NodeCall) -> bool:
     named = call.name.endswith("_") and not call.name.endswith("__")
     # A constant True by position is `inplace` of a function of torch.nn.functional.
-    asked = "out" in call.kwargs or call.kwargs.get("inplace")
-    return bool(named or asked) or any(value is True for value in call.args)
+    in_place = "out" in call.kwargs or call.kwargs.get("inplace")
+    return bool(named or in_place) or any(value is True for value in call.args)
 
 
 def elementwise(call: NodeCall) -> Batched:

@@ -284,8 +284,8 @@ class SecureSum(ShareSum):
             return
         ids = np.array(self._survivors, dtype=np.int64)
         for block in (*self._failed, Block.sent(ids, None, {})):
-            if len((taken := self.tally.take(block)).client_ids):
-                yield Reply(taken)
+            if len((accepted := self.tally.take(block)).client_ids):
+                yield Reply(accepted)
 
     def add(self, reply: Reply) -> Reply:
         """Add the shares that a block's clients would have sent.
