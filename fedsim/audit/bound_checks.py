@@ -242,7 +242,7 @@ class GradientRecorder(LocalAlgorithm):
 
 def own_examples(resolved: Resolved) -> Finding:
     """What one example moves, through the config's own model, with and without it."""
-    privacy = resolved.example_privacy
+    privacy = resolved.local.privacy
     assert privacy is not None
     data = resolved.trainer.data
     largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
@@ -286,7 +286,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
 
     All are in the batch, and the noise is the same for any examples: it cancels in a difference.
     """
-    privacy = resolved.example_privacy
+    privacy = resolved.local.privacy
     assert privacy is not None
     recorder = GradientRecorder()
     source = resolved.trainer.data

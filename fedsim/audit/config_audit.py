@@ -95,7 +95,7 @@ def audit_config(
         if config.client.private:
             assumptions["examples"] = evidence.examples
     if not config.private:
-        privacy, sizes = resolved.example_privacy, resolved.data.sizes
+        privacy, sizes = resolved.local.privacy, resolved.data.sizes
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(results), confidence), assumptions
@@ -162,7 +162,7 @@ class ConfigEvidence:
     def checks(self) -> Iterator[Gathered]:
         """Found without attacks, at both levels."""
         yield lambda: own_addresses(self.config), catalogue.ADDRESSES
-        if self.resolved.example_privacy is not None:
+        if self.resolved.local.privacy is not None:
             yield lambda: self.resolved, _OWN_EXAMPLES
         if self.config.private:
             yield lambda: self.rival, catalogue.ANOTHER_RUN
@@ -272,7 +272,7 @@ class ConfigEvidence:
     def of_examples(self, worlds: int) -> Iterator[ExampleEvidence]:
         """Local training of clients with the fewest and with the most examples."""
         for size in self._sizes:
-            privacy = self.resolved.example_privacy
+            privacy = self.resolved.local.privacy
             assert privacy is not None
             work = local_work(self.config)
             target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)

@@ -150,10 +150,9 @@ def interrupted(result: RunResult) -> str:
     """The last round of an interrupted run, and the commands to resume it and to see it."""
     assert result.directory is not None
     run = shlex.quote(str(result.directory.path))
-    rounds = int(result.metrics[-1]["round"]) if result.metrics else 0
     return (
-        f"Interrupted after round {rounds}; the model of this round is saved. `fedsim run {run} "
-        f"--resume` continues the run, and `fedsim report {run}` writes its page."
+        f"Interrupted after round {result.rounds}; the model of this round is saved. "
+        f"`fedsim run {run} --resume` continues the run, and `fedsim report {run}` writes its page."
     )
 
 

@@ -22,7 +22,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
-from fedsim.runs.session import columns_of
+from fedsim.runs.round_rows import columns_of
 from fedsim.runs.split_record import check_state_dir
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
@@ -116,7 +116,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
     """Refuse a budget of clients' examples that does not allow every client one round."""
     if resolved.config.private:  # what it costs a client tells its size: it would fail alone
         return
-    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.example_privacy
+    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.local.privacy
     worst = most_expensive_client(resolved.config, privacy, resolved.data.sizes, 1)
     if budget is None or privacy is None or worst is None:
         return

@@ -321,12 +321,12 @@ class RunResult:
         facts = self._facts()
         where = "in memory only" if self.directory is None else str(self.directory.path)
         reached = ", ".join(f"{name} {value}" for name, value in facts.items())
-        ended = f"{self.ended} after round {self._rounds}" + f": {self.why}" * bool(self.why)
+        ended = f"{self.ended} after round {self.rounds}" + f": {self.why}" * bool(self.why)
         return f"{ended}\n{reached or 'nothing was evaluated'}\n{where}"
 
     def _repr_html_(self) -> str:
         """A table for a notebook."""
-        cells: dict[str, object] = {"ended": f"{self.ended} after round {self._rounds}"}
+        cells: dict[str, object] = {"ended": f"{self.ended} after round {self.rounds}"}
         cells |= {"why": self.why} if self.why else {}
         cells |= self._facts()
         if self.directory is not None:
@@ -335,7 +335,8 @@ class RunResult:
         return table
 
     @property
-    def _rounds(self) -> int:
+    def rounds(self) -> int:
+        """The last one that was finished."""
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     def _facts(self) -> dict[str, str]:

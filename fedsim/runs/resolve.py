@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
@@ -91,21 +90,11 @@ class Resolved:
     client_ledgers: ClientLedgers | None
 
     @property
-    def device(self) -> torch.device:
-        """Where it trains."""
-        return self.local.device
-
-    @property
-    def example_privacy(self) -> ExamplePrivacy | None:
-        """What clients do to their examples' gradients."""
-        return self.local.privacy
-
-    @property
     def uncovered(self) -> tuple[str, ...]:
         """Subjects of metrics.csv's columns that no noise protects; none without privacy."""
         if not self.config.protects:
             return ()
-        released = factories.private_metrics(self.config) is not None
+        released = self.config.evaluate.private
         return ("train", *(() if released else ("clients",)), *self.data.of_clients)
 
     def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -307,7 +296,7 @@ class CentralEvaluation:
         data, config = resolved.data, resolved.config
         dataset = data.dataset
         self._every, self._last = config.evaluate.every, config.rounds
-        self._layout, self._device = resolved.trainer.layout, resolved.device
+        self._layout, self._device = resolved.trainer.layout, resolved.local.device
         splits = {"test": all_test_examples(dataset)} if self._every else {}
         if self._every and config.data.validation:
             splits["validation"] = client_data(dataset, dataset.train, [data.held_out])

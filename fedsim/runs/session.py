@@ -13,25 +13,20 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedsim.config.plan import entropy, stopping
-from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
-from fedsim.federation.client_metrics import QUANTILES
 from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.columns import Row
 from fedsim.runs.directory import Ended, RunDirectory
-from fedsim.runs.factories import private_metrics
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import update_code
 from fedsim.runs.record import RunLedgers, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
+from fedsim.runs.round_rows import RoundRows
 from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
-    DPFedAvg,
-    RoundReport,
     Rounds,
     round_timeout,
     rounds_of,
@@ -95,12 +90,11 @@ class Session:
         if key:
             private_key(Path(key))  # refused now, and not once the run has ended
         check_state_dir(resolved, record=True)
-        self._columns = columns_of(resolved, self.strategy)
+        self._round_rows = RoundRows(resolved, self.strategy)
         self._config = config.to_run_config()
-        self._stopping = stopping(self._config)
         self._checkpoints: Checkpointing | None = None
         if directory is not None:
-            directory.metrics_file.start(self._columns, self._rows)
+            directory.metrics_file.start(self._round_rows.columns, self._rows)
             done = self.strategy.rounds_done
             self._checkpoints = Checkpointing(resolved, directory, self.state, done)
         self._since = time.perf_counter()
@@ -246,50 +240,15 @@ class Session:
         """Central evaluation; the initial model's makes row 0 at once."""
         metrics = self.evaluation(server_round, arrays)
         if server_round == 0 and metrics is not None:
-            self._finish_round({"round": 0, **_numbers(metrics)})
+            self._finish_round(self._round_rows.initial(metrics))
         return metrics
 
     def _on_round(self, server_round: int, result: Result) -> None:
         """Row of a finished round."""
         seconds = time.perf_counter() - self._since
-        row: dict[str, float | int] = {"round": server_round}
-        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
-        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
-        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
-        row |= self._spent(server_round)
-        if (report := self.strategy.report) is not None:
-            row |= report.row()
-            row |= report.info
-            if report.update_norm is not None:
-                row["update-norm"] = report.update_norm
-            if (load := self.resolved.devices.load) is not None:
-                row |= {"bytes-down": load.bytes_down, "bytes-up": load.bytes_up}
-                row["virtual-seconds"] = load.seconds
-            row["clients-per-second"] = report.usable / seconds
-        row["seconds"] = seconds
-        self._finish_round(row)
-
-    def _spent(self, server_round: int) -> Row:
-        """The privacy spent so far: epsilon at each level, and how it must be marked."""
-        row: dict[str, float | int] = {}
-        resolved, end = self.resolved, self._stopping.after(server_round)
-        if self.strategy.private:
-            spent = self.strategy.ledger.as_of(server_round, resolved.release)
-            row["epsilon"] = end.epsilon(spent, self.strategy.delta)
-            if (plan := self.strategy.plan).charged_ahead:
-                row["epsilon-so-far"] = plan.epsilon(self.strategy.delta, after=server_round)
-        if resolved.client_ledgers is not None:
-            row["example-epsilon"] = resolved.client_ledgers.epsilon(
-                server_round, resolved.release, end
-            )
-        if row:
-            row["simulated"] = int(entropy(resolved.config) == "config")
-            row["declared"] = int(self.strategy.plan.declared_by_user)
-        return row
+        self._finish_round(self._round_rows.of_round(server_round, result, seconds))
 
     def _finish_round(self, row: Row) -> None:
-        # What clients report under names that the plan does not have is left out.
-        row = {name: row[name] for name in self._columns if name in row}
         if self._rows and self._rows_code is not None:
             update_code(self._rows_code, self._rows[-1])
         self._rows.append(row)
@@ -316,58 +275,3 @@ def _of_config(resolved: Resolved) -> dict[str, Callback]:
         measure = Measure.of_column(resolved, "stop.metric", stop.metric)
         chosen["stop"] = EarlyStopping(measure, stop.patience)
     return chosen | loggers(resolved.config.log.to)
-
-
-def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float | int]:
-    return {
-        f"{prefix}{key}": float(value)
-        for key, value in (record or {}).items()
-        if isinstance(value, int | float)
-    }
-
-
-def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
-    """Every name that a row of this run's metrics may have, in order.
-
-    Raises
-    ------
-    FedsimError
-        If a metric of the user's has the name of another column.
-    """
-    config = resolved.config
-    evaluated = ("loss", *resolved.trainer.metrics)
-    columns = ["round"]
-    if config.evaluate.every:
-        splits = ["test", *(["validation"] if config.data.validation else [])]
-        columns += [f"{split}-{name}" for split in splits for name in evaluated]
-    if strategy.shows_clients:
-        columns += [f"train-{name}" for name in sorted(resolved.trainer.reported)]
-        if config.evaluate.clients_every:
-            columns.append("clients-num-examples")
-            columns += [
-                f"clients-{name}{suffix}"
-                for name in sorted(evaluated)
-                for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
-            ]
-    elif (private := private_metrics(config)) is not None:
-        columns += [f"clients-{name}" for name in private.shown]
-    if strategy.private:
-        columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
-    if resolved.client_ledgers is not None:
-        columns.append("example-epsilon")
-    if strategy.private or resolved.client_ledgers is not None:
-        # 1 where an epsilon must be marked so: noise from a known seed, a law at the user's word.
-        columns += ["simulated", "declared"]
-    columns += RoundReport.columns()
-    columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
-    columns += ["bytes-down", "bytes-up"]
-    if resolved.devices.clocked:
-        columns.append("virtual-seconds")
-    columns += ["clients-per-second", "seconds"]
-    twice = [name for name in columns if columns.count(name) > 1]
-    if twice:
-        raise FedsimError(
-            f"'{twice[0]}' would be the name of two columns of metrics.csv; a metric of your own "
-            "(task.metrics, mechanism.private-scalar) must have another name."
-        )
-    return tuple(columns)

@@ -157,7 +157,7 @@ def summarise(
         "peak-memory": _peak_memory(),
         "machine": {
             "engine": resolved.config.engine.name,
-            "device": resolved.device.type,
+            "device": resolved.local.device.type,
             "processor": platform.machine(),
             "system": platform.system(),
         },
@@ -167,8 +167,8 @@ def summarise(
             **versions(),
         },
     }
-    if resolved.device.type == "cuda":
-        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(resolved.device)
+    if resolved.local.device.type == "cuda":
+        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(resolved.local.device)
     return measured(resolved, evaluation, arrays) | summary
 
 

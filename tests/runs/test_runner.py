@@ -22,7 +22,7 @@ from fedsim.privacy import epsilon
 from fedsim.rows.block import Block
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.resolve import resolve, strategy_of
-from fedsim.runs.session import columns_of
+from fedsim.runs.round_rows import columns_of
 from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
 

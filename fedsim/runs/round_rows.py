@@ -1,0 +1,136 @@
+"""Rows of metrics.csv: which columns a run has, in their order, and what a round puts there."""
+
+from __future__ import annotations
+
+from flwr.app import MetricRecord
+from flwr.serverapp.strategy import Result
+
+from fedsim.config.plan import entropy, stopping
+from fedsim.errors import FedsimError
+from fedsim.federation.client_metrics import QUANTILES
+from fedsim.runs.columns import Row
+from fedsim.runs.factories import private_metrics
+from fedsim.runs.resolve import Resolved
+from fedsim.strategies import DPFedAvg, RoundReport
+
+
+def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
+    """Every name that a row of this run's metrics may have, in order.
+
+    Raises
+    ------
+    FedsimError
+        If a metric of the user's has the name of another column.
+    """
+    config = resolved.config
+    evaluated = ("loss", *resolved.trainer.metrics)
+    columns = ["round"]
+    if config.evaluate.every:
+        splits = ["test", *(["validation"] if config.data.validation else [])]
+        columns += [f"{split}-{name}" for split in splits for name in evaluated]
+    if strategy.shows_clients:
+        columns += [f"train-{name}" for name in sorted(resolved.trainer.reported)]
+        if config.evaluate.clients_every:
+            columns.append("clients-num-examples")
+            columns += [
+                f"clients-{name}{suffix}"
+                for name in sorted(evaluated)
+                for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
+            ]
+    elif (private := private_metrics(config)) is not None:
+        columns += [f"clients-{name}" for name in private.shown]
+    if strategy.private:
+        columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
+    if resolved.client_ledgers is not None:
+        columns.append("example-epsilon")
+    if strategy.private or resolved.client_ledgers is not None:
+        # 1 where an epsilon must be marked so: noise from a known seed, a law at the user's word.
+        columns += ["simulated", "declared"]
+    columns += RoundReport.columns()
+    columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
+    columns += ["bytes-down", "bytes-up"]
+    if resolved.devices.clocked:
+        columns.append("virtual-seconds")
+    columns += ["clients-per-second", "seconds"]
+    twice = [name for name in columns if columns.count(name) > 1]
+    if twice:
+        raise FedsimError(
+            f"'{twice[0]}' would be the name of two columns of metrics.csv; a metric of your own "
+            "(task.metrics, mechanism.private-scalar) must have another name."
+        )
+    return tuple(columns)
+
+
+class RoundRows:
+    """The rows of one run's rounds.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    strategy : DPFedAvg
+        Which has aggregated the round last when its row is made.
+
+    Attributes
+    ----------
+    columns : tuple of str
+        As `columns_of` says.
+    """
+
+    def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
+        self.columns = columns_of(resolved, strategy)
+        self._resolved, self._strategy = resolved, strategy
+        self._stopping = stopping(resolved.config.to_run_config())
+
+    def initial(self, metrics: MetricRecord) -> Row:
+        """Of the initial model."""
+        return self._planned({"round": 0, **_numbers(metrics)})
+
+    def of_round(self, server_round: int, result: Result, seconds: float) -> Row:
+        """Of a finished round, which took so long."""
+        row: dict[str, float | int] = {"round": server_round}
+        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
+        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
+        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
+        row |= self._spent(server_round)
+        if (report := self._strategy.report) is not None:
+            row |= report.row()
+            row |= report.info
+            if report.update_norm is not None:
+                row["update-norm"] = report.update_norm
+            if (load := self._resolved.devices.load) is not None:
+                row |= {"bytes-down": load.bytes_down, "bytes-up": load.bytes_up}
+                row["virtual-seconds"] = load.seconds
+            row["clients-per-second"] = report.usable / seconds
+        row["seconds"] = seconds
+        return self._planned(row)
+
+    def _spent(self, server_round: int) -> Row:
+        """The privacy spent so far: epsilon at each level, and how it must be marked."""
+        row: dict[str, float | int] = {}
+        resolved, strategy = self._resolved, self._strategy
+        end = self._stopping.after(server_round)
+        if strategy.private:
+            spent = strategy.ledger.as_of(server_round, resolved.release)
+            row["epsilon"] = end.epsilon(spent, strategy.delta)
+            if (plan := strategy.plan).charged_ahead:
+                row["epsilon-so-far"] = plan.epsilon(strategy.delta, after=server_round)
+        if resolved.client_ledgers is not None:
+            row["example-epsilon"] = resolved.client_ledgers.epsilon(
+                server_round, resolved.release, end
+            )
+        if row:
+            row["simulated"] = int(entropy(resolved.config) == "config")
+            row["declared"] = int(strategy.plan.declared_by_user)
+        return row
+
+    def _planned(self, row: Row) -> Row:
+        # What clients report under names that the plan does not have is left out.
+        return {name: row[name] for name in self.columns if name in row}
+
+
+def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float | int]:
+    return {
+        f"{prefix}{key}": float(value)
+        for key, value in (record or {}).items()
+        if isinstance(value, int | float)
+    }
