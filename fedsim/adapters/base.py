@@ -108,10 +108,10 @@ def adapted(
     besides = matching("model.trainable", trainable, names)
     model = adapter(model, seed)
     parameters = dict(model.named_parameters())
-    taken = [name for name in besides if name not in parameters or parameters[name].requires_grad]
-    if taken:
+    overlap = [name for name in besides if name not in parameters or parameters[name].requires_grad]
+    if overlap:
         raise FedsimError(
-            f"model.trainable = '{trainable}' names {taken[0]}, which adapter.targets adapts and "
+            f"model.trainable = '{trainable}' names {overlap[0]}, which adapter.targets adapts and "
             "the adapter leaves as it is; name only what is trained besides the adapter, or leave "
             "that layer out of adapter.targets."
         )

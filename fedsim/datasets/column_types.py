@@ -89,7 +89,7 @@ def declared_types(
     """
     types: dict[str, NumberType | CategoryType] = {}
     for pair in text.split(",") if text.strip() else ():
-        name, _, said = (part.strip() for part in pair.partition("="))
+        name, _, kind = (part.strip() for part in pair.partition("="))
         if name not in (*inputs, target):
             raise FedsimError(
                 f"data.types names '{name}', which is neither an input nor the target of {where}; "
@@ -97,26 +97,26 @@ def declared_types(
             )
         if name in types:
             raise FedsimError(f"data.types names '{name}' twice; it must say one type of a column.")
-        types[name] = _declared_type(name, said)
-        if name == target and isinstance(types[name], NumberType) and said != "number":
+        types[name] = _declared_type(name, kind)
+        if name == target and isinstance(types[name], NumberType) and kind != "number":
             raise FedsimError(
-                f"data.types has '{name}={said}', a range, for the target, which is not scaled; it "
+                f"data.types has '{name}={kind}', a range, for the target, which is not scaled; it "
                 "must be number, or categories such as no|yes."
             )
     return types
 
 
-def _declared_type(name: str, said: str) -> NumberType | CategoryType:
-    if said == "number":
+def _declared_type(name: str, kind: str) -> NumberType | CategoryType:
+    if kind == "number":
         return NumberType()
-    values = tuple(value.strip() for value in said.split("|"))
+    values = tuple(value.strip() for value in kind.split("|"))
     if len(values) > 1 and len(set(values)) == len(values):
         return CategoryType(values)
-    low, _, high = said.partition(":")
+    low, _, high = kind.partition(":")
     if -math.inf < number(low) < number(high) < math.inf:
         return NumberType(float(low), float(high))
     raise FedsimError(
-        f"data.types has '{name}={said}'; it must be number, a range such as 0:100, or different "
+        f"data.types has '{name}={kind}'; it must be number, a range such as 0:100, or different "
         "categories such as no|yes."
     )
 
