@@ -16,11 +16,10 @@ from rich.text import Text
 from fedsim.cli.console import JsonLines
 from fedsim.config import RunConfig
 from fedsim.federation.round_report import (
-    NOISE_ALONE,
     describe_reasons,
+    empty_round,
     failures_in,
     reasons_in,
-    released_noise_alone,
 )
 from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -79,8 +78,8 @@ class Progress(Callback, Closed):
             text = (
                 f"failed [bold]{row['failed']}[/] ({describe_reasons(reasons_in([row]))})  {text}"
             )
-        if released_noise_alone(row):
-            text = f"[yellow]{NOISE_ALONE}[/]  {text}"
+        if empty := empty_round(row):
+            text = f"[yellow]{empty}[/]  {text}"
         done = int(row["round"])
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)

@@ -23,7 +23,7 @@ from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
 from fedsim.federation.replies import to_arrays
-from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
+from fedsim.federation.round_report import Failures, RoundReport, empty_sum
 from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import (
@@ -411,8 +411,8 @@ class PrivateRounds(ResumableStrategy):
         if report is None:
             return []
         lines = [f"aggregate_train: {report}"]
-        if self.private and not report.summed:
-            lines.append(f"\t├──> {NOISE_ALONE}")
+        if self.private and not report.summed and self.stopped is None:
+            lines.append(f"\t├──> {empty_sum(report.update_norm is not None)}")
         if self.private:
             lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
         return lines

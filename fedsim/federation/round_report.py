@@ -80,14 +80,19 @@ class RoundReport:
         return dict(zip(self.columns(), counts, strict=True))
 
 
-NOISE_ALONE = "no client was usable: noise alone was released, and charged"
-"""What there is to say of a private round without a usable reply."""
+def empty_sum(released: bool) -> str:
+    """What to say of a private round without a client's row in its sum."""
+    if released:
+        return "no client was usable: noise alone was released, and charged"
+    return "fewer clients than secagg.threshold: nothing was released, and the round is charged"
 
 
-def released_noise_alone(row: Mapping[str, float]) -> bool:
-    """Whether a row of a run's metrics is of a private round with no client's row in the sum."""
+def empty_round(row: Mapping[str, float]) -> str:
+    """`empty_sum` of a row of a run's metrics; empty if it is of another round."""
     summed = row.get("summed", row.get("usable", 0))  # rows of older runs have not the first
-    return "epsilon" in row and row.get("asked", 0) > 0 and not summed
+    if "epsilon" not in row or not row.get("asked", 0) or summed:
+        return ""
+    return empty_sum("update-norm" in row)  # a released mean has one, be it of noise alone
 
 
 def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
@@ -111,9 +116,8 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
         sentences.append(
             f"Clients failed {times} ({describe_reasons(counts, advise=True)}){every}."
         )
-    if alone := sum(map(released_noise_alone, rows)):
-        rounds = "1 round" if alone == 1 else f"{alone} rounds"
-        sentences.append(f"In {rounds} {NOISE_ALONE}.")
+    for what, count in Counter(filter(None, map(empty_round, rows))).items():
+        sentences.append(f"In {'1 round' if count == 1 else f'{count} rounds'} {what}.")
     if ignored := int(max((row.get("ignored-nodes", 0) for row in rows), default=0)):
         nodes = f"{ignored} nodes at once were" if ignored > 1 else "1 node at once was"
         sentences.append(f"Up to {nodes} ignored (ignored-nodes in metrics.csv); the log says why.")

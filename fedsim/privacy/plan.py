@@ -231,8 +231,13 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def closed(self) -> bool:
         """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
-        covered = self.event().law.rounds
-        return (self.noise.correlated and self.level == "client") or 1 < covered == self.rounds
+        if self.noise.correlated and self.level == "client":
+            return True
+        # Only these know how many rounds there are. Other laws of several rounds (groups in turn)
+        # are charged for so many at a time, however many follow.
+        return self.rounds is not None and (
+            self.selection is not None or hasattr(self.sampler, "rounds")
+        )
 
     @property
     def charged_ahead(self) -> bool:

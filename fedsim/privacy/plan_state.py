@@ -38,7 +38,7 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     FedsimError
         If the plan is another one, or no more rounds can be made.
     """
-    if "plan" not in state or state["round"] == 0:
+    if "plan" not in state or state["round"] == 0 or not plan.closed:
         return plan
     rounds, extension = state["plan"]["rounds"], state["plan"]["extension"]
     if rounds == plan.rounds:

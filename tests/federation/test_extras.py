@@ -118,7 +118,7 @@ def test_a_round_in_which_all_clients_failed_in_an_extra_alone_is_not_noise_alon
     assert (report.usable, report.failed, report.summed) == (0, CLIENTS, CLIENTS)
     assert not any("noise alone" in line for line in watched.progress())
     assert "noise alone" not in failures_in([{**report.row(), "epsilon": 1.0}])
-    nobody = {**report.row(), "summed": 0, "epsilon": 1.0}
+    nobody = {**report.row(), "summed": 0, "epsilon": 1.0, "update-norm": 0.1}
     assert "noise alone" in failures_in([nobody])
 
 

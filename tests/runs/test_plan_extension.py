@@ -156,6 +156,20 @@ def test_what_cannot_be_extended_is_refused_and_left(before, now, said, tmp_path
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.parametrize(
+    "cohort", [{}, {"cohort.name": "separated", "cohort.separation": 3, "cohort.groups": ""}]
+)
+def test_groups_in_turn_with_independent_noise_go_on_after_their_last_turn(cohort, tmp_path):
+    independent = {"noise.name": "independent", "noise.bands": "", "rounds": 3, **cohort}
+    config = CONFIG.replace(**independent)
+    fedsim.run(config, out=tmp_path / "run")
+    longer = resumed(tmp_path / "run", rounds=7)
+    planned = fedsim.run(config.replace(rounds=7), out=tmp_path / "planned")
+    assert model(tmp_path / "run") == model(tmp_path / "planned")
+    assert longer.privacy.epsilon == planned.privacy.epsilon
+    assert all(check.passed for check in verify(tmp_path / "run", DELTA))
+
+
 def test_a_run_in_progress_is_not_made_shorter(tmp_path) -> None:
     with killed_in(4):
         fedsim.run(CONFIG, out=tmp_path)

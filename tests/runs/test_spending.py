@@ -347,13 +347,16 @@ def test_what_makes_a_claim_worthless_is_said_before_the_first_round(tmp_path, c
 
 def test_a_private_round_in_which_nobody_was_usable_is_told_of(tmp_path):
     rows = [
-        {"round": 1, "epsilon": 1.0, "asked": 4, "usable": 0, "failed": 4, "failed-raised": 4},
+        {"round": 1, "epsilon": 1.0, "asked": 4, "usable": 0, "failed": 4, "failed-raised": 4}
+        | {"update-norm": 0.1},
         {"round": 2, "epsilon": 1.2, "asked": 4, "usable": 4, "failed": 0},
         {"round": 3, "epsilon": 1.3, "asked": 0, "usable": 0, "failed": 0},
     ]
     assert "In 1 round no client was usable: noise alone was released, and charged." in failures_in(
         rows
     )
+    lost = [{k: v for k, v in row.items() if k != "update-norm"} for row in rows]
+    assert "In 1 round fewer clients than secagg.threshold: nothing was" in failures_in(lost)
     without = {key: value for key, value in rows[0].items() if key != "epsilon"}
     assert "noise alone" not in failures_in([without])
     console = Console(record=True, width=200)

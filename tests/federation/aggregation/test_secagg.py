@@ -116,6 +116,7 @@ def test_a_round_of_too_few_is_lost_and_charged(resolved: Resolved, stage: str) 
     start = b"".join(t.numpy().tobytes() for t in tensors(resolved.initial_arrays).values())
     assert model_of(strategy, Unsteady(resolved, {stage: {0, 2, 5}}), resolved) == start
     assert [entry.round for entry in strategy.ledger.entries] == [1, 2]
+    assert any("nothing was released" in line for line in strategy.progress())
     in_clear = strategy_of(resolved)
     in_clear.participants.replying = lambda number, ids: ids < THRESHOLD - 1
     assert model_of(in_clear, LocalGrid(resolved.trainer), resolved) == start
