@@ -311,9 +311,7 @@ class Neighbours:
         for before, after in zip(without.sampled, present.sampled, strict=True):
             if not np.array_equal(np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])):
                 self.note("other clients", f"other clients were sampled with {culprit}")
-        lines = [
-            [(entry.round, entry.event) for entry in run.entries] for run in (without, present)
-        ]
+        lines = [[(line.round, line.event) for line in run.entries] for run in (without, present)]
         if lines[0] != lines[1]:
             self.note("charges", f"the ledgers differ with {culprit}")
         if left := difference(without.outputs, present.outputs):

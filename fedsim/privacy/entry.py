@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -177,7 +177,7 @@ def _is_fact(item: tuple[object, object]) -> bool:
 
 
 class History:
-    """Entries so far, and what they cost together.
+    """What is charged so far, and what that costs together.
 
     Parameters
     ----------
@@ -186,8 +186,6 @@ class History:
 
     Attributes
     ----------
-    entries : list of Entry
-        Of this ledger, torn lines included.
     charged : list of Entry
         The archive's and then this ledger's, without torn lines whose release was recorded
         after all.
@@ -200,11 +198,9 @@ class History:
     """
 
     def __init__(self, before: Iterable[Entry] = ()) -> None:
-        self.entries: list[Entry] = []
         self.charged: list[Entry] = []
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
-        self._recorded: dict[Place, list[Entry]] = defaultdict(list)
         for entry in before:
             self.charge(entry)
         self.before = tuple(self.charged)
@@ -221,8 +217,8 @@ class History:
 
     @property
     def ends_torn(self) -> bool:
-        """Whether the last line is torn."""
-        return bool(self.entries) and self.entries[-1].kind == "torn"
+        """Whether this ledger's last line is torn."""
+        return len(self.charged) > len(self.before) and self.charged[-1].kind == "torn"
 
     def after(self, entry: Entry) -> Accountant:
         """An accountant that counts ``entry`` too.
@@ -259,10 +255,6 @@ class History:
             if count
         )
 
-    def attempts(self, entry: Entry) -> Sequence[Entry]:
-        """Lines of this ledger, not of its archive, about the same round of the same run."""
-        return self._recorded.get(entry.place, ()) if entry.place is not None else ()
-
     def take(self, entry: Entry) -> None:
         """Count one more line."""
         self.accountant = self.after(entry)
@@ -271,9 +263,6 @@ class History:
             self.counts[torn.once] -= torn.count
             if not self.counts[torn.once]:
                 del self.counts[torn.once]
-        self.entries.append(entry)
-        if entry.place is not None:
-            self._recorded[entry.place].append(entry)
         self._count(entry)
 
     def charge(self, entry: Entry) -> None:

@@ -208,7 +208,7 @@ class Ledger(LedgerFile):
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Releases in this ledger so far, torn lines included."""
-        return tuple(self.history.entries)
+        return tuple(self._entries)
 
     @property
     def charged(self) -> tuple[Entry, ...]:
@@ -244,7 +244,7 @@ class Ledger(LedgerFile):
             later = entry.round is not None and entry.round > round
             return later and entry.release == release is not None and entry.entropy == "config"
 
-        entries = self.history.entries
+        entries = self._entries
         if not entries or not is_repeated(entries[-1]):
             return self.history
         run = entries[-1].run
@@ -279,7 +279,7 @@ class Ledger(LedgerFile):
             planned = replace(event, sum=None)
         else:
             planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
-        made = (replace(line, sum=None) for line in self.history.attempts(planned))
+        made = (replace(line, sum=None) for line in self.attempts(planned))
         if any(planned.repeats(line) for line in made):
             return self.epsilon(delta) > budget
         if self.began(planned, upto=',"mechanism":'):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -13,7 +15,7 @@ from typing import Any, BinaryIO
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.durable import archive, archived
-from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.entry import Entry, History, Place
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw
@@ -91,6 +93,8 @@ class LedgerFile:
         self.lines: list[bytes] = []
         self.heads: list[str] = []
         self.history = self._archived()
+        self._entries: list[Entry] = []  # of the lines, torn ones included
+        self._by_place: dict[Place, list[Entry]] = defaultdict(list)
         self._laws: dict[str, Any] = {}  # those that are data, by their digests, as lines hold them
         self._size = 0  # of the file, as far as it was read
         self._is_old = False
@@ -108,6 +112,10 @@ class LedgerFile:
             return self.header.level
         return self.history.charged[-1].level if self.history.charged else "client"
 
+    def attempts(self, entry: Entry) -> Sequence[Entry]:
+        """Lines of this ledger, not of its archive, about the same round of the same run."""
+        return self._by_place.get(entry.place, ()) if entry.place is not None else ()
+
     def began(self, entry: Entry, *, upto: str = "") -> bool:
         """Whether the last line is torn and is the beginning of this entry's.
 
@@ -117,7 +125,7 @@ class LedgerFile:
             return False
         text, _ = sealed_part(self._data(entry), self.heads[-2])
         text = text[: text.index(upto)] if upto else text
-        fragment = self.history.entries[-1].fragment
+        fragment = self._entries[-1].fragment
         return text.startswith(fragment) or fragment.startswith(text)
 
     def refresh(self) -> None:
@@ -178,7 +186,7 @@ class LedgerFile:
         return True
 
     def _add(self, entry: Entry, file: BinaryIO | None, budget: Budget | None) -> bool:
-        earlier = self.history.attempts(entry)
+        earlier = self.attempts(entry)
         if any(entry.repeats(line) for line in earlier):
             return False
         if earlier and entry.entropy == "system":
@@ -254,7 +262,7 @@ class LedgerFile:
             except FedsimError as error:
                 raise self._changed(str(error)) from None
             for entry in entries:
-                self.history.take(entry)
+                self._count(entry)
             self._size, self._is_old = len(data), True
             return False
         *lines, tail = data.split(b"\n")
@@ -321,8 +329,14 @@ class LedgerFile:
         # A torn line stands for one that was not written: later ones cannot refer to its law.
         if isinstance(law, DeclaredLaw) and entry.kind != "torn":
             self._laws[law.digest] = law.to_dict()
-        self.history.take(entry)
+        self._count(entry)
         self._keep(line, head)
+
+    def _count(self, entry: Entry) -> None:
+        self.history.take(entry)
+        self._entries.append(entry)
+        if entry.place is not None:
+            self._by_place[entry.place].append(entry)
 
     def _keep(self, line: bytes, head: str) -> None:
         self.lines.append(line[:-1])
