@@ -20,6 +20,7 @@ from fedsim.datasets.checks import (
 )
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,7 @@ class Dataset:
     found_in: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_settings(self)
         for name, train, test in (
             ("x", self.train.x, self.test.x), ("y", self.train.y, self.test.y),
         ):  # fmt: skip

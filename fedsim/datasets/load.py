@@ -26,6 +26,7 @@ def kind_of(name: str) -> str:
     return name if ":" in name or name in registry.names("data") else "files"
 
 
+@check_arguments
 def load(
     name: str,
     *,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.settings import check_settings
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,6 +64,7 @@ class ValueRange:
     quantiles: bool = False
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if not -math.inf < self.low < self.high < math.inf:
             raise FedsimError(
                 f"the range of '{self.name}' is {self.low:g} to {self.high:g}; it must be finite, "

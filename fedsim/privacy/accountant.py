@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Event, common_adjacency
 from fedsim.privacy.laws.base import Adjacency, Law
@@ -31,6 +32,8 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 SMALLEST_PLD_DELTA = 1e-10
 # Of a profile without loss distributions; lines through them are valid, however few.
 PROFILE_POINTS = 257
+# More noise costs no more than MOST_NOISE; less than LEAST_NOISE counts as none.
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e8
 # Each distinct pair of law and noise costs a transform. Noise that changes every round (a schedule,
 # a split that follows the cohort) makes thousands of them: beyond this number noise is rounded down
 # to steps of 1 %, which is an upper bound on epsilon, and where there are still more, RDP alone is
@@ -93,6 +96,7 @@ class Accountant:
         Composed at once.
     """
 
+    @check_arguments
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.releases = 0
         """Invocations composed so far."""
@@ -114,15 +118,19 @@ class Accountant:
         FedsimError
             If its adjacency does not compose with that of earlier events.
         """
+        if not isinstance(event, Event):
+            raise FedsimError(f"an event is {shown(event)}; it must be a fedsim.privacy.Event.")
         count *= event.count
-        if event.private:
+        law, z, private = event.law, event.total_noise_multiplier, event.private
+        if law.is_gaussian and 0 < z < math.inf:  # beyond what can be computed, cost is rounded up
+            z, private = min(z, MOST_NOISE), private and z >= LEAST_NOISE
+        if private:
             adjacencies = self._adjacencies | {event.adjacency}
             common_adjacency(adjacencies)
             self._adjacencies = adjacencies
         self.releases += count
-        self.private = self.private and event.private
-        law, z = event.law, event.total_noise_multiplier
-        if not count or not event.private or math.isinf(z):
+        self.private = self.private and private
+        if not count or not private or math.isinf(z):
             return
         mu = law.gaussian(z)
         if mu is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from fedsim.arguments import check_arguments
+from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.claims import FIXED, Stopping
@@ -81,6 +81,7 @@ def calibrate(*, target_epsilon: float, cohort: Sampler, rounds: int, delta: flo
     )
 
 
+@check_arguments
 def calibrate_events(
     events: Callable[[float], Iterable[Event]],
     *,
@@ -139,6 +140,7 @@ def rounds_within(
     return rounds_within_events([], event, max_epsilon=max_epsilon, delta=delta)
 
 
+@check_arguments
 def rounds_within_events(
     past: Iterable[Event],
     event: Event,
@@ -332,8 +334,8 @@ class Answer:
 
 
 def _check_rounds(rounds: int) -> None:
-    if rounds != int(rounds) or rounds < 1:
-        raise FedsimError(f"rounds is {rounds}; it must be a whole number, 1 or more.")
+    if not 1 <= rounds <= 10 * MOST_ROUNDS:
+        raise FedsimError(f"rounds is {shown(rounds)}; it must be from 1 to {10 * MOST_ROUNDS:,}.")
 
 
 def _decreasing_root(

@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 import numpy as np
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.entry import History
@@ -146,6 +147,7 @@ def _cost(figures: Figures, delta: float) -> Cost:
     return replace(accountant.cost(at), delta=delta)
 
 
+@check_arguments
 def worst_client(events: Iterable[Event], delta: float) -> Event:
     """The costliest of what clients that hold disjoint data release, at example level.
 

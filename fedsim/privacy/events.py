@@ -16,6 +16,7 @@ from fedsim.privacy.laws.base import Adjacency, Law, Sampler, WrappingLaw
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.records import read_record, to_json
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Event:
         )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         for name, z in {"noise_multiplier": self.noise_multiplier, **self.sides}.items():
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")

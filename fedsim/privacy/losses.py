@@ -29,6 +29,9 @@ ORDERS = np.array(
 # infinite one. Over 10^8 releases it is below 1e-13 together, far below any delta that is asked.
 RELEASE_TAIL = 1e-22
 
+MOST_MU = 1e9
+"""Beyond it neither epsilon nor delta of a Gaussian can be told from infinity and 1 in floats."""
+
 
 # A Gaussian without amplification, in closed form. Any composition of such is one Gaussian of
 # mu = sqrt(sum 1/z_j^2), whose curve is delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)
@@ -45,7 +48,9 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up."""
+    """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up; infinite beyond `MOST_MU`."""
+    if mu > MOST_MU:
+        return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     return bisected(lambda epsilon: gaussian_delta(mu, epsilon) <= delta, 1e-12)[1]

@@ -82,13 +82,23 @@ def composed_delta(counts: Mapping[Pairs, int], epsilon: float) -> float:
 def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Array, Array]:
     """Epsilons ascending from 0, and the delta of the worse direction at each: ``[points]``."""
     h = _step(counts)
-    profiles = [_deltas(*_compose(counts, h, side), h) for side in (0, 1)]
-    points = max(map(len, profiles))
+    composed = [_compose(counts, h, side) for side in (0, 1)]
+    points = max(1, *(start + len(probs) for start, probs, _ in composed))
+    places = np.arange(0, points, -(-points // MOST_PROFILE_POINTS))
+    worst = np.max([_deltas_at(places, *losses, h) for losses in composed], axis=0)
+    return h * places.astype(np.float64), np.asarray(np.clip(worst, 0.0, 1.0))
+
+
+def _deltas_at(
+    places: npt.NDArray[np.signedinteger], start: int, probs: Array, infinite: float, h: float
+) -> Array:
+    """Hockey-stick divergence, or more, at ``places * h``."""
+    # So far below all losses of many releases it is 1, and nothing is computed for each point.
+    below = max(0, start - MOST_WINDOW_POINTS)
+    deltas = _deltas(start - below, probs, infinite, h)
     # Beyond its last loss a direction keeps what it counts as infinite.
-    worst = np.max([np.pad(p, (0, points - len(p)), mode="edge") for p in profiles], axis=0)
-    stride = -(-points // MOST_PROFILE_POINTS)
-    epsilons = h * np.arange(0, points, stride, dtype=np.float64)
-    return epsilons, np.asarray(np.clip(worst[::stride], 0.0, 1.0))
+    inside = deltas[np.clip(places - below, 0, len(deltas) - 1)]
+    return np.where(places < below, 1.0, inside)
 
 
 def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim import regular_files
+from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
@@ -192,6 +193,7 @@ class ExamplePrivacy:
         return Randomness(randomness.seed, digest_of(settings))
 
 
+@check_arguments
 def example_events(
     privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> list[Event]:
@@ -200,6 +202,7 @@ def example_events(
     return [plan.event().times(rounds) for plan in plans if plan is not None]
 
 
+@check_arguments
 def example_epsilon(
     privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> float:

@@ -412,3 +412,19 @@ def test_what_a_rounds_epsilon_looks_at_does_not_grow_with_the_rounds_before():
             counts = {component: rounds}
             looked.append(len(_composed(counts, _step(counts), 0).frequencies))
         assert looked[2] <= looked[1] <= looked[0] < 2000
+
+
+@pytest.mark.parametrize("cohort", [PoissonCohort(0.01), FixedCohort(10, 100), FullCohort()])
+def test_noise_beyond_what_can_be_computed_is_rounded_towards_a_larger_epsilon(cohort):
+    def of(z, rounds=1):
+        return epsilon(noise_multiplier=z, cohort=cohort, rounds=rounds, delta=1e-5)
+
+    assert of(1e-300) == of(1e-9) == math.inf
+    assert of(1e9, 10**6) == of(1e300, 10**6) == of(1e8, 10**6)
+    assert of(1e300) == of(math.inf) == 0.0
+
+
+def test_an_epsilon_that_floats_cannot_hold_is_infinite():
+    event = Event.of(FullCohort(), 1e-5)
+    assert Accountant([event]).epsilon(1e-5) == pytest.approx(0.5e10, rel=1e-3)
+    assert Accountant([event.times(10**12)]).epsilon(1e-5) == math.inf

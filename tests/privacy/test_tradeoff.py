@@ -8,6 +8,7 @@ from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.privacy import Accountant, Event, tradeoff
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.losses import gaussian_delta, gaussian_epsilon
+from fedsim.privacy.pld import MOST_WINDOW_POINTS, _deltas_at
 
 ALARMS = np.linspace(0.001, 0.999, 300)
 CASES = {
@@ -109,3 +110,14 @@ def test_nothing_released_tells_nobody_apart():
 def test_the_sentence_rounds_misses_down():
     said = tradeoff([Event.of(PoissonCohort(0.1), 1.2104, count=100)]).sentence()
     assert "attack misses at least 90.8 %; at 5 %, 75 %; at 10 %, 62.8 %" in said
+
+
+def test_far_below_all_losses_no_point_is_computed_and_above_nothing_changes():
+    probs, places = np.array([0.25, 0.5, 0.2]), np.arange(9)
+    near = _deltas_at(places, 3, probs, 0.05, 0.1)
+    far = MOST_WINDOW_POINTS**2
+    shifted = _deltas_at(places + far, 3 + far, probs, 0.05, 0.1)
+    np.testing.assert_allclose(shifted[3:], near[3:], rtol=1e-12)
+    assert _deltas_at(np.array([0, 5]), 3 + far, probs, 0.05, 0.1).tolist() == [1.0, 1.0]
+    # Every point up to this epsilon would take 20 GB.
+    assert tradeoff([Event.of(PoissonCohort(0.2), 1.0, count=10**9)])(0.01) == 0.0

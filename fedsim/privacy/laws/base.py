@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
 from fedsim.privacy.records import to_json
@@ -123,6 +124,7 @@ class Law(ABC):
     adjacency: Adjacency = "add-remove"
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if self.adjacency not in self.neighbours:
             raise FedsimError(
                 f"adjacency is {self.adjacency!r}; with {self.name} sampling it must be "
@@ -374,6 +376,7 @@ class RememberingSampler(Sampler):
         self.memory.update({n: np.array(value, dtype=np.int64) for n, value in state.items()})
 
 
+@check_arguments
 def check_population(population: int | None) -> None:
     """Refuse a population below 1."""
     if population is not None and population < 1:

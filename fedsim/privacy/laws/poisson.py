@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import (
     Adjacency,
@@ -224,6 +225,7 @@ class InclusionSampler(Sampler):
                 "its probabilities only, and the rest follows from them."
             )
 
+    @check_arguments
     def __init__(self, population: int, highest: float) -> None:
         check_population(population)
         if not 0 < highest <= 1:
