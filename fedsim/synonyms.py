@@ -11,33 +11,41 @@ _WIDTHS = "model.widths (with model.name = 'mlp')"
 _COLUMNS = "data.columns (as in data.columns = 'y=income,owner=hospital')"
 _CLIP = "mechanism.clip-norm", "client.mechanism.clip-norm"
 _RATE = "client.lr", "server.lr"
+_LORA = "adapter.{} (with adapter.name = 'lora')"
 _NOISE = "noise.multiplier", "client.noise.multiplier"
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("learning-rate", "eta", "step-size", "server-lr", "client-lr"), _RATE),
     **dict.fromkeys(("batch", "batchsize", "local-batch-size"), ("client.batch-size",)),
-    **dict.fromkeys(("local-epochs", "num-epochs", "e"), ("client.epochs",)),
+    **dict.fromkeys(("epochs", "local-epochs", "num-epochs", "e"), ("client.epochs",)),
     **dict.fromkeys(("local-steps", "num-steps"), ("client.steps",)),
     **dict.fromkeys(("mu", "proximal-mu", "fedprox"), ("client.proximal",)),
-    **dict.fromkeys(("algorithm", "optimizer", "type"), ("client.name", "server.optimizer")),
+    **dict.fromkeys(
+        ("algorithm", "optim", "optimizer", "type"), ("client.name", "server.optimizer")
+    ),
     "name": ("task.loss", "server.optimizer"),
     **dict.fromkeys(("num-rounds", "server-rounds", "num-server-rounds"), ("rounds",)),
     **dict.fromkeys(("random-seed", "random-state"), ("seed",)),
-    **dict.fromkeys(("num-clients", "n-clients", "population"), ("partition.clients",)),
+    **dict.fromkeys(("clients", "num-clients", "n-clients", "population"), ("partition.clients",)),
     "dirichlet-alpha": ("partition.alpha (with partition.name = 'dirichlet')",),
     "dataset": ("data.name",),
     **dict.fromkeys(("target", "targets", "label", "labels", "owner", "features"), (_COLUMNS,)),
     **dict.fromkeys(("metric", "evaluation"), ("task.metrics",)),
     "criterion": ("task.loss",),
     **dict.fromkeys(("clip", "clipping-norm", "l2-norm-clip", "max-grad-norm"), _CLIP),
-    "epsilon": ("noise.target-epsilon", "client.noise.target-epsilon"),
+    **dict.fromkeys(("epsilon", "eps"), ("noise.target-epsilon", "client.noise.target-epsilon")),
+    "delta": ("noise.delta", "client.noise.delta"),
     "budget": ("noise.max-epsilon", "client.noise.max-epsilon"),
     **dict.fromkeys(("noise-multiplier", "sigma", "z"), _NOISE),
-    **dict.fromkeys(("fraction", "fraction-fit", "fraction-train", "sampling-rate"), (_POISSON,)),
+    **dict.fromkeys(("fraction", "fraction-fit", "sample-rate", "sampling-rate"), (_POISSON,)),
     **dict.fromkeys(("clients-per-round", "cohort-size", "num-sampled"), (_FIXED,)),
     **dict.fromkeys(("hidden", "hidden-sizes", "hidden-units", "layers", "width"), (_WIDTHS,)),
     **dict.fromkeys(("num-workers", "n-jobs", "jobs"), ("engine.workers",)),
-    **dict.fromkeys(("gpu", "cuda"), ("engine.device",)),
+    **dict.fromkeys(("device", "gpu", "gpus", "cuda"), ("engine.device",)),
+    **dict.fromkeys(("interval", "eval-every"), ("evaluate.every",)),
+    **dict.fromkeys(("r", "lora-r"), (_LORA.format("rank"),)),
+    "lora-alpha": (_LORA.format("alpha"),),
+    "target-modules": (_LORA.format("targets"),),
 }
 """Keys by what else they are called: those of this name in several tables, the likeliest first."""
 
@@ -46,7 +54,12 @@ _NETS = "such networks come from a file of your own, as 'nets:{name}' for {name}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "data": {"fmnist": "fashion-mnist", "fashion": "fashion-mnist", "cifar": "cifar10"},
-    "partition": {"lda": "dirichlet", "natural": "by-owner", "non-iid": "dirichlet"},
+    "partition": {
+        "lda": "dirichlet",
+        "natural": "by-owner",
+        "non-iid": "dirichlet",
+        "noniid": "dirichlet",
+    },
     "model": {
         **dict.fromkeys(("linear", "logistic", "logistic-regression"), "softmax"),
         **dict.fromkeys(("dense", "dnn", "fully-connected"), "mlp"),
@@ -64,14 +77,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("auroc", "roc-auc"), "auc"),
         **dict.fromkeys(("ap", "auprc"), "average-precision"),
         "ece": "calibration-error",
+        "f1-score": "f1",
         "mse": "rmse",
         "ppl": "perplexity",
     },
     "client": {"fedavg": "sgd", "fedprox": _PROXIMAL, "fedadam": "adam"},
-    "cohort": {"uniform": "fixed", "bernoulli": "poisson", "all": "full"},
+    "cohort": {"uniform": "fixed", "random": "fixed", "bernoulli": "poisson", "all": "full"},
     "mechanism": {
         "fedavg": "none",
-        **dict.fromkeys(("gaussian", "clip", "dp-fedavg", "flat"), "clipping"),
+        **dict.fromkeys(("gaussian", "clip", "dp-fedavg", "dp-sgd", "flat"), "clipping"),
         "normalisation": "normalization",
     },
     "server": {

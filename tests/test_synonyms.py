@@ -34,6 +34,12 @@ SAID = {
     "server.learning_rate=0.1": "did you mean 'lr'?",
     "client.batch_size=8": "did you mean 'batch-size'?",
     "noise.sigma=1.0": "did you mean 'multiplier'?",
+    "clients=10": "did you mean partition.clients?",
+    "epochs=3": "did you mean client.epochs?",
+    "device=cuda": "did you mean engine.device?",
+    "adapter.target-modules=q": "did you mean adapter.targets (with adapter.name = 'lora')?",
+    "adapter.r=4": "did you mean adapter.rank (with adapter.name = 'lora')?",
+    "partition.name=noniid": "did you mean 'dirichlet'?",
     "rounds.number=3": "rounds = {'number': 3}; it must be a whole number.",
 }
 
