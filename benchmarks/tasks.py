@@ -110,7 +110,7 @@ SMALL: dict[str, dict[str, object]] = {
     "pfl": {"MODULES": ["argparse", "calendar", "enum"], "USERS": 1, "MOST": 4, "IMAGES": 200},
 }
 """What of a task's data is made smaller: names in its make_data.py."""
-FIRST = {"lora": "transformer"}
+FIRST = {"adapter": "transformer"}
 """Which run must have left its model before another."""
 IMAGES = ("data.name=made-up.npz", "cohort.size=2")
 FEDREP = ("client.name=fedrep", "client.head-steps=8", "client.head-lr=0.3")
@@ -131,7 +131,7 @@ ROWS = [
     *_levels("drift", "fednova", "test-accuracy", clients=10, rounds=5, levels="none"),
     *_levels("text", "lstm", "test-perplexity", clients=3, rounds=3),
     *_levels("text", "transformer", "test-perplexity", clients=3, rounds=3),
-    *_levels("text", "lora", "test-perplexity", clients=3, rounds=3, levels="none client"),
+    *_levels("text", "adapter", "test-perplexity", clients=3, rounds=3, levels="none client"),
     *_levels("resnet", "run", "test-accuracy", *IMAGES, "client.steps=2", "client.epochs=1",
              "data.normalize=false", "client.batch-size=2", clients=2, rounds=1,
              levels="none client"),

@@ -69,33 +69,3 @@ class Transformer(nn.Module):
         for layer in self.layers:
             h = layer(h)
         return self.head(h)
-
-
-class LowRank(nn.Linear):
-    """A linear layer plus two narrow matrices' product (LoRA, Hu et al. 2022); at first zero."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__(width, width)
-        self.down = nn.Parameter(torch.randn(width, rank) / width**0.5)
-        self.up = nn.Parameter(torch.zeros(rank, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.down @ self.up
-
-
-class Adapted(Transformer):
-    """The transformer with adapters on queries and values; its parameters keep their names."""
-
-    def __init__(
-        self,
-        input_shape: tuple[int, ...],
-        vocabulary: int,
-        num_classes: int,
-        width: int = 32,
-        layers: int = 2,
-        rank: int = 4,
-    ) -> None:
-        super().__init__(input_shape, vocabulary, num_classes, width, layers)
-        for layer in self.layers:
-            layer.attention.query = LowRank(width, rank)
-            layer.attention.value = LowRank(width, rank)

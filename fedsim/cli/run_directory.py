@@ -68,7 +68,7 @@ def export(
 
         fedsim export runs/digits --to onnx
         fedsim export runs/digits --public
-        fedsim export runs/text-lora --to peft
+        fedsim export runs/text-adapter --to peft
 
     `peft` is a folder with a run's adapter, which peft and `adapter.weights` read. ONNX and
     TorchScript models take the data set's own inputs: they contain the normalisation.
