@@ -239,8 +239,6 @@ def _secure_aggregation(c: RunConfig) -> Refused:
             "secagg.threshold",
             "0 while evaluate.unprotected = true, which shows what single clients report",
         )
-    if c.cohort.name == "fixed" and threshold > c.cohort.size:
-        yield "secagg.threshold", f"at most cohort.size = {c.cohort.size}"
     if c.secagg.simulate and not (threshold and c.engine.name == "local"):
         yield (
             "secagg.simulate",

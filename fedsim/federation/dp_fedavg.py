@@ -48,10 +48,10 @@ from fedsim.federation.strategy_checks import (
     plan_of_keywords,
     refuse_client_state,
     refuse_flowers_keywords,
-    refuse_open_shares,
     refuse_private_metrics,
     refuse_vectors_of,
     refuse_void_settings,
+    refuse_void_sums,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.privacy import Ledger
@@ -234,7 +234,7 @@ evaluate_metrics_aggr_fn
         fraction = allowed_fraction(
             fraction_evaluate, self.shows_clients or private_metrics is not None
         )
-        refuse_open_shares(secure, placement, unprotected_metrics)
+        refuse_void_sums(secure, plan, placement, unprotected_metrics)
         summed, self.aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
         refuse_vectors_of(algorithm, plan.bound, self.protects)

@@ -16,6 +16,7 @@ from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
+from fedsim.federation.aggregation.secagg.server import SecureAggregation
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
@@ -178,8 +179,14 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
-def refuse_open_shares(secure: object, placement: str, unprotected_metrics: bool) -> None:
-    """Refuse secure aggregation if the server would see the sum without noise, or clients' metrics.
+def refuse_void_sums(
+    secure: SecureAggregation | None,
+    plan: ReleasePlan[Bounded],
+    placement: str,
+    unprotected_metrics: bool,
+) -> None:
+    """Refuse secure aggregation if the server would see the sum without noise, or clients' metrics,
+    or if most rounds would have too few clients.
 
     Raises
     ------
@@ -196,6 +203,12 @@ def refuse_open_shares(secure: object, placement: str, unprotected_metrics: bool
         raise FedsimError(
             "unprotected_metrics = True (evaluate.unprotected); it must be false with secure "
             "aggregation (secagg.threshold), which hides what single clients report."
+        )
+    sampled = plan.sampler.expected_size
+    if secure.threshold > sampled:
+        raise FedsimError(
+            f"secagg.threshold is {secure.threshold}; it must be at most {sampled:g}, the mean "
+            "number of clients that the cohort samples: a round with fewer is lost, and charged."
         )
 
 

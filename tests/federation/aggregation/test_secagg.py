@@ -350,13 +350,25 @@ def test_keys_agree_and_seals_hold() -> None:
         ({"noise.placement": "server"}, "noise.placement = 'client'"),
         ({"evaluate.unprotected": True}, "evaluate.unprotected = true"),
         ({"engine.name": "ray", "secagg.simulate": True}, "and 'ray' never does"),
-        ({"cohort.name": "fixed", "cohort.size": 3}, "at most cohort.size = 3"),
     ],
 )
 def test_configs_say_what_secure_aggregation_needs(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(FedsimError) as error:
         CONFIG.replace(**changes)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "cohort",
+    [
+        {"cohort.name": "fixed", "cohort.size": 3},
+        {"cohort.name": "poisson", "cohort.rate": 0.5},
+        {"cohort.name": "cyclic", "cohort.groups": 2},
+    ],
+)
+def test_a_cohort_in_which_most_rounds_would_be_lost_is_refused(cohort: dict[str, Any]) -> None:
+    with pytest.raises(FedsimError, match=r"threshold is 4; it must be at most 3, the mean number"):
+        strategy_of(resolve(CONFIG.replace(**cohort)))
 
 
 @pytest.mark.parametrize(("threshold", "colluders"), [(1, 0), (3, 3), (3, 4), (0, 0), (3, -1)])
@@ -366,7 +378,7 @@ def test_somebody_honest_is_in_every_sum(threshold: int, colluders: int) -> None
 
 
 def test_against_the_server_sampling_amplifies_nothing() -> None:
-    sampled = CONFIG.replace(**{"cohort.name": "poisson", "cohort.rate": 0.5})
+    sampled = CONFIG.replace(**{"cohort.name": "poisson", "cohort.rate": 0.7})
     outside = sampled.replace(**{"secagg.observer": "outsider"})
     plans = [resolve(config).plan for config in (sampled, outside)]
     assert plans[0].event().law.rate == 1
