@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from flwr.serverapp.strategy import Strategy
@@ -47,6 +47,11 @@ class ObjectOverrides:
                 "[noise], [server]); it must be a strategy of Flower's that refines the mean, such "
                 "as FedAdam, or the object's own start(grid, initial_arrays) makes its rounds."
             )
+
+    @property
+    def names(self) -> list[str]:
+        """Which there are."""
+        return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
     def digest(self) -> str:
         """Digest of what is known of them and determines a release; empty where there are none."""

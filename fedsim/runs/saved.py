@@ -36,6 +36,7 @@ from fedsim.runs.data_split import (
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import LocalTraining
 from fedsim.runs.initial_model import initial_model, personal_parameters
+from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
 
@@ -45,13 +46,21 @@ Array = npt.NDArray[Any]
 
 
 @check_arguments
-def load(path: str | PathLike[str], *, best: bool = False, merge: bool = False) -> SavedRun:
+def load(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    best: bool = False,
+    merge: bool = False,
+) -> SavedRun:
     """Load a run that has ended, or was interrupted.
 
     Parameters
     ----------
     path : path
         The run's directory.
+    model : nn.Module, optional
+        Of a run that was given one as ``model=``: its kind, as which weights it has is the run's.
     best : bool
         Whether to load the model of the best round, which `checkpoint.best` keeps.
     merge : bool
@@ -93,7 +102,7 @@ def load(path: str | PathLike[str], *, best: bool = False, merge: bool = False) 
         )
     if merge and (config.adapter.name == "none" or config.model.personal):
         raise FedsimError(f"{directory.path} has no adapter that all clients share, to be merged.")
-    return SavedRun(directory, config, record, state, merge)
+    return SavedRun(directory, config, record, model, state, merge)
 
 
 class InferenceModel(nn.Module):
@@ -146,6 +155,8 @@ class SavedRun:
         Resolved.
     record : RunRecord
         Its files as a report reads them.
+    template : nn.Module or None
+        The model's kind, where the config does not name it.
     best : RunState or None
         The best round's, whose model this is; None for the last round's.
     merge : bool
@@ -155,6 +166,7 @@ class SavedRun:
     directory: RunDirectory
     config: RunConfig
     record: RunRecord = field(repr=False)
+    template: nn.Module | None = field(default=None, repr=False)
     best: RunState | None = field(default=None, repr=False)
     merge: bool = False
 
@@ -237,7 +249,13 @@ class SavedRun:
     @cached_property
     def trained(self) -> nn.Module:
         """The bare model at the end of the run; personal parameters have their initial values."""
-        model, _ = initial_model(self._config, self._dataset)
+        if self.template is None and "model" in self.record.summary.get("objects", ()):
+            path = str(self.directory.path)
+            raise FedsimError(
+                f"{path} was trained from an object, model=, which its config does not name; give "
+                f"it again, in Python: fedsim.load({path!r}, model=...)."
+            )
+        model, _ = initial_model(self._config, self._dataset, ObjectOverrides(self.template))
         load_weights(model, self.directory.model)
         if self.best is not None:
             model.load_state_dict(dict(self.best.parameters), strict=False)

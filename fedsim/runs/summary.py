@@ -181,6 +181,7 @@ def measured(
     if config.engine.name != "deployment":  # there the data are the nodes' own
         summary["data"] = _shape(resolved.data.dataset)
     summary["notes"] = list(resolved.notes)
+    summary["objects"] = resolved.overrides.names
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
         summary["test"] = _test(evaluation.trainers["test"], arrays)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import compose
@@ -146,6 +147,13 @@ def test_every_service_sees_its_own_keys_only():
 def test_what_does_not_end_by_itself_has_a_health_check():
     for name in ("superlink", "supernode-0", "supernode-1", "supernode-2"):
         assert SERVICES[name]["healthcheck"]["retries"] > 0
+
+
+def test_every_module_that_a_service_runs_is_there():
+    commands = [service["command"] for service in SERVICES.values()]
+    modules = [command[command.index("-m") + 1] for command in commands if "-m" in command]
+    assert modules
+    assert all(find_spec(module) for module in modules)
 
 
 @pytest.mark.slow

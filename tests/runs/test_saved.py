@@ -5,12 +5,14 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file
+from torch import nn
 
 import fedsim
 from fedsim import RunConfig
@@ -204,6 +206,23 @@ def test_a_model_of_which_clients_keep_a_part_is_not_used_as_a_whole(tmp_path: P
             use()
     assert set(load(export(saved, "safetensors"))) == {"fc1.weight", "fc1.bias"}
     assert repr(saved) == f"SavedRun('{tmp_path / 'run'}', round 3)"
+
+
+@pytest.mark.parametrize("adapter", [{}, {"adapter.name": "lora", "adapter.targets": "1"}])
+def test_a_model_from_python_is_given_again_to_be_loaded(
+    adapter: dict[str, Any], tmp_path: Path
+) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    settings = {"rounds": 2, "partition.clients": 6, "engine.device": "cpu", **adapter}
+    config = RunConfig().replace(**settings)
+    result = fedsim.run(config, model=network(), out=tmp_path)
+    saved = fedsim.load(tmp_path, model=network())
+    accuracy = saved.evaluate()["accuracy"]
+    assert accuracy == pytest.approx(result.metrics[-1]["test-accuracy"], abs=1e-12)
+    with pytest.raises(FedsimError, match=r"trained from an object, model=.*fedsim\.load\("):
+        _ = fedsim.load(tmp_path).model
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
