@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     ("Runs", "fedsim", ("run", "load", "RunConfig", "Callback", "RunStatus", "Live")),
     ("What a run reached", "fedsim.runs.record", ("RunResult",)),
-    ("What a run has left", "fedsim.runs.saved", ("SavedRun", "InferenceModel")),
+    ("What a run has left", "fedsim.runs.saved", ("SavedRun",)),
+    ("A trained model", "fedsim.runs.inference", ("InferenceModel",)),
     ("Cohorts", "fedsim.cohorts", None),
     ("Mechanisms", "fedsim.mechanisms", None),
     ("Strategies", "fedsim.strategies", None),

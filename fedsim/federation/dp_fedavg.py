@@ -21,7 +21,8 @@ from fedsim.federation.accounting import (
     keyed,
 )
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.aggregation.secagg.server import SecureAggregation, SecureSum
+from fedsim.federation.aggregation.secagg.server import SecureSum
+from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.server_sum import (
     AggregationSettings,
     PendingRound,
@@ -51,7 +52,6 @@ from fedsim.federation.strategy_checks import (
     refuse_private_metrics,
     refuse_vectors_of,
     refuse_void_settings,
-    refuse_void_sums,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.privacy import Ledger
@@ -234,7 +234,8 @@ evaluate_metrics_aggr_fn
         fraction = allowed_fraction(
             fraction_evaluate, self.shows_clients or private_metrics is not None
         )
-        refuse_void_sums(secure, plan, placement, unprotected_metrics)
+        if secure is not None:
+            secure.check(plan, placement, unprotected_metrics)
         summed, self.aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
         refuse_vectors_of(algorithm, plan.bound, self.protects)

@@ -16,7 +16,6 @@ from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.aggregation.secagg.server import SecureAggregation
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
@@ -177,39 +176,6 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
     if plan.noise.correlated or not plan.noise.divisible:
         noise = type(plan.noise).__name__
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
-
-
-def refuse_void_sums(
-    secure: SecureAggregation | None,
-    plan: ReleasePlan[Bounded],
-    placement: str,
-    unprotected_metrics: bool,
-) -> None:
-    """Refuse secure aggregation if the server would see the sum without noise, or clients' metrics,
-    or if most rounds would have too few clients.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if secure is None:
-        return
-    if placement != "client":
-        raise FedsimError(
-            f"placement = '{placement}' (noise.placement); it must be 'client' with secure "
-            "aggregation (secagg.threshold), whose sum the server sees."
-        )
-    if unprotected_metrics:
-        raise FedsimError(
-            "unprotected_metrics = True (evaluate.unprotected); it must be false with secure "
-            "aggregation (secagg.threshold), which hides what single clients report."
-        )
-    sampled = plan.sampler.expected_size
-    if secure.threshold > sampled:
-        raise FedsimError(
-            f"secagg.threshold is {secure.threshold}; it must be at most {sampled:g}, the mean "
-            "number of clients that the cohort samples: a round with fewer is lost, and charged."
-        )
 
 
 def refuse_vectors_of(

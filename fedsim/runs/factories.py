@@ -28,7 +28,7 @@ from fedsim.config.plan import (
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg.server import SecureAggregation
+from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.mechanisms import Mechanism

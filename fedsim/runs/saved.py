@@ -35,6 +35,7 @@ from fedsim.runs.data_split import (
 )
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import LocalTraining
+from fedsim.runs.inference import InferenceModel
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
@@ -103,45 +104,6 @@ def load(
     if merge and (config.adapter.name == "none" or config.model.personal):
         raise FedsimError(f"{directory.path} has no adapter that all clients share, to be merged.")
     return SavedRun(directory, config, record, model, state, merge)
-
-
-class InferenceModel(nn.Module):
-    """A trained model that takes inputs as they are in the data set.
-
-    uint8 images ``[B, C, H, W]`` are divided by 255, floating inputs stay as they are, other
-    integers are tokens; then the run's normalisation is applied, where it had one.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Becomes part of this one, and is not trained any more.
-    mean, std : Tensor broadcastable to one example, or None
-    """
-
-    mean: Tensor | None
-    std: Tensor | None
-
-    def __init__(self, model: nn.Module, mean: Tensor | None, std: Tensor | None) -> None:
-        super().__init__()
-        self.model = model
-        self.dtype = next(parameter.dtype for parameter in model.parameters())
-        for name, number in (("mean", mean), ("std", std)):
-            number = None if number is None else number.to(self.dtype)
-            self.register_buffer(name, number, persistent=False)
-        self.eval().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs of the model, ``[B, ...]``."""
-        if x.dtype == torch.uint8:
-            x = x.to(self.dtype) / 255
-        elif x.is_floating_point():
-            x = x.to(self.dtype)
-        else:
-            x = x.long()
-        if self.mean is not None and self.std is not None:
-            x = (x - self.mean) / self.std
-        outputs: Tensor = self.model(x)
-        return outputs
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from fedsim.federation.aggregation.secagg.primitives import (
     split_secret,
     unseal,
 )
-from fedsim.federation.aggregation.secagg.server import SecureAggregation, unmasked
+from fedsim.federation.aggregation.secagg.server import unmasked
+from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.secagg.transcript import RECORD, stage_of
 from fedsim.federation.arrays import tensors
 from fedsim.runs.resolve import Resolved, resolve, strategy_of

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from fedsim.federation.aggregation.secagg.primitives import (
     mask,
     public_key,
 )
+from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.secagg.transcript import (
     RECORD,
     SEALED_BYTES,
@@ -55,45 +56,6 @@ _log = logging.getLogger("fedsim")
 
 Answer = TypeVar("Answer")
 Stages = Generator[list[Message], Iterable[Message], None]
-
-
-@dataclass(frozen=True)
-class SecureAggregation:
-    """How many clients a sum must have, and how many of them may collude with the server.
-
-    Parameters
-    ----------
-    threshold : int
-        With fewer survivors nothing is unmasked, and the round is lost, and charged.
-    colluders : int
-        So many of them may give the server all that they know; the guarantee counts on the noise
-        of the others alone.
-
-    Raises
-    ------
-    FedsimError
-        If no client need be honest.
-    """
-
-    threshold: int
-    colluders: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.colluders < self.threshold or self.threshold < 2:
-            raise FedsimError(
-                f"secagg.threshold = {self.threshold} with secagg.colluders = {self.colluders}; "
-                "it must be at least 2, and more than the colluders."
-            )
-
-    @property
-    def public(self) -> dict[str, int]:
-        """The facts of it in a ledger's line."""
-        return {"secagg-threshold": self.threshold, "secagg-colluders": self.colluders}
-
-    @property
-    def honest(self) -> int:
-        """Honest survivors of every sum: the noise of their shares is what is charged."""
-        return self.threshold - self.colluders
 
 
 class SecureSum(ShareSum):
