@@ -36,10 +36,14 @@ NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
 
 
 class FederationKeys(Section):
-    """Data, how they are split, and whose privacy is kept: the run's keys that it changes."""
+    """Data, how they are split, and whose privacy is kept: the run's keys that it changes.
+
+    ``seed`` is that of the runs by which bounds are chosen.
+    """
 
     name: str
     level: Literal["client", "example"] = "client"
+    seed: int = 1
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
 
@@ -137,8 +141,8 @@ class Landscape(ConfigRuns):
             ]
         return self._prices() + [
             ExperimentMember(
-                f"{name} C={bound:g} seed=1",
-                self._settings_of(keys | self._bound(name, bound), 1),
+                self._trial(name, bound),
+                self._settings_of(keys | self._bound(name, bound), self._federation(name).seed),
                 cell=name,
             )
             for name, keys in plans.items()
@@ -197,7 +201,7 @@ class Landscape(ConfigRuns):
         choices = {name: self._choice(results, name) for name in tests}
         # Until fresh seeds are run, what the seed that chose C reached is shown, and not judged.
         chosen = {
-            name: results[f"{name} C={choice.value:g} seed=1"]["test"]
+            name: results[self._trial(name, choice.value)]["test"]
             for name, choice in choices.items()
             if choice is not None
         }
@@ -221,10 +225,17 @@ class Landscape(ConfigRuns):
         first = 2 if self.settings.clip_norms else 1
         return range(first, first + self.settings.seeds)
 
+    def _federation(self, name: str) -> FederationKeys:
+        """A cell's."""
+        return next(f for f in self.settings.federations if name.startswith(f"{f.name}, "))
+
     def _bound(self, name: str, value: float) -> dict[str, Scalar]:
         """The key of a cell's bound."""
-        federation = next(f for f in self.settings.federations if name.startswith(f"{f.name}, "))
-        return {f"{_table(federation)}mechanism.clip-norm": value}
+        return {f"{_table(self._federation(name))}mechanism.clip-norm": value}
+
+    def _trial(self, name: str, bound: float) -> str:
+        """The run of a cell by which a bound is chosen or not."""
+        return f"{name} C={bound:g} seed={self._federation(name).seed}"
 
     def _prices(self) -> list[ExperimentMember]:
         kinds = {method.noise: method for method in reversed(self.settings.methods)}
@@ -246,7 +257,7 @@ class Landscape(ConfigRuns):
 
     def _choice(self, results: Mapping[str, Result], name: str) -> BestOfGrid | None:
         """A cell's bounds by validation accuracy; None before all have been run."""
-        members = {bound: f"{name} C={bound:g} seed=1" for bound in self.settings.clip_norms}
+        members = {bound: self._trial(name, bound) for bound in self.settings.clip_norms}
         if not members or any(member not in results for member in members.values()):
             return None
         scores = {bound: results[member]["validation"] for bound, member in members.items()}
@@ -304,7 +315,7 @@ class Landscape(ConfigRuns):
         cells: dict[str, str | None] = {}
         for name, choice in choices.items():
             if choice is not None:
-                tests = [results[f"{name} C={bound:g} seed=1"]["test"] for bound in bounds]
+                tests = [results[self._trial(name, bound)]["test"] for bound in bounds]
                 best = bounds.index(choice.value)
                 cells[name] = ", ".join(
                     f"{tests[k] - tests[best]:+.1f}" if 0 <= k < len(bounds) else "-"
