@@ -132,13 +132,14 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     is_number = []
     for split, column in (("training", train), ("test", test)):
         for row, value in enumerate(column):
-            if _is_missing(value):
+            parsed = math.nan if isinstance(value, bool) else number(value)
+            if math.isnan(parsed) and _is_missing(value):
                 raise FedsimError(
                     f"{where} has no value in column '{name}' of its {split} example {row + 1}; "
                     "fill it in, leave out the row or the column, or declare the column's "
                     "categories (data.types)."
                 )
-            is_number.append(not isinstance(value, bool) and not math.isnan(number(value)))
+            is_number.append(not math.isnan(parsed))
     if all(is_number):
         return NumberType()
     values = sorted({str(value) for column in (train, test) for value in column})

@@ -90,7 +90,7 @@ _ABBREVIATION = re.compile(r"\b(auc|f1|mae|mse|r2|rmse)\b")
 
 
 def display_name(column: str, *, title: bool = False) -> str:
-    """A column's or metric's name as it is said; a ``title`` begins with a capital.
+    """A column's or metric's name in words; a ``title`` begins with a capital.
 
     Examples
     --------

@@ -50,7 +50,7 @@ class ObjectOverrides:
 
     @property
     def names(self) -> list[str]:
-        """Which there are."""
+        """The names of those that were given."""
         return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
     def digest(self) -> str:
