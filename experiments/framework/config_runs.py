@@ -25,7 +25,7 @@ from experiments.framework.base import (
     Result,
     Settings,
 )
-from experiments.framework.spread import over_seeds
+from experiments.framework.spread import mean_text, over_seeds
 from experiments.framework.stored import digest
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.tables import Choice, ConfigTable
@@ -92,7 +92,7 @@ class Score:
     @property
     def text(self) -> str:
         """For a table's cell."""
-        return f"{self.mean:.2f} ± {self.spread:.2f}"
+        return mean_text(self.finals)
 
 
 class ConfigRuns(Experiment):
@@ -171,8 +171,10 @@ class ConfigRuns(Experiment):
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
         """The config of a member."""
         changes: dict[str, Scalar] = {"data.dir": str(self.context.data)}
-        # Members are processes of their own: one that forked workers would have too many.
-        changes |= self.context.engine or {"engine.workers": 1}
+        changes |= self.context.engine
+        if "engine.name" not in self.context.engine:
+            # Members are processes of their own: one that forked workers would have too many.
+            changes.setdefault("engine.workers", 1)
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
         return RunConfig.from_run_config({**settings["run"], **changes})

@@ -139,12 +139,19 @@ def readme(
     ]
     if stored.members:
         blocks.append(
-            f"{len(stored.members):,} runs, {_duration(stored.seconds)} on one core of a busy "
-            f"machine. Everything below is written from `results.json` ({stored.fingerprint}) and "
-            f"`judgement.toml`. {RULE}{_ledgers(stored)}"
+            f"{len(stored.members):,} runs, {_machines(stored)}. Everything below is written from "
+            f"`results.json` ({stored.fingerprint}) and `judgement.toml`. {RULE}"
+            f"{_ledgers(stored)}"
         )
     panels = sections(judgement, report, seeds=seeds, heading="##", missing=missing)
     return "\n\n".join([*blocks, *panels]) + "\n"
+
+
+def _machines(stored: Stored) -> str:
+    if stored.on_gpu == len(stored.members):
+        return "on a GPU"
+    cores = f"{_duration(stored.seconds)} on one core of a busy machine"
+    return f"{stored.on_gpu:,} of them on a GPU, {cores} for the rest" if stored.on_gpu else cores
 
 
 def _ledgers(stored: Stored) -> str:

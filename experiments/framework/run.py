@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
+
 import experiments
 from experiments.framework.base import Experiment, ExperimentMember, Report, Result, Table
 from experiments.framework.directories import load
@@ -177,7 +179,7 @@ def _claim(out: Path) -> None:
 
 def _work(
     experiment: Experiment, missing: list[ExperimentMember], workers: int
-) -> Iterator[tuple[ExperimentMember, Result, float]]:
+) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
     """Members as they finish."""
     count = min(workers or os.cpu_count() or 1, len(missing))
     if count <= 1:
@@ -200,12 +202,14 @@ def _work(
             raise
 
 
-def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float]:
-    """A result, and the seconds of one core that it took."""
+def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float | None]:
+    """A result, and the seconds of one core that it took; None of them if a GPU computed it."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start = time.process_time()
-    return experiment.run(member.settings), time.process_time() - start
+    result = experiment.run(member.settings)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return result, None if on_gpu else time.process_time() - start
 
 
 def _write(out: Path, report: Report) -> list[Path]:

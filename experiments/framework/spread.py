@@ -57,6 +57,12 @@ class Difference:
         return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
+def mean_text(values: Sequence[float]) -> str:
+    """The mean and, of several, the standard deviation."""
+    mean, deviation = over_seeds(values)
+    return f"{mean:.2f} ± {deviation:.2f}" if len(values) > 1 else f"{mean:.2f}"
+
+
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation (with n - 1; 0 for one value) over seeds."""
     array = np.asarray(values, dtype=np.float64)

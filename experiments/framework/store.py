@@ -39,10 +39,9 @@ class Store:
             return None
         if not isinstance(content, dict) or content.get("settings") != _plain(member.settings):
             return None
-        seconds = float(content["seconds"])
-        return StoredResult(digest(member.settings), content["result"], seconds)
+        return StoredResult(digest(member.settings), content["result"], content["seconds"])
 
-    def put(self, member: ExperimentMember, result: Result, seconds: float) -> None:
+    def put(self, member: ExperimentMember, result: Result, seconds: float | None) -> None:
         """Keep a result: the file is there whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(member)
@@ -50,7 +49,7 @@ class Store:
         content = {
             "member": member.name,
             "settings": _plain(member.settings),
-            "seconds": round(seconds, 2),
+            "seconds": None if seconds is None else round(seconds, 2),
             "result": result,
         }
         try:

@@ -30,7 +30,7 @@ class StoredResult:
         Of which settings; see `digest`.
     result : Result
     seconds : float or None
-        Of one core; None where only those of all members together are known.
+        Of one core; None for a run on a GPU, or where only those of all members together are known.
     """
 
     settings: str
@@ -59,9 +59,15 @@ class Stored:
         return self.untimed + sum(member.seconds or 0.0 for member in self.members.values())
 
     @property
+    def on_gpu(self) -> int:
+        """How many runs were on a GPU, whose seconds are no core's."""
+        return 0 if self.untimed else sum(one.seconds is None for one in self.members.values())
+
+    @property
     def mean_seconds(self) -> float | None:
-        """Of one member; None where there is none."""
-        return self.seconds / len(self.members) if self.members else None
+        """Of one core, of one member; None where none was run on one."""
+        on_cores = len(self.members) - self.on_gpu
+        return self.seconds / on_cores if on_cores else None
 
     @property
     def ledgers(self) -> int:

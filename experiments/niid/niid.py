@@ -21,7 +21,7 @@ from experiments.framework.base import (
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
 from experiments.framework.curves import Curve, curves
 from experiments.framework.schema import Section
-from experiments.framework.spread import LEVEL, over_seeds
+from experiments.framework.spread import LEVEL, mean_text, over_seeds
 from fedsim.config import Scalar
 
 __all__ = ["Niid", "NiidSettings", "welch"]
@@ -74,7 +74,7 @@ class Niid(ConfigRuns):
             best = [100 * max(run["accuracy"]) for run in runs]
             published = f"{method.mean:.2f} ± {method.deviation:.2f}"
             inside, text = self._judged(method, best, judged)
-            shown = f"{fmean(best):.2f} ± {over_seeds(best)[1]:.2f}" if best else None
+            shown = mean_text(best) if best else None
             last = scores[method.name].text if best else None
             rows.append([method.name, published, f"{len(best)}", shown, text, last])
             if method.deviation <= WILD:

@@ -290,7 +290,10 @@ class ClientSection(Choice):
         int,
         OUTSIDE_RELEASE,
         Ge(0),
-        Doc("Clients that are trained at a time; 0 to choose. It changes no result."),
+        Doc(
+            "Clients that are trained at a time; 0 to choose. It changes no result on a CPU, and "
+            "on a GPU last bits."
+        ),
     ] = 0
     mechanism: ClientMechanismSection = field(default_factory=ClientMechanismSection)
     noise: ClientNoiseSection = field(default_factory=ClientNoiseSection)

@@ -128,7 +128,6 @@ class AlternatingTrainer(Trainer):
         copied = cast(AlternatingTrainer, super().copy_for(device))
         for trainer in copied._parts:
             trainer.rounds.releases = None
-            trainer.block_size = self.block_size
         return copied
 
     def _settings(self) -> dict[str, Any]:

@@ -14,14 +14,17 @@ batch's width. What a step computes on the host (a rate from a schedule) would b
 value of the captured step; it lies in a tensor that is filled before each replay (`_Clock`). And a
 step that reads a tensor back (`.item()`, a branch on values) cannot be captured at all.
 
-The number of clients is rounded up, by less than a quarter, for there to be few graphs; rows that
-stand for nobody are computed on whatever they hold and never read. Where a capture fails the
-trainer trains without graphs.
+Every step is computed for a whole block, however few clients are left in it: a GPU's libraries
+choose the order of a product's sums by its shape, so that in fewer rows a client's last bits would
+depend on how many train beside it. Rows that stand for nobody are computed on whatever they hold
+and never read. Where a capture fails the trainer trains without graphs, on the same rows.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,10 +64,10 @@ class GraphRecorder(Protocol):
         """
 
 
-def captured_steps(stepper: Stepper) -> StepGraphs | None:
+def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
     """Steps from graphs on a GPU, where `fedsim.training.paths.choice` says that there are any."""
     if stepper.device.type == "cuda" and is_captured(stepper.path):
-        return StepGraphs(stepper, CudaRecorder(stepper.device))
+        return StepGraphs(stepper, CudaRecorder(stepper.device), block_size)
     return None
 
 
@@ -76,10 +79,12 @@ class StepGraphs:
     stepper : Stepper
         Its eager steps are captured, and made where that cannot be.
     recorder : GraphRecorder
+    block_size : int
+        Clients that every step is computed for; more than these take a multiple of it.
     """
 
-    def __init__(self, stepper: Stepper, recorder: GraphRecorder) -> None:
-        self.stepper, self.recorder = stepper, recorder
+    def __init__(self, stepper: Stepper, recorder: GraphRecorder, block_size: int) -> None:
+        self.stepper, self.recorder, self.block_size = stepper, recorder, block_size
         self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self.works = True
         self._buffers: dict[Hashable, Tensor] = {}
@@ -87,40 +92,47 @@ class StepGraphs:
 
     def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
         """As `Stepper`; the state it leaves lies in buffers that the next block writes over."""
-        phase = self.stepper.algorithm.phase(step) if self.works else None
-        if phase is None:
-            return self.stepper.eager(state, index, weight, step)
-        n, rows = len(index), rounded(len(index))
+        n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
             # Graphs know their buffers by address: larger buffers are others.
             self._forget()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
         buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
+        after, losses = self._step(buffered, structure, step, rows)
+        # An algorithm may add entries and drop others: the state is what the step left.
+        state.clear()
+        state.update((name, value[:n]) for name, value in after.items())
+        # The next replay writes over the losses, which are read only at the end of the block.
+        return losses[:n].clone()
+
+    def _step(
+        self, buffered: State, structure: Hashable, step: Step, rows: int
+    ) -> tuple[State, Tensor]:
+        """The state after a step of all rows, and losses: by a graph, or without one."""
+        phase = self.stepper.algorithm.phase(step) if self.works else None
         # Two steps share a graph only if the algorithm does the same in both, on as many clients,
         # and if the same entries lie in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
-        if key not in self.graphs:
+        if phase is not None and key not in self.graphs:
             try:
                 self.graphs[key] = self._capture(buffered, step, rows)
             except RuntimeError as error:
+                # What failed has put the state back into its buffers.
                 _log.warning("a CUDA graph could not be captured (%s); training without one", error)
                 self.works = False
-                self._forget()
-                # The state was moved into buffers, and what failed has put it back there.
-                state.update((name, buffered[name][:n]) for name in state)
-                return self.stepper.eager(state, index, weight, step)
+                self.graphs.clear()
             if len(self.graphs) > MOST_GRAPHS:
                 self.graphs.popitem(last=False)
+        if phase is None or not self.works:
+            state = _entries(buffered)
+            losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], step)
+            return state, losses
         self.graphs.move_to_end(key)
         captured = self.graphs[key]
         captured.clock.set(step)
         captured.replay()
-        # An algorithm may add entries and drop others: the state is what the graph left.
-        state.clear()
-        state.update((name, value[:n]) for name, value in captured.state.items())
-        # The next replay writes over the losses, which are read only at the end of the block.
-        return captured.losses[:n].clone()
+        return captured.state, captured.losses
 
     def _capture(self, buffered: State, step: Step, rows: int) -> _Captured:
         clock = _Clock(step.round, step.index, buffered[INDEX].device)
@@ -135,7 +147,7 @@ class StepGraphs:
         _changed(buffered, "", save)
 
         def work() -> tuple[State, Tensor]:
-            state = {name: buffered[name] for name in buffered if name not in (INDEX, WEIGHT)}
+            state = _entries(buffered)
             losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
@@ -187,10 +199,9 @@ class StepGraphs:
         self._buffers.clear()
 
 
-def rounded(n: int) -> int:
-    """Clients that a graph is captured for: ``n`` with all but its first three bits rounded up."""
-    shift = max(0, n.bit_length() - 3)
-    return -(-n >> shift) << shift
+def _entries(buffered: State) -> State:
+    """The algorithm's, without the batch."""
+    return {name: value for name, value in buffered.items() if name not in (INDEX, WEIGHT)}
 
 
 @dataclass(frozen=True)
@@ -298,10 +309,13 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # One pool for all graphs: they run one after another, and what a kernel leaves in it for
         # the next one is of no use to the next graph. A capture that fails leaves its stream the
-        # current one in some releases of torch.
+        # current one in some releases of torch. Other threads may meanwhile allocate.
         with (
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=self.pool, stream=self.stream),
+            _no_garbage_collection(),
+            torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
         ):
             result = work()
         return graph.replay, result
@@ -311,8 +325,22 @@ class CudaRecorder:
 def _no_reading_back() -> Iterator[None]:
     """Make waiting for the GPU an error: raised here, it spoils no capture."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from freeing another trainer's graphs: that would spoil a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -67,7 +67,9 @@ class Trainer:
     kernel : "auto", "eager" or "compiled"
         What the layered path computes with: they agree up to rounding.
     block_size : int
-        Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
+        Most clients at a time; 0 leaves it to the rule. On a CPU results do not depend on it. On a
+        GPU their last bits do, and each step is computed for that many, however few there are:
+        about a cohort's is best.
     randomness : Randomness
         With example-level privacy and without a release digest it takes one of the settings given
         here, so that two trainers of one seed share no noise.
@@ -179,7 +181,9 @@ class Trainer:
             max_grad_norm,
             self.personal.places(statistics) if statistics else None,
         )
-        self.stepper.captured = captured_steps(self.stepper)
+        self.stepper.captured = captured_steps(
+            self.stepper, min(self.block_size, max(1, data.population))
+        )
         self.rounds = LocalRounds.of(
             self.stepper,
             self.model,
@@ -276,10 +280,15 @@ class Trainer:
     def copy_for(self, device: str) -> Trainer:
         """The same clients on another device, by the same path, in blocks of the same size."""
         model, path = copy.deepcopy(self.model), cast(PathName, self.path.name)
-        copied = self._copy(model=model, path=path, device=device, state=self.client_state.kind)
+        copied = self._copy(
+            model=model,
+            path=path,
+            device=device,
+            state=self.client_state.kind,
+            # Not that device's rule: the clients of a run may train on several.
+            block_size=self.block_size,
+        )
         copied.rounds.releases = None  # the original writes down what it releases (`charge`)
-        # Not that device's rule: the clients of a run may train on several.
-        copied.block_size = self.block_size
         return copied
 
     def _copy(self, **changes: Any) -> Trainer:

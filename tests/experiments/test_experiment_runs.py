@@ -301,7 +301,21 @@ def test_only_the_engine_of_members_can_be_set(
         load(find(name), data=tmp_path, engine=[text])
     made = load(find("das-fmnist"), data=tmp_path, engine=["engine.device=cuda"])
     assert isinstance(made, ConfigRuns)
-    assert made.config_of(made.members()[0].settings).engine.device == "cuda"
+    engine = made.config_of(made.members()[0].settings).engine
+    assert engine.device == "cuda"
+    assert engine.workers == 1  # members are processes of their own
+    made = load(find("das-fmnist"), data=tmp_path, engine=["engine.name=ray"])
+    assert isinstance(made, ConfigRuns)
+    assert made.config_of(made.members()[0].settings).engine.workers == 0
+
+
+def test_a_gpus_runs_count_no_seconds_of_a_core() -> None:
+    core, gpu = StoredResult("", {}, 30.0), StoredResult("", {})
+    assert Stored({"a": gpu, "b": gpu}).mean_seconds is None
+    both = Stored({"a": core, "b": gpu, "c": gpu})
+    assert (both.on_gpu, both.mean_seconds, both.seconds) == (2, 30.0, 30.0)
+    # Of results that are kept with the seconds of all together none was on a GPU.
+    assert Stored({"a": gpu, "b": gpu}, untimed=50.0).mean_seconds == 25.0
 
 
 def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path) -> None:

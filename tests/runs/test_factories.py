@@ -36,6 +36,7 @@ from fedsim.runs import factories
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.settings import REQUIRED
+from fedsim.training import ClientData
 
 
 def config(**changes: Any) -> RunConfig:
@@ -253,3 +254,22 @@ def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:
         ObjectOverrides(strategy=FedAdam(eta=0.01)).digest()
         != ObjectOverrides(strategy=FedAdam(eta=0.1)).digest()
     )
+
+
+def test_a_block_on_a_gpu_holds_a_cohort() -> None:
+    # A GPU computes every step for a whole block.
+    large = RunConfig.of(
+        ["partition.clients=200", "data.train=:400", "cohort.name=poisson", "cohort.rate=0.25"]
+    )
+    clients = ClientData(
+        torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), [np.array([0])] * 200
+    )
+    few = ClientData(clients.x, clients.y, clients.indices[:3])
+
+    def block(device: str, model: nn.Module, data: ClientData) -> int:
+        return factories.LocalTraining(large, model, [], torch.device(device))._cohort_block(data)
+
+    assert block("cuda", nn.Linear(2, 2), clients) == 72  # 50 + 3 sqrt(50)
+    assert block("cuda", nn.Linear(2, 2), few) == 3
+    assert block("cuda", nn.Linear(8192, 8192, bias=False), clients) == 8  # 2 GiB
+    assert block("cpu", nn.Linear(2, 2), clients) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -134,7 +135,7 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
         trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
         trainer.workload.work = dataclasses.replace(trainer.workload.work, epochs=epochs)
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
-        trainer.stepper.captured = StepGraphs(trainer.stepper, Tape())
+        trainer.stepper.captured = StepGraphs(trainer.stepper, Tape(), 4)
         asked.clear()
         next(trainer.train(pretend(trainer.initial()), np.arange(3), 1))
         counts.add(len(asked))
@@ -215,7 +216,10 @@ class FakeCuda:
             self.current = before
 
     @contextmanager
-    def graph(self, graph, pool, stream):
+    def graph(self, graph, pool, stream, capture_error_mode):
+        # Else a thread that allocates spoils a capture, and the collector, by freeing a graph.
+        assert capture_error_mode == "thread_local"
+        assert not gc.isenabled()
         self.current = stream
         yield  # as releases of torch that leave it so after a capture that failed
         self.current = self.main
@@ -248,6 +252,7 @@ def test_a_recording_that_fails_anywhere_leaves_its_stream_joined_and_the_caller
     with pytest.raises(RuntimeError, match="out of memory") if fails < 5 else nullcontext():
         recorder.record(work)
     assert (cuda.current, cuda.debug) == (cuda.main, "default")
+    assert gc.isenabled()
     assert runs == ["default", "default", "error", "default"][:fails]
     joined = ["side waits for main", *["launched"] * min(fails, 3), "main waits for side"]
     assert cuda.events == joined + ["launched"] * (fails > 3)

@@ -228,9 +228,13 @@ def most_clients(model: nn.Module, packing: Packing, device: torch.device, wante
         raise FedsimError(f"client.block-size is {wanted}; it must be 0 (auto) or more.")
     if device.type == "cpu" and _convolutional(model):
         return 1
-    size = packing.width * packing.layout.dtype.itemsize
+    return wanted or most_rows(device, packing.width * packing.layout.dtype.itemsize)
+
+
+def most_rows(device: torch.device, row_bytes: int) -> int:
+    """Most rows of this size that a block holds by the rule."""
     budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
-    return wanted or max(1, min(MOST_CLIENTS.get(device.type, 256), budget // size))
+    return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // max(1, row_bytes)))
 
 
 def _convolutional(model: nn.Module) -> bool:

@@ -1,0 +1,52 @@
+"""Whole runs on a GPU: beside the CPU's, repeated, and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from run_configs import IMAGES, RUNS, run_of
+
+import fedsim
+from fedsim import Callback
+from fedsim.federation.arrays import tensors
+from fedsim.reports.verification import verify_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+NAMES = [*RUNS, *IMAGES]
+RELEASE = "5a" * 32
+
+
+class Interrupt(Callback):
+    """Ends a run after its first round, as Ctrl-C does."""
+
+    def on_round(self, status):
+        if status.round == 1:
+            raise KeyboardInterrupt
+
+
+def model_of(name, device, **changes):
+    config, objects = run_of(name, device)
+    return tensors(fedsim.run(config, **objects, **changes).arrays)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_releases_what_a_cpu_does_up_to_rounding(name, monkeypatch):
+    # Noise is keyed by all that a run releases, its path and kernels among them.
+    monkeypatch.setattr("fedsim.runs.resolve.run_digest", lambda *_: RELEASE)
+    cpu, gpu = (model_of(name, device) for device in ("cpu", "cuda"))
+    for one, value in cpu.items():
+        torch.testing.assert_close(gpu[one].cpu(), value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_on_a_gpu_repeats_and_resumes_to_the_byte(name, tmp_path):
+    config, objects = run_of(name, "cuda")
+    whole = model_of(name, "cuda", out=tmp_path / "whole")
+    stopped = fedsim.run(config, out=tmp_path / "parts", callbacks=[Interrupt()], **objects)
+    assert stopped.ended == "interrupted"
+    resumed = model_of(name, "cuda", out=tmp_path / "parts", resume=True)
+    assert all(torch.equal(resumed[one], value) for one, value in whole.items())
+    assert all(check.passed for check in verify_run(tmp_path / "parts"))
