@@ -233,10 +233,10 @@ class ReleasePlan(Generic[BoundT]):
         """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
         if self.noise.correlated and self.level == "client":
             return True
-        # Only these know how many rounds there are. Other laws of several rounds (groups in turn)
-        # are charged for so many at a time, however many follow.
+        # Other laws of several rounds (groups in turn) are charged for so many at a time, however
+        # many follow.
         return self.rounds is not None and (
-            self.selection is not None or hasattr(self.sampler, "rounds")
+            self.selection is not None or self.sampler.horizon is not None
         )
 
     @property

@@ -48,7 +48,7 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     if (
         not plan.noise.correlated
         # Of an allocation and of a selection the first rounds depend on how many follow.
-        or hasattr(plan.sampler, "rounds")
+        or plan.sampler.horizon is not None
         or plan.selection is not None
         or rounds > (plan.rounds or 0)
         or not (ahead or before.law == plan.law)

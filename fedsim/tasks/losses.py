@@ -47,10 +47,13 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
     FedsimError
     """
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        numbers = " Numbers are compared by task.loss = 'squared-error'."
         raise FedsimError(
             f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)} of "
             f"dtype {targets.dtype}; what compares them (task.loss, task.metrics) takes logits "
             "[B, K] for classes [B], or [B, L, K] for classes [B, L] of positions."
+            + numbers
+            * targets.is_floating_point()
         )
     return outputs
 

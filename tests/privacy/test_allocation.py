@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from slow_cases import slow_but
 
-from fedsim.cohorts import AllocationCohort
+from fedsim.cohorts import AllocationCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, calibrate, epsilon
 from fedsim.privacy.laws import Poisson
@@ -164,6 +164,8 @@ def test_a_plan_is_charged_with_its_first_round_and_its_rounds_are_drawn_in_turn
     assert [plan.charge(t).count for t in range(1, 13)] == [2] + 11 * [0]
     assert plan.denominator == pytest.approx(100 / 6)
     assert plan.closed
+    assert cohort.horizon == 12
+    assert PoissonCohort(0.1, 100).horizon is None
     expected = epsilon(noise_multiplier=1.0, cohort=cohort, rounds=12, delta=1e-5)
     assert plan.epsilon(1e-5) == plan.epsilon(1e-5, after=3) == expected
     event = plan.charge(1)

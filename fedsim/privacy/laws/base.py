@@ -309,6 +309,15 @@ class Sampler(ABC):
         """
         return self.rate * declared_population(self)
 
+    @property
+    def horizon(self) -> int | None:
+        """How many rounds its draws are made for, so that none may follow; None for any number.
+
+        By default the setting ``rounds`` of a sampler that has it: a config fills it in.
+        """
+        rounds: int | None = getattr(self, "rounds", None)
+        return rounds
+
     @abstractmethod
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Ids of those who are in, each at most once.
