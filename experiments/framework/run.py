@@ -207,7 +207,10 @@ def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, fl
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start = time.process_time()
-    result = experiment.run(member.settings)
+    try:
+        result = experiment.run(member.settings)
+    except FedsimError as error:
+        raise FedsimError(f"{member.name}: {error}") from error
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return result, None if on_gpu else time.process_time() - start
 

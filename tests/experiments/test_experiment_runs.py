@@ -202,6 +202,40 @@ class _Module:
     Counting = Counting
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_member_that_is_refused_is_named(
+    workers: int, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Counting, settings: object) -> Result:
+        raise FedsimError("noise-multiplier is 6.46; it must be below 5.")
+
+    monkeypatch.setattr(Counting, "run", refused)
+    monkeypatch.setattr(running, "ProcessPoolExecutor", _Here)
+    with pytest.raises(FedsimError, match=r"^member \d: noise-multiplier is 6\.46"):
+        run_experiment(counting, tmp_path / "out", workers=workers)
+
+
+class _Here:
+    """A pool whose work is done in this process."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, call: Callable[..., object], *arguments: object) -> Future[object]:
+        future: Future[object] = Future()
+        try:
+            future.set_result(call(*arguments))
+        except FedsimError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None: ...
+
+
 def test_interrupted_experiment_goes_on_where_it_stopped(
     counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
