@@ -12,9 +12,10 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
-from fedsim.privacy.laws.base import Adjacency, Law, Sampler, WrappingLaw
+from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
 from fedsim.privacy.laws.full import FullLaw
+from fedsim.privacy.laws.sampler import Sampler
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import check_settings
 

@@ -67,7 +67,8 @@ class GraphRecorder(Protocol):
 def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
     """Steps from graphs on a GPU, where `fedsim.training.paths.choice` says that there are any."""
     if stepper.device.type == "cuda" and is_captured(stepper.path):
-        return StepGraphs(stepper, CudaRecorder(stepper.device), block_size)
+        rows = min(block_size, max(1, stepper.data.population))
+        return StepGraphs(stepper, CudaRecorder(stepper.device), rows)
     return None
 
 

@@ -67,9 +67,8 @@ class Trainer:
     kernel : "auto", "eager" or "compiled"
         What the layered path computes with: they agree up to rounding.
     block_size : int
-        Most clients at a time; 0 leaves it to the rule. On a CPU results do not depend on it. On a
-        GPU their last bits do, and each step is computed for that many, however few there are:
-        about a cohort's is best.
+        Most clients at a time; 0 leaves it to the rule. Only on a GPU do last bits depend on it,
+        and is a step computed for as many clients: about a cohort's is best there.
     randomness : Randomness
         With example-level privacy and without a release digest it takes one of the settings given
         here, so that two trainers of one seed share no noise.
@@ -181,9 +180,7 @@ class Trainer:
             max_grad_norm,
             self.personal.places(statistics) if statistics else None,
         )
-        self.stepper.captured = captured_steps(
-            self.stepper, min(self.block_size, max(1, data.population))
-        )
+        self.stepper.captured = captured_steps(self.stepper, self.block_size)
         self.rounds = LocalRounds.of(
             self.stepper,
             self.model,
@@ -280,14 +277,7 @@ class Trainer:
     def copy_for(self, device: str) -> Trainer:
         """The same clients on another device, by the same path, in blocks of the same size."""
         model, path = copy.deepcopy(self.model), cast(PathName, self.path.name)
-        copied = self._copy(
-            model=model,
-            path=path,
-            device=device,
-            state=self.client_state.kind,
-            # Not that device's rule: the clients of a run may train on several.
-            block_size=self.block_size,
-        )
+        copied = self._copy(model=model, path=path, device=device, state=self.client_state.kind)
         copied.rounds.releases = None  # the original writes down what it releases (`charge`)
         return copied
 
@@ -310,6 +300,7 @@ class Trainer:
             "randomness": self.randomness,
             "device": self.device,
             "kernel": self.kernel,
+            "block_size": self.block_size,  # not another device's rule: a run may use several
             "privacy": self.privacy,
             "max_grad_norm": self.max_grad_norm,
             "compression": self.compression,

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from fedsim.privacy.laws.base import (
-    Adjacency,
-    Ids,
-    Inclusion,
-    Law,
-    Level,
-    Participation,
-    Sampler,
-    SamplerState,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law, Level, Participation
 from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.laws.fixed import FixedSize, FixedSizeLaw
 from fedsim.privacy.laws.full import Full, FullLaw
 from fedsim.privacy.laws.poisson import InclusionSampler, Poisson, PoissonLaw
+from fedsim.privacy.laws.sampler import Ids, Sampler, SamplerState, declared_population
 from fedsim.privacy.laws.shuffle import ShuffledPasses, ShuffleLaw
 
 __all__ = [

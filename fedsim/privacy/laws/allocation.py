@@ -16,13 +16,8 @@ import numpy as np
 from scipy.special import gammaln, logsumexp, ndtr
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import (
-    Ids,
-    Law,
-    Participation,
-    RememberingSampler,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Law, Participation
+from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.privacy.losses import (
     ORDERS,
     RELEASE_TAIL,

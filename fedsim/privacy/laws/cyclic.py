@@ -8,14 +8,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import (
-    Ids,
-    Law,
-    Participation,
-    RememberingSampler,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Law, Participation
 from fedsim.privacy.laws.poisson import poisson_rdp
+from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.privacy.losses import Array, DominatingPair, SampledGaussian, gaussian_rdp
 from fedsim.randomness import Draws
 from fedsim.registry import register

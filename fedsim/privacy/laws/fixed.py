@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Adjacency, Ids, Inclusion, Law, Sampler
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
 from fedsim.privacy.laws.poisson import PoissonLaw
+from fedsim.privacy.laws.sampler import Ids, Sampler
 from fedsim.privacy.losses import ORDERS, Array, gaussian_rdp, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register

@@ -7,13 +7,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedsim.privacy.laws.base import (
-    Adjacency,
-    Ids,
-    Law,
-    Sampler,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Adjacency, Law
+from fedsim.privacy.laws.sampler import Ids, Sampler, declared_population
 from fedsim.privacy.losses import Array
 from fedsim.randomness import Draws
 from fedsim.registry import register

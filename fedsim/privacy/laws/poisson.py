@@ -13,15 +13,9 @@ import numpy.typing as npt
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import (
-    Adjacency,
-    Ids,
-    Law,
-    Sampler,
-    check_population,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Adjacency, Law
 from fedsim.privacy.laws.full import Full
+from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
 from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register

@@ -8,13 +8,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import (
-    Ids,
-    Law,
-    Participation,
-    RememberingSampler,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Law, Participation
+from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt, Le

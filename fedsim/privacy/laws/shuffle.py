@@ -9,14 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import (
-    Ids,
-    Participation,
-    Sampler,
-    check_population,
-    declared_population,
-)
+from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.laws.full import Full, FullLaw
+from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
 from fedsim.randomness import Draws
 
 
