@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from slow_cases import slow_but
 
+import fedsim
 from fedsim import extras
 from fedsim.errors import FedsimError
 
@@ -79,7 +80,7 @@ def test_every_extra_is_one_of_the_package() -> None:
 
 def test_another_package_of_the_name_is_refused(tmp_path: Path) -> None:
     """Two of them in one directory would be mixed, file by file."""
-    (tmp_path / "fedsim").symlink_to(ROOT / "fedsim")
+    (tmp_path / "fedsim").symlink_to(Path(fedsim.__file__).parent)
     (tmp_path / "fedsim-0.0.3.dist-info").mkdir()
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fedsim"
     ran = subprocess.run(

@@ -56,7 +56,12 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (packages / "strange" / "inner.py").write_text(PAYLOAD.format(canary=str(canary)))
     monkeypatch.syspath_prepend(packages)
     monkeypatch.chdir(here)
+    _forget_modules()  # other tests have modules of their own by these names
     yield canary
+    _forget_modules()
+
+
+def _forget_modules() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("strange", "mine")]:
         del sys.modules[name]
 

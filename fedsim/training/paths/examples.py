@@ -225,7 +225,7 @@ class Unrolled(GradientMethod):
             Where Opacus would compute something else than the model does, or knows no rule for a
             layer; the probe takes the next method then.
         """
-        from opacus.grad_sample import GradSampleHooks
+        from opacus.grad_sample import GradSampleModule
 
         copied = copy.deepcopy(self.model)
         for name, module in list(copied.named_modules()):
@@ -234,10 +234,10 @@ class Unrolled(GradientMethod):
                 if not child or module is copied:
                     raise RuntimeError("a model that is one recurrent layer gives no tensor")
                 setattr(copied.get_submodule(parent), child, _unrolled(module))
-        watched = GradSampleHooks(copied, loss_reduction="sum")
+        watched = GradSampleModule(copied, loss_reduction="sum")
         for module in watched.iterate_submodules(copied):
             trained = any(p.requires_grad for p in module.parameters(recurse=False))
-            known = type(module) in GradSampleHooks.GRAD_SAMPLERS or _is_unrolled(module)
+            known = type(module) in GradSampleModule.GRAD_SAMPLERS or _is_unrolled(module)
             if trained and not known:
                 raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
         return copied
