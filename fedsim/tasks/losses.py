@@ -47,13 +47,12 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
     FedsimError
     """
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
-        numbers = " Numbers are compared by task.loss = 'squared-error'."
+        numbers = targets.is_floating_point()
+        other = " Numbers are compared by task.loss = 'squared-error'." if numbers else ""
         raise FedsimError(
             f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)} of "
             f"dtype {targets.dtype}; what compares them (task.loss, task.metrics) takes logits "
-            "[B, K] for classes [B], or [B, L, K] for classes [B, L] of positions."
-            + numbers
-            * targets.is_floating_point()
+            f"[B, K] for classes [B], or [B, L, K] for classes [B, L] of positions.{other}"
         )
     return outputs
 
