@@ -31,6 +31,7 @@ from experiments.framework import (
     find,
     keep,
     names,
+    pages,
 )
 from experiments.framework import run as running
 from experiments.framework.base import Result
@@ -348,6 +349,11 @@ def test_a_gpus_runs_count_no_seconds_of_a_core() -> None:
     assert Stored({"a": gpu, "b": gpu}).mean_seconds is None
     both = Stored({"a": core, "b": gpu, "c": gpu})
     assert (both.on_gpu, both.mean_seconds, both.seconds) == (2, 30.0, 30.0)
+    assert pages._machines(both) == (
+        "2 of them on a GPU, 30 seconds on one core of a busy machine for the rest"
+    )
+    assert pages._machines(Stored({"a": gpu, "b": gpu})) == "on a GPU"
+    assert pages._machines(Stored({"a": core})) == "30 seconds on one core of a busy machine"
     # Of results that are kept with the seconds of all together none was on a GPU.
     assert Stored({"a": gpu, "b": gpu}, untimed=50.0).mean_seconds == 25.0
 
