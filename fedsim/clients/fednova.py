@@ -76,8 +76,7 @@ class FedNova(SGD):
         slope: Tensor = torch.ones_like(state["moved"])
         if PROXIMAL in state:
             slope = slope - state["lr"] * state[PROXIMAL] * state["moved"]
-        state["speed"] = self.momentum * state["speed"] + slope
-        state["moved"] = state["moved"] + state["speed"] * at.number(self.schedule)
+        self.follow(state, slope, at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
         """Where the client is after the normalised update."""

@@ -6,28 +6,19 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
-from fedsim.clients.base import (
-    Combined,
-    Dense,
-    Gradient,
-    LocalAlgorithm,
-    RoundMeans,
-    RunFacts,
-    State,
-    Step,
-)
-from fedsim.clients.schedules import CONSTANT, LocalSchedule
+from fedsim.clients.base import Combined, Dense, Gradient, RoundMeans, RunFacts, State, Step
+from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
 from fedsim.registry import register
 from fedsim.rows.layout import Width
-from fedsim.settings import Doc, Gt
+from fedsim.settings import Doc
 
 
 @register("client", "scaffold")
 @dataclass(frozen=True)
-class Scaffold(LocalAlgorithm):
+class Scaffold(SGD):
     """``y <- y - lr (g(y) - c_i + c)``, with control variates c of the server, c_i of the client.
 
     After its K steps from x a client's new variate is, with ``control = "steps"`` (option II),
@@ -35,12 +26,16 @@ class Scaffold(LocalAlgorithm):
     gradients at x: gradient evaluations then take turns, the first is a step's. It keeps that
     (``client.state = "client"``), and sends the difference beside its update; the server adds
     their mean times the share of the population that took part. Under a schedule K lr is the sum
-    of the rates. For c to stay the mean of all c_i updates must be neither weighed nor bounded:
-    ``mechanism.name = "none"`` with ``weighting = "uniform"``. In a private run clients send their
-    update alone, under option II (`PrivateScaffold`). Source: Karimireddy et al. 2020, Algorithm 1.
+    of the rates; with momentum, which starts at zero in every round, it is how far the same steps
+    go along a constant gradient of 1, so that a variate is a weighted mean of gradients still.
+    Weight decay counts as gradient. For c to stay the mean of all c_i updates must be neither
+    weighed nor bounded: ``mechanism.name = "none"`` with ``weighting = "uniform"``. In a private
+    run clients send their update alone, under option II (`PrivateScaffold`). Source: Karimireddy
+    et al. 2020, Algorithm 1; with momentum 0 it is that.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 0.1
+    carried: ClassVar[tuple[str, ...]] = ("variate",)
+
     control: Annotated[
         Literal["steps", "gradient"],
         Doc(
@@ -48,9 +43,7 @@ class Scaffold(LocalAlgorithm):
             "at the server's model, which every other batch goes to (option I)."
         ),
     ] = "steps"
-    schedule: LocalSchedule = CONSTANT
 
-    carried: ClassVar[tuple[str, ...]] = ("variate",)
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}
     remembers: ClassVar[bool] = True
     plain_means: ClassVar[bool] = True
@@ -65,15 +58,12 @@ class Scaffold(LocalAlgorithm):
         """
         return PrivateScaffold.of(self, facts) if facts.private else self
 
-    def numbers(self) -> dict[str, float]:
-        """The rate."""
-        return {"lr": self.lr}
-
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Variates zero, nothing walked."""
+        """As `SGD`, with variates zero."""
         state = super().init(theta, numbers)
+        zeros = torch.zeros_like(state["lr"])
         state |= {"variate": torch.zeros_like(theta), "start": theta.clone()}
-        state["walked"] = torch.zeros_like(state["lr"])
+        state |= {"moved": zeros, "speed": zeros.clone()}
         if self.control == "gradient":
             state["sum"] = torch.zeros_like(theta)
             state["at-start"] = torch.zeros(len(theta), 1, dtype=torch.bool, device=theta.device)
@@ -95,24 +85,23 @@ class Scaffold(LocalAlgorithm):
             state["at-start"] = ~state["at-start"]
             if at.index % 2:
                 state["sum"] = state["sum"] + gradient.dense()
-                state["walked"] = state["walked"] + 1
+                state["moved"] = state["moved"] + 1
                 return
-        rate = state["lr"] * at.number(self.schedule)
         corrected = gradient.dense().sub_(state["variate"]).add_(state["control"])
-        Dense(corrected).subtract_from(state["theta"], rate)
+        super().step(state, Dense(corrected), at)
         if self.control == "steps":
-            state["walked"] = state["walked"] + rate
+            self.follow(state, 1.0, state["lr"] * at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
         """The client's model; its new variate takes the old one's place."""
         theta, old = state["theta"], state["variate"]
-        walked = state["walked"].unsqueeze(1)
+        moved = state["moved"].unsqueeze(1)
         if self.control == "gradient":
-            new = state["sum"] / walked
+            new = state["sum"] / moved
         else:
-            new = old - state["control"] + (state["start"] - theta) / walked
+            new = old - state["control"] + (state["start"] - theta) / moved
         # Without a gradient to make a new one of, the old one stays.
-        state["variate"] = torch.where(walked > 0, new, old)
+        state["variate"] = torch.where(moved > 0, new, old)
         state["change"] = state["variate"] - old
         return super().finish(state)
 
@@ -181,8 +170,8 @@ class PrivateScaffold(Scaffold):
         update = end - state["start"]
         if self.bound is not None:
             update = self.bound.bound(update)
-        walked = state["walked"].unsqueeze(1)
-        state["variate"] = state["variate"] - state["control"] - update / walked
+        moved = state["moved"].unsqueeze(1)
+        state["variate"] = state["variate"] - state["control"] - update / moved
         return end
 
     def send(self, state: State) -> dict[str, Tensor]:
@@ -191,8 +180,11 @@ class PrivateScaffold(Scaffold):
 
     def combine(self, means: RoundMeans) -> Combined:
         """``c <- (1 - q) c - q Dy / (K lr)``."""
-        rates = (self.lr * self.schedule(Step(means.round, k)) for k in range(self.steps))
-        control = means.received["control"] + means.update / sum(rates)
+        speed = moved = 0.0
+        for k in range(self.steps):
+            speed = self.momentum * speed + 1
+            moved += speed * self.lr * self.schedule(Step(means.round, k))
+        control = means.received["control"] + means.update / moved
         return Combined(
             means.update, {"control": means.received["control"] - means.share * control}
         )

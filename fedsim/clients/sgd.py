@@ -58,3 +58,8 @@ class SGD(LocalAlgorithm):
         if self.momentum:
             g = state["velocity"].mul_(self.momentum).add_(g)
         theta.addcmul_(g, rate.unsqueeze(1), value=-1)
+
+    def follow(self, state: State, slope: Tensor | float, rate: Tensor | float) -> None:
+        """Move the number ``moved`` by the same step, along a gradient of ``slope``."""
+        state["speed"] = self.momentum * state["speed"] + slope
+        state["moved"] = state["moved"] + state["speed"] * rate

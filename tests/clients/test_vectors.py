@@ -147,6 +147,35 @@ def test_under_a_schedule_a_variate_is_the_mean_gradient_too() -> None:
     torch.testing.assert_close(variate, (x - y) / sum(rates), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("control", ["steps", "gradient"])
+def test_with_momentum_a_variate_is_a_weighted_mean_of_gradients(control: str) -> None:
+    """A step's gradient counts as often as momentum repeats it until the round ends."""
+    lr, momentum, decay, steps = 0.1, 0.8, 0.05, 3
+    algorithm = Scaffold(lr=lr, momentum=momentum, weight_decay=decay, control=control)
+    trainer = make_trainer(algorithm, steps=steps if control == "steps" else 2 * steps)
+    reached, strategy = run(trainer, rounds=3)
+    x = trainer.initial()[: trainer.layout.d].clone()
+    c, c_i = torch.zeros_like(x), [torch.zeros_like(x) for _ in range(POPULATION)]
+    weights = [(1 - momentum ** (steps - k)) / (1 - momentum) for k in range(steps)]
+    for _ in range(3):
+        updates = []
+        for i, own in enumerate(trainer.data.indices):
+            y, v, past = x.clone(), torch.zeros_like(x), []
+            examples = trainer.data.x[own], trainer.data.y[own]
+            for _ in range(steps if len(own) else 0):
+                past.append(gradient(trainer.model, y, *examples) + decay * y)
+                v = momentum * v + past[-1] - c_i[i] + c
+                y = y - lr * v
+            updates.append(y - x)
+            if past and control == "steps":
+                c_i[i] = sum(w * g for w, g in zip(weights, past, strict=True)) / sum(weights)
+            elif past:
+                c_i[i] = gradient(trainer.model, x, *examples)
+        x, c = x + torch.stack(updates).mean(0), torch.stack(c_i).mean(0)
+    torch.testing.assert_close(reached, x, rtol=0, atol=1e-10)
+    torch.testing.assert_close(strategy.state()["vectors"], c, rtol=0, atol=1e-10)
+
+
 def quadratic_trainer(algorithm, **settings) -> Trainer:
     """Two clients with ``f_i = a_i / 2 (w - m_i)^2``, a = (1, 2), m = (0, 3)."""
     model = nn.Linear(1, 1, bias=False).double()
@@ -178,13 +207,15 @@ def test_scaffold_goes_as_worked_out_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_scaffold_reaches_the_optimum_that_federated_averaging_misses() -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_scaffold_reaches_the_optimum_that_federated_averaging_misses(momentum: float) -> None:
     """f_1 + f_2 is least at 2; FedAvg's fixed point follows from 1 - (1 - lr a_i)^K instead."""
     averaged, _ = run(quadratic_trainer(SGD(lr=0.1), steps=20), rounds=200)
     pulls = [1 - 0.9**20, 1 - 0.8**20]
     wrong = (pulls[0] * 0 + pulls[1] * 3) / sum(pulls)
     assert averaged.item() == pytest.approx(wrong, abs=1e-9)
-    corrected, _ = run(quadratic_trainer(Scaffold(lr=0.1), steps=20, state="client"), rounds=200)
+    algorithm = Scaffold(lr=0.1, momentum=momentum)
+    corrected, _ = run(quadratic_trainer(algorithm, steps=20, state="client"), rounds=200)
     assert corrected.item() == pytest.approx(2.0, abs=1e-9)
     assert abs(wrong - 2.0) > 0.25
 
@@ -265,7 +296,9 @@ def test_fednova_with_the_reach_of_its_clients_is_fednova() -> None:
 
 
 @pytest.mark.spanning
-@pytest.mark.parametrize("algorithm", [Scaffold(lr=0.2), Scaffold(0.2, "gradient"), FedNova(0.1)])
+@pytest.mark.parametrize(
+    "algorithm", [Scaffold(lr=0.2), Scaffold(0.2, control="gradient"), FedNova(0.1)]
+)
 @pytest.mark.parametrize("path", ["plain", "func", "layered"])
 def test_vectors_do_not_depend_on_path_or_blocks(algorithm, path: str) -> None:
     settings = {"batch_size": 3, "steps": None, "epochs": 2}
@@ -425,6 +458,16 @@ def test_private_scaffold_goes_as_worked_out_by_hand() -> None:
         assert found == pytest.approx([x, c], abs=1e-7)
 
 
+def test_private_scaffold_with_momentum_and_a_schedule_knows_its_clients_variates() -> None:
+    schedule = Schedule("inverse", decay=0.5, over="step")
+    algorithm = private(Scaffold(lr=0.2, momentum=0.7, weight_decay=0.01, schedule=schedule))
+    trainer = make_trainer(algorithm, [4, 7, 3, 9, 5])
+    _, strategy = private_run(trainer, CLIPPED, FixedCohort(3, POPULATION))
+    mean = trainer.packing.unpack(trainer.state()["variate"]).sum(0) / POPULATION
+    torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-8)
+    assert float(mean.norm()) > 0
+
+
 def test_the_noise_in_the_servers_variate_is_stationary() -> None:
     """Std z C / (N K lr) / sqrt(1 - (1 - q)^2) in each coordinate, here of 2000 in all rounds."""
     population, q, z, clip_norm, steps, lr = 1000, 0.1, 1.5, 0.7, 2, 0.1
@@ -484,7 +527,7 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
 @pytest.mark.parametrize(
     ("algorithm", "facts", "sentence"),
     [
-        (Scaffold(0.2, "gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
+        (Scaffold(0.2, control="gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
         (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
         (Scaffold(0.2), {"bound": AdaClip()}, r"bounds it in a way that no client knows"),
         (Scaffold(0.2), {"bound": QuantileClipping()}, r"bounds it in a way that no client knows"),

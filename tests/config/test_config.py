@@ -31,7 +31,8 @@ BAD = {
     ("foo.bar=1",): "unknown key 'foo'",
     ("client.name=sdg",): "client.name = 'sdg'; did you mean 'sgd'? It must be",
     ("client.name=adam", "client.momentum=0.9"): (
-        "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, sgd."
+        "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, "
+        "scaffold, sgd."
     ),
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
     ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
