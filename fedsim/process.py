@@ -32,6 +32,10 @@ class Closed(ABC):
         """End what was begun."""
 
 
+class TerminatedError(KeyboardInterrupt):
+    """What Ctrl-C raises, of a SIGTERM: that reaches this process, and not those beside it."""
+
+
 _log = logging.getLogger("fedsim")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

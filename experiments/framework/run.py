@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -24,6 +28,7 @@ from experiments.framework.stored import Stored, StoredResult, gathered
 from fedsim import allowed_code
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
+from fedsim.process import die_with_parent
 from fedsim.reports.plots import save
 
 __all__ = ["Observer", "Outcome", "Portion", "run_experiment"]
@@ -187,19 +192,62 @@ def _work(
             yield (member, *_timed(experiment, member))
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=spawn) as pool:
-        futures = {pool.submit(_timed, experiment, member): member for member in missing}
+    with ProcessPoolExecutor(
+        count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),)
+    ) as pool:
         try:
-            for future in as_completed(futures):
-                yield (futures[future], *future.result())
+            yield from _as_completed(pool, experiment, missing, count)
         except BrokenProcessPool:
             raise FedsimError(
                 "a process of the experiment was killed, perhaps for want of memory; what has "
                 "finished is kept: run it again, with --workers 1 where memory is short."
             ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException as error:
+            # Ctrl-C has reached a terminal's every process; of all else this one alone knows.
+            if type(error) is not KeyboardInterrupt:
+                _end_workers()
             raise
+
+
+def _end_workers() -> None:
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None  # it has been started
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGINT)
+
+
+def _as_completed(
+    pool: ProcessPoolExecutor, experiment: Experiment, members: list[ExperimentMember], count: int
+) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
+    """Members as they finish, ``count`` of them at a time: a pool begins what it has queued.
+
+    It does so after Ctrl-C too.
+    """
+    left = iter(members)
+    # Processes begin here. They ignore Ctrl-C but in a member: one that ended between members would
+    # break the pool, whose others are then terminated in a round, and wait for work for ever.
+    with _ctrl_c(signal.SIG_IGN):
+        futures = {pool.submit(_in_worker, experiment, m): m for m in islice(left, count)}
+    while futures:
+        for future in wait(futures, return_when=FIRST_COMPLETED).done:
+            member, result = futures.pop(future), future.result()
+            futures |= {pool.submit(_in_worker, experiment, m): m for m in islice(left, 1)}
+            yield (member, *result)
+
+
+@contextmanager
+def _ctrl_c(handler: signal.Handlers | Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """With another handler of Ctrl-C."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _in_worker(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float | None]:
+    with _ctrl_c(signal.default_int_handler):
+        return _timed(experiment, member)
 
 
 def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float | None]:

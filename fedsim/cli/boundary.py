@@ -28,6 +28,7 @@ from types import FrameType
 
 from fedsim.errors import FedsimError, RunFailedError, keep_users_frames, readable, users_place
 from fedsim.extras import of_import
+from fedsim.process import TerminatedError
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -50,7 +51,7 @@ def guarded(command: Callable[[], int]) -> int:
     def terminate(number: int, frame: FrameType | None) -> None:
         nonlocal terminated
         terminated = True
-        raise KeyboardInterrupt
+        raise TerminatedError
 
     def by_signal(status: int) -> int:
         return 143 if terminated and status == 130 else status

@@ -221,6 +221,7 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
     if not count:
         return None
     model = trainer.model.eval()
+    arrays = {name: values.to(trainer.data.y.device) for name, values in arrays.items()}
     predicted, true = [], []
     for start in range(0, count, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, count), device=trainer.data.y.device)

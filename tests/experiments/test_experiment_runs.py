@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +52,8 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
 
-COMMITTED = Path(__file__).parents[2] / "experiments"
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "experiments"
 
 SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"clients": 8, "dimension": 12, "columns": 3, "rounds": 6, "steps": 3},
@@ -395,10 +402,85 @@ def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(
     counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "ProcessPoolExecutor", _KilledPool)
-    monkeypatch.setattr(running, "as_completed", list)
     with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
         run_experiment(counting, tmp_path / "out", workers=2)
     assert len(list((tmp_path / "out" / "members").iterdir())) == 1
+
+
+ENDED = """
+import sys, time
+from pathlib import Path
+
+from experiments.framework.base import ExperimentMember
+from experiments.framework.run import _work
+from fedsim.cli.boundary import guarded
+from fedsim.process import end_on_signal
+
+
+class Waiting:
+    def run(self, settings):
+        name = Path(settings["name"])
+        ended = []
+        with end_on_signal(lambda: ended.append(True)):
+            name.touch()
+            while name.name != "short" and not ended:
+                time.sleep(0.01)
+        if ended:
+            time.sleep(0.5)  # the rest of its round
+            name.with_suffix(".ended").touch()
+            raise KeyboardInterrupt
+        return {}
+
+
+def command():
+    members = [ExperimentMember(name, {"name": name}) for name in sys.argv[2:]]
+    for member, _, _ in _work(Waiting(), members, int(sys.argv[1])):
+        print(member.name, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(command))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["SIGINT to all", "SIGTERM to the first"])
+@pytest.mark.parametrize(
+    "arguments", ["3 short one two", "2 one two three four"], ids=["one idle", "some left"]
+)
+def test_an_experiment_that_is_asked_to_end_ends_after_its_members_rounds(
+    arguments: str, asked: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(ENDED)
+    process = subprocess.Popen(
+        [sys.executable, "program.py", *arguments.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        if "short" in arguments:
+            assert process.stdout.readline() == "short\n"
+        while not ((tmp_path / "one").exists() and (tmp_path / "two").exists()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        if asked == "SIGINT to all":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.terminate()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == (130 if asked == "SIGINT to all" else 143)
+    begun = {path.name for path in tmp_path.iterdir()} - {"program.py", "short"}
+    assert begun == {"one", "two", "one.ended", "two.ended"}
+    assert "Traceback" not in errors
 
 
 def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:

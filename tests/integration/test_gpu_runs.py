@@ -27,8 +27,8 @@ class Interrupt(Callback):
             raise KeyboardInterrupt
 
 
-def model_of(name, device, **changes):
-    config, objects = run_of(name, device)
+def model_of(name, device, *others, **changes):
+    config, objects = run_of(name, device, *others)
     return tensors(fedsim.run(config, **objects, **changes).arrays)
 
 
@@ -43,10 +43,13 @@ def test_a_gpu_releases_what_a_cpu_does_up_to_rounding(name, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_on_a_gpu_repeats_and_resumes_to_the_byte(name, tmp_path):
-    config, objects = run_of(name, "cuda")
-    whole = model_of(name, "cuda", out=tmp_path / "whole")
+    evaluated = "evaluate.every=1"
+    config, objects = run_of(name, "cuda", evaluated)
+    whole = model_of(name, "cuda", evaluated, out=tmp_path / "whole")
     stopped = fedsim.run(config, out=tmp_path / "parts", callbacks=[Interrupt()], **objects)
     assert stopped.ended == "interrupted"
-    resumed = model_of(name, "cuda", out=tmp_path / "parts", resume=True)
+    resumed = model_of(name, "cuda", evaluated, out=tmp_path / "parts", resume=True)
     assert all(torch.equal(resumed[one], value) for one, value in whole.items())
-    assert all(check.passed for check in verify_run(tmp_path / "parts"))
+    for part in ("whole", "parts"):
+        assert all(check.passed for check in verify_run(tmp_path / part))
+        assert (tmp_path / part / "report.html").is_file()
