@@ -24,12 +24,24 @@ BASE = {
 }
 SCAFFOLD = {
     **BASE,
-    "client": {"name": "scaffold", "state": "client", "batch-size": 16, "epochs": 2},
+    "client": {
+        "name": "scaffold",
+        "state": "client",
+        "batch-size": 16,
+        "epochs": 2,
+        "momentum": 0.5,
+    },  # fmt: skip
     "mechanism": {"name": "none", "weighting": "uniform"},
 }
 PRIVATE_SCAFFOLD = {
     **BASE,
-    "client": {"name": "scaffold", "state": "client", "batch-size": 16, "steps": 5},
+    "client": {
+        "name": "scaffold",
+        "state": "client",
+        "batch-size": 16,
+        "steps": 5,
+        "momentum": 0.5,
+    },  # fmt: skip
     "mechanism": {"name": "normalization"},
     "noise": {"entropy": "config", "multiplier": 0.5},
 }
