@@ -159,6 +159,8 @@ class RunDirectory:
     def resumed(self, config_toml: str) -> Iterator[None]:
         """Have the directory of a run that is resumed, for as long as the context lasts.
 
+        If it fails before a round is made, the directory is as it was found.
+
         Raises
         ------
         FedsimError
@@ -167,12 +169,25 @@ class RunDirectory:
         try:
             with self._explained():
                 self._refuse_in_use(self._lock.take())
+                files = (self.config, *self._of_ending)
+                found = {path: path.read_bytes() for path in files if path.is_file()}
+                made = self._made()
                 replace(self.config, config_toml.encode())
                 for path in self._of_ending:
                     path.unlink(missing_ok=True)
-            yield
+            try:
+                yield
+            except BaseException:
+                if self._made() == made:
+                    for path, content in found.items():
+                        replace(path, content)
+                raise
         finally:
             self._lock.release()
+
+    def _made(self) -> list[int]:
+        """Lengths of the files that grow with every round."""
+        return [path.stat().st_size for path in (self.metrics, self.ledger) if path.is_file()]
 
     @contextmanager
     def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:

@@ -242,3 +242,36 @@ def test_after_a_row_that_could_not_be_written_no_checkpoint_counts_on_it(tmp_pa
     assert Checkpoints(tmp_path / "checkpoint").rounds() == [1, 2]
     resumed = fedsim.run(config, out=tmp_path, resume=True)
     assert [row["round"] for row in resumed.metrics] == list(range(7))
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
+    rounds, tmp_path, monkeypatch
+):
+    config, out = BASE.replace(**{"rounds": 2, **PRIVATE}), tmp_path / "run"
+    fedsim.run(config, out=out)
+    found = files_of(out)
+    assert {"done", "report.html", "summary.json", "manifest.json"} <= {*found}
+    append = MetricsFile.append
+
+    def fails(*_):
+        raise FedsimError("the strategy's state is of another model.")
+
+    def only_once(self, row):
+        monkeypatch.setattr(MetricsFile, "append", fails)
+        append(self, row)
+
+    if rounds:
+        monkeypatch.setattr(MetricsFile, "append", only_once)
+    else:
+        monkeypatch.setattr("fedsim.runs.runner.drive", fails)
+    with pytest.raises(FedsimError, match="of another model"):
+        fedsim.run(config.replace(rounds=5), out=out, resume=True)
+    assert (files_of(out) == found) == (rounds == 0)
+    monkeypatch.undo()
+    resumed = fedsim.run(config.replace(rounds=5), out=out, resume=True)
+    assert (resumed.ended, resumed.metrics[-1]["round"]) == ("finished", 5)

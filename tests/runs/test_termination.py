@@ -88,13 +88,18 @@ def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
     fedsim.run(CONFIG.replace(rounds=2), out=directory.path)
     assert directory.report.exists()
 
-    def killed(*_: object) -> None:
-        raise SystemExit(137)
+    of_ending = (directory.done, directory.summary, directory.report)
+    kept: list[bool] = []
 
-    monkeypatch.setattr(runner, "run_to_end", killed)
+    def here(*_: object) -> None:
+        kept.extend(path.exists() for path in of_ending)
+        raise SystemExit
+
+    # A process that is killed in the rounds that follow leaves none of them.
+    monkeypatch.setattr(runner, "run_to_end", here)
     with pytest.raises(SystemExit):
         fedsim.run(CONFIG, out=directory.path, resume=True)
-    assert not any(path.exists() for path in (directory.done, directory.summary, directory.report))
+    assert kept == [False] * len(of_ending)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
