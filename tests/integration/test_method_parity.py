@@ -30,7 +30,7 @@ SCAFFOLD = {
         "batch-size": 16,
         "epochs": 2,
         "momentum": 0.5,
-    },  # fmt: skip
+    },
     "mechanism": {"name": "none", "weighting": "uniform"},
 }
 PRIVATE_SCAFFOLD = {
@@ -41,7 +41,7 @@ PRIVATE_SCAFFOLD = {
         "batch-size": 16,
         "steps": 5,
         "momentum": 0.5,
-    },  # fmt: skip
+    },
     "mechanism": {"name": "normalization"},
     "noise": {"entropy": "config", "multiplier": 0.5},
 }
