@@ -511,7 +511,7 @@ def test_how_many_clients_replied_does_not_enter_the_servers_variate(monkeypatch
 
 def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() -> None:
     privacy = ExamplePrivacy(Clipping(1.0), 0.5)
-    algorithm = Scaffold(0.2).for_run(RunFacts(private_examples=True, steps=3))
+    algorithm = Scaffold(0.2, 0.5).for_run(RunFacts(private_examples=True, steps=3))
     sizes = [4, 7, 6, 9, 5]
     trainer = make_trainer(algorithm, sizes, batch_size=2, privacy=privacy)
     _, strategy = run(trainer, private_examples=True)
