@@ -86,6 +86,13 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 

@@ -114,7 +114,8 @@ class EngineSection(ConfigTable):
         Ge(0),
         Le(10_000),
         Doc(
-            "Processes that train; 0 for as many as help: on 'ray' one a core or GPU, on 'local' "
+            "Processes that train, and threads that evaluate the global model, at most one a core; "
+            "0 for as many as help: on 'ray' one process a core or GPU, on 'local' "
             "what a fixed rule of model, cohort and cores says."
         ),
     ] = 0

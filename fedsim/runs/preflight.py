@@ -159,4 +159,4 @@ def _evaluate_example(resolved: Resolved) -> None:
         trainer.model.eval()
         theta = trainer.personal.initial[None]
         metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
-        evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)
+        evaluate_clients([trainer.path], theta, trainer.data, [example], metrics)

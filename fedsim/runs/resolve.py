@@ -20,6 +20,7 @@ from fedsim.privacy import ClientLedgers
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.process import usable_cores
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
@@ -303,6 +304,10 @@ class CentralEvaluation:
         # They train nobody: how gradients would be protected need not be tried out.
         local = replace(resolved.local, privacy=None)
         self.trainers = {name: local.trainer(split) for name, split in splits.items()}
+        for trainer in self.trainers.values():
+            # Workers wait meanwhile.
+            cores = usable_cores()
+            trainer.evaluation.threads = min(config.engine.workers or cores, cores)
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """What a round's parameters reach; None in a round that does not ask."""

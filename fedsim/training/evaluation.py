@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,7 +51,15 @@ class Evaluation:
         What was read of the model as it trains.
     draws : bool
         Whether the model draws in evaluation.
+
+    Attributes
+    ----------
+    threads : int
+        That take calls of the model at once, where its graph was read: what a user's own code may
+        keep to itself, threads would share. The numbers are those of one thread.
     """
+
+    threads = 1
 
     def __init__(
         self,
@@ -73,10 +84,10 @@ class Evaluation:
             ids = client_ids[first : first + CLIENTS]
             self.data.require_usable(ids.tolist())
             theta = self.client_state.evaluated(vector, ids)
-            path, by_chunk = self._path
+            paths, by_chunk = self._paths
             self.model.eval()
             values = evaluate_clients(
-                path,
+                paths,
                 theta,
                 self.data,
                 [self.data.indices[i] for i in ids],
@@ -88,8 +99,8 @@ class Evaluation:
             yield Block.sent(ids, None, values)
 
     @cached_property
-    def _path(self) -> tuple[Path, bool]:
-        """The path that evaluates, and whether metrics see one chunk at a time."""
+    def _paths(self) -> tuple[Sequence[Path], bool]:
+        """What evaluates, once for each thread, and whether metrics see one chunk at a time."""
         stepper = self.stepper
         shapes = stepper.data.empty(stepper.dtype)
         reading = read(self.model.eval(), self.loss, *shapes, declared=True)
@@ -99,12 +110,21 @@ class Evaluation:
             path = PlainPath(self.model, stepper.packing, self.loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
         by_example = reading.loss is not None and all(map(reading.reads, functions))
-        return path, not by_example
+        alone = isinstance(path, PlainPath) or self.draws or self.data.x.is_cuda
+        # A call puts a client's parameters into the modules of its path for as long as it lasts.
+        copies = [] if alone else [_copy(path, self.model) for _ in range(1, self.threads)]
+        return [path, *copies], not by_example
+
+
+def _copy(path: Path, model: nn.Module) -> Path:
+    """The same with modules of its own, on the same tensors."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(path, shared)
 
 
 @torch.no_grad()
 def evaluate_clients(
-    path: Path,
+    paths: Sequence[Path],
     theta: Tensor,
     data: ClientData,
     indices: Sequence[npt.NDArray[np.int64]],
@@ -117,7 +137,8 @@ def evaluate_clients(
     """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of n clients.
 
     Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
-    what a client reports does not depend on who else is asked. ``seeds`` are those of a model that
+    what a client reports does not depend on who else is asked. As many calls are made at once, in
+    threads, as there are ``paths``, which share no module. ``seeds`` are those of a model that
     draws even when it is evaluated; ``call_size`` is known from earlier evaluations of it. With
     ``by_chunk`` metrics see one chunk at a time, as they must where the loss, or a metric, may look
     across the examples that it is given: how many chunks go through a model at once is no matter
@@ -144,21 +165,32 @@ def evaluate_clients(
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
     start, call_size = 0, call_size or CallSize()
-    with exact(data.x.device):
+
+    @torch.no_grad()  # which a thread does not inherit
+    def made(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
+        x = data.inputs(all_indices[call], theta.dtype)
+        if len(theta) == 1:  # the same for all clients: not copied for each chunk
+            points = theta.expand(len(owner[call]), -1)
+        else:
+            points = theta[torch.from_numpy(owner[call]).to(theta.device)]
+        counts = real[call].sum(axis=1).tolist()
+        outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
+        return x, outputs, data.targets(all_indices[call], theta.dtype)
+
+    with exact(data.x.device), ExitStack() as stack:
+        each: Callable[..., Iterator[tuple[Tensor, Tensor, Tensor]]] = map
+        if len(paths) > 1:
+            each = stack.enter_context(ThreadPoolExecutor(len(paths))).map
         while start < len(padded):
-            call = slice(start, start + call_size.chunks)
-            x = data.inputs(all_indices[call], theta.dtype)
-            if len(theta) == 1:  # the same for all clients: not copied for each chunk
-                points = theta.expand(len(owner[call]), -1)
-            else:
-                points = theta[torch.from_numpy(owner[call]).to(theta.device)]
-            counts = real[call].sum(axis=1).tolist()
-            outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
-            targets = data.targets(all_indices[call], theta.dtype)
-            groups = np.arange(len(owner[call])) if by_chunk else owner[call]
-            _take(states, metrics, owner[call], groups, real[call], outputs.cpu(), targets.cpu())
-            start = call.stop
-            call_size.learn(x, outputs)
+            size = min(call_size.chunks, -(-(len(padded) - start) // len(paths)))
+            starts = range(start, min(start + size * len(paths), len(padded)), size)
+            calls = [slice(first, first + size) for first in starts]
+            for call, (x, outputs, targets) in zip(calls, each(made, paths, calls), strict=True):
+                whose = owner[call]
+                groups = np.arange(len(whose)) if by_chunk else whose
+                _take(states, metrics, whose, groups, real[call], outputs.cpu(), targets.cpu())
+                call_size.learn(x, outputs)
+            start = calls[-1].stop
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
         values = (

@@ -232,6 +232,32 @@ def test_evaluation_is_the_mean_over_each_clients_examples(path):
     ]
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn", "frozen"])
+def test_evaluation_by_several_threads_is_that_by_one(model):
+    image = model == "cnn"
+    net = make_cnn() if image else make_mlp()
+    if model == "frozen":
+        net[0].requires_grad_(False)
+    sizes = [2501, 0, 70, 1333]
+    data = make_data(sizes, **({"features": 36, "shape": (1, 6, 6)} if image else {}))
+    found = []
+    for threads in (1, 3):
+        trainer = trainer_of(model=net, data=data)
+        trainer.evaluation.threads = threads
+        vector = trainer.initial()
+        metrics = [
+            next(trainer.evaluate(scale * vector, np.arange(4), 1)).metrics for scale in (1, 2, 1)
+        ]
+        found.append([(k, v.tobytes()) for of_call in metrics for k, v in of_call.items()])
+    assert found[0] == found[1]
+    (one, *others), _ = trainer.evaluation._paths
+    assert len(others) == 2
+    for other in others:
+        pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+        assert all(p is q for p, q in pairs)
+        assert not {*one.model.modules()} & {*other.model.modules()}
+
+
 def test_uint8_images_are_scaled_and_normalised_when_gathered():
     x = torch.tensor([[[[0, 255]]], [[[51, 102]]]], dtype=torch.uint8)
     data = ClientData(

@@ -42,7 +42,7 @@ from fedsim.federation.engines.workers import (
     pack,
     unpack,
 )
-from fedsim.process import die_with_parent
+from fedsim.process import die_with_parent, usable_cores
 from fedsim.rows.block import BlockTrainer
 
 _log = logging.getLogger(__name__)
@@ -318,5 +318,4 @@ def helpful_workers(operations: float, clients: float, device: torch.device) -> 
     """
     if device.type != "cpu" or not CAN_FORK:
         return 1
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, int(clients), int(operations * clients / OPERATIONS)))
+    return max(1, min(usable_cores(), int(clients), int(operations * clients / OPERATIONS)))

@@ -30,6 +30,7 @@ from fedsim.federation.engines.workers import (
     pack,
     unpack,
 )
+from fedsim.process import usable_cores
 from fedsim.rows.block import BlockTrainer
 
 
@@ -231,7 +232,7 @@ def _start_ray(address: str | None, workers: int) -> bool:
     here: dict[str, Any] = {}
     if address is None:
         here = {
-            "num_cpus": max(workers, len(os.sched_getaffinity(0))),
+            "num_cpus": max(workers, usable_cores()),
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
         }
