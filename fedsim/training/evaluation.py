@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,9 @@ from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
 from fedsim.training.paths.choice import Path
+from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
+from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import EVALUATION, Seeds, exact
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import Structure, read
@@ -110,16 +112,15 @@ class Evaluation:
             path = PlainPath(self.model, stepper.packing, self.loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
         by_example = reading.loss is not None and all(map(reading.reads, functions))
-        alone = isinstance(path, PlainPath) or self.draws or self.data.x.is_cuda
+        if not isinstance(path, Program | FuncPath) or self.draws or self.data.x.is_cuda:
+            return [path], not by_example
         # A call puts a client's parameters into the modules of its path for as long as it lasts.
-        copies = [] if alone else [_copy(path, self.model) for _ in range(1, self.threads)]
+        tensors = [*path.model.parameters(), *path.model.buffers()]
+        copies = [
+            replace(path, model=copy.deepcopy(path.model, {id(t): t for t in tensors}))
+            for _ in range(1, self.threads)
+        ]
         return [path, *copies], not by_example
-
-
-def _copy(path: Path, model: nn.Module) -> Path:
-    """The same with modules of its own, on the same tensors."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(path, shared)
 
 
 @torch.no_grad()
