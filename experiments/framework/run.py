@@ -219,9 +219,10 @@ def _end_workers() -> None:
 def _as_completed(
     pool: ProcessPoolExecutor, experiment: Experiment, members: list[ExperimentMember], count: int
 ) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
-    """Members as they finish, ``count`` of them at a time: a pool begins what it has queued.
+    """Members as they finish.
 
-    It does so after Ctrl-C too.
+    The pool is given no more than its ``count`` processes take: it begins what it has queued, after
+    Ctrl-C too.
     """
     left = iter(members)
     # Processes begin here. They ignore Ctrl-C but in a member: one that ended between members would

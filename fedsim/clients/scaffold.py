@@ -34,8 +34,6 @@ class Scaffold(SGD):
     et al. 2020, Algorithm 1; with momentum 0 it is that.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("variate",)
-
     control: Annotated[
         Literal["steps", "gradient"],
         Doc(
@@ -44,6 +42,7 @@ class Scaffold(SGD):
         ),
     ] = "steps"
 
+    carried: ClassVar[tuple[str, ...]] = ("variate",)
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}
     remembers: ClassVar[bool] = True
     plain_means: ClassVar[bool] = True
@@ -180,11 +179,10 @@ class PrivateScaffold(Scaffold):
 
     def combine(self, means: RoundMeans) -> Combined:
         """``c <- (1 - q) c - q Dy / (K lr)``."""
-        speed = moved = 0.0
+        state: State = dict.fromkeys(("moved", "speed"), torch.zeros((), dtype=torch.float64))
         for k in range(self.steps):
-            speed = self.momentum * speed + 1
-            moved += speed * self.lr * self.schedule(Step(means.round, k))
-        control = means.received["control"] + means.update / moved
+            self.follow(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
+        control = means.received["control"] + means.update / float(state["moved"])
         return Combined(
             means.update, {"control": means.received["control"] - means.share * control}
         )

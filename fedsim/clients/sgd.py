@@ -60,6 +60,6 @@ class SGD(LocalAlgorithm):
         theta.addcmul_(g, rate.unsqueeze(1), value=-1)
 
     def follow(self, state: State, slope: Tensor | float, rate: Tensor | float) -> None:
-        """Move the number ``moved`` by the same step, along a gradient of ``slope``."""
+        """Add to ``moved`` how far this step, at ``rate``, goes along a gradient of ``slope``."""
         state["speed"] = self.momentum * state["speed"] + slope
         state["moved"] = state["moved"] + state["speed"] * rate

@@ -114,9 +114,9 @@ class EngineSection(ConfigTable):
         Ge(0),
         Le(10_000),
         Doc(
-            "Processes that train, and threads that evaluate the global model, at most one a core; "
-            "0 for as many as help: on 'ray' one process a core or GPU, on 'local' "
-            "what a fixed rule of model, cohort and cores says."
+            "Processes that train, and threads that evaluate the global model, at most one a core. "
+            "0 is one thread a core, and as many processes as help: on 'ray' one a core or GPU, on "
+            "'local' what a fixed rule of model, cohort and cores says."
         ),
     ] = 0
     address: Annotated[str, Beside(("ray",)), Doc("Of a Ray cluster; empty starts one here.")] = ""

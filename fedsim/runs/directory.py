@@ -170,7 +170,7 @@ class RunDirectory:
             with self._explained():
                 self._refuse_in_use(self._lock.take())
                 files = (self.config, *self._of_ending)
-                found = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
+                before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
                 made = self._made()
                 replace(self.config, config_toml.encode())
                 for path in self._of_ending:
@@ -179,7 +179,7 @@ class RunDirectory:
                 yield
             except BaseException:
                 if self._made() == made:
-                    for path, content in found.items():
+                    for path, content in before.items():
                         replace(path, content)
                 raise
         finally:

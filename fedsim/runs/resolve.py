@@ -304,9 +304,9 @@ class CentralEvaluation:
         # They train nobody: how gradients would be protected need not be tried out.
         local = replace(resolved.local, privacy=None)
         self.trainers = {name: local.trainer(split) for name, split in splits.items()}
+        cores = usable_cores()
         for trainer in self.trainers.values():
             # Workers wait meanwhile.
-            cores = usable_cores()
             trainer.evaluation.threads = min(config.engine.workers or cores, cores)
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -168,7 +168,7 @@ def evaluate_clients(
     start, call_size = 0, call_size or CallSize()
 
     @torch.no_grad()  # which a thread does not inherit
-    def made(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def called(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
         x = data.inputs(all_indices[call], theta.dtype)
         if len(theta) == 1:  # the same for all clients: not copied for each chunk
             points = theta.expand(len(owner[call]), -1)
@@ -179,14 +179,15 @@ def evaluate_clients(
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
     with exact(data.x.device), ExitStack() as stack:
-        each: Callable[..., Iterator[tuple[Tensor, Tensor, Tensor]]] = map
+        map_calls: Callable[..., Iterator[tuple[Tensor, Tensor, Tensor]]] = map
         if len(paths) > 1:
-            each = stack.enter_context(ThreadPoolExecutor(len(paths))).map
+            map_calls = stack.enter_context(ThreadPoolExecutor(len(paths))).map
         while start < len(padded):
             size = min(call_size.chunks, -(-(len(padded) - start) // len(paths)))
             starts = range(start, min(start + size * len(paths), len(padded)), size)
             calls = [slice(first, first + size) for first in starts]
-            for call, (x, outputs, targets) in zip(calls, each(made, paths, calls), strict=True):
+            results = map_calls(called, paths, calls)
+            for call, (x, outputs, targets) in zip(calls, results, strict=True):
                 whose = owner[call]
                 groups = np.arange(len(whose)) if by_chunk else whose
                 _take(states, metrics, whose, groups, real[call], outputs.cpu(), targets.cpu())

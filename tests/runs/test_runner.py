@@ -21,7 +21,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.privacy import epsilon
 from fedsim.rows.block import Block
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.resolve import CentralEvaluation, resolve, strategy_of
 from fedsim.runs.round_rows import columns_of
 from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
@@ -38,6 +38,16 @@ BASE = RunConfig().replace(
         "client.batch-size": 5,
     }
 )
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 3), (0, 8), (20, 8)])
+def test_the_global_model_is_evaluated_by_as_many_threads_as_there_are_workers(
+    workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsim.runs.resolve.usable_cores", lambda: 8)
+    config = BASE.replace(**{"engine.workers": workers, "data.validation": 0.1})
+    evaluation = CentralEvaluation(resolve(config))
+    assert [t.evaluation.threads for t in evaluation.trainers.values()] == [threads, threads]
 
 
 RICH: list[dict[str, Any]] = [

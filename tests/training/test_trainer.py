@@ -232,8 +232,17 @@ def test_evaluation_is_the_mean_over_each_clients_examples(path):
     ]
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "frozen"])
-def test_evaluation_by_several_threads_is_that_by_one(model):
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("mlp", {}),
+        ("mlp", {"kernel": "eager"}),
+        ("mlp", {"path": "func"}),
+        ("cnn", {}),
+        ("frozen", {}),
+    ],
+)
+def test_evaluation_by_several_threads_is_that_by_one(model, settings):
     image = model == "cnn"
     net = make_cnn() if image else make_mlp()
     if model == "frozen":
@@ -242,7 +251,7 @@ def test_evaluation_by_several_threads_is_that_by_one(model):
     data = make_data(sizes, **({"features": 36, "shape": (1, 6, 6)} if image else {}))
     found = []
     for threads in (1, 3):
-        trainer = trainer_of(model=net, data=data)
+        trainer = trainer_of(model=net, data=data, **settings)
         trainer.evaluation.threads = threads
         vector = trainer.initial()
         metrics = [
