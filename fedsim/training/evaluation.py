@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -118,7 +117,7 @@ class Evaluation:
         tensors = [*path.model.parameters(), *path.model.buffers()]
         copies = [
             replace(path, model=copy.deepcopy(path.model, {id(t): t for t in tensors}))
-            for _ in range(1, self.threads)
+            for _ in range(1, min(self.threads, -(-len(self.data.x) // WIDTH)))
         ]
         return [path, *copies], not by_example
 
@@ -178,15 +177,16 @@ def evaluate_clients(
         outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
-    with exact(data.x.device), ExitStack() as stack:
-        map_calls: Callable[..., Iterator[tuple[Tensor, Tensor, Tensor]]] = map
-        if len(paths) > 1:
-            map_calls = stack.enter_context(ThreadPoolExecutor(len(paths))).map
+    with exact(data.x.device), ThreadPoolExecutor(len(paths)) as pool:
         while start < len(padded):
-            size = min(call_size.chunks, -(-(len(padded) - start) // len(paths)))
-            starts = range(start, min(start + size * len(paths), len(padded)), size)
+            left = len(padded) - start
+            # Calls of one size for all threads; what one call takes is not worth sharing out.
+            threads = min(len(paths), -(-left // call_size.chunks))
+            turns = -(-left // (threads * call_size.chunks))
+            size = -(-left // (threads * turns))
+            starts = range(start, min(start + size * threads, len(padded)), size)
             calls = [slice(first, first + size) for first in starts]
-            results = map_calls(called, paths, calls)
+            results = (map if threads == 1 else pool.map)(called, paths, calls)
             for call, (x, outputs, targets) in zip(calls, results, strict=True):
                 whose = owner[call]
                 groups = np.arange(len(whose)) if by_chunk else whose

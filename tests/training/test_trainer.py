@@ -267,6 +267,15 @@ def test_evaluation_by_several_threads_is_that_by_one(model, settings):
         assert not {*one.model.modules()} & {*other.model.modules()}
 
 
+def test_an_evaluation_of_one_call_starts_no_thread(monkeypatch):
+    trainer = trainer_of(data=make_data([1500]))
+    trainer.evaluation.threads = 3
+    (learned,) = trainer.evaluate(trainer.initial(), IDS[:1], 1)  # how large a call may be
+    monkeypatch.setattr("threading.Thread.start", lambda _: pytest.fail("a thread was started"))
+    (again,) = trainer.evaluate(trainer.initial(), IDS[:1], 1)
+    assert again.metrics["loss"] == learned.metrics["loss"]
+
+
 def test_uint8_images_are_scaled_and_normalised_when_gathered():
     x = torch.tensor([[[[0, 255]]], [[[51, 102]]]], dtype=torch.uint8)
     data = ClientData(
