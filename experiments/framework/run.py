@@ -230,10 +230,12 @@ def _as_completed(
     with _ctrl_c(signal.SIG_IGN):
         futures = {pool.submit(_in_worker, experiment, m): m for m in islice(left, count)}
     while futures:
-        for future in wait(futures, return_when=FIRST_COMPLETED).done:
-            member, result = futures.pop(future), future.result()
-            futures |= {pool.submit(_in_worker, experiment, m): m for m in islice(left, 1)}
-            yield (member, *result)
+        ended = wait(futures, return_when=FIRST_COMPLETED).done
+        # Results before failures: those of a process that was killed are every other member's too,
+        # and the pool takes no more.
+        for future in sorted(ended, key=lambda each: each.exception() is not None):
+            yield (futures.pop(future), *future.result())
+        futures |= {pool.submit(_in_worker, experiment, m): m for m in islice(left, len(ended))}
 
 
 @contextmanager

@@ -376,10 +376,10 @@ def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path
 
 
 class _KilledPool:
-    """One process finishes its member; then the system kills one, and every other is lost."""
+    """Half of the processes finish their members; then one is killed, and all others are lost."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        self.given = 0
+    def __init__(self, count: int, **_: object) -> None:
+        self.count, self.given = count, 0
 
     def __enter__(self) -> _KilledPool:
         return self
@@ -388,7 +388,9 @@ class _KilledPool:
 
     def submit(self, call: Callable[..., object], *arguments: object) -> Future[object]:
         future: Future[object] = Future()
-        if self.given:
+        if self.given == self.count:
+            raise BrokenProcessPool("takes no more")
+        if self.given % 2:
             future.set_exception(BrokenProcessPool("terminated abruptly"))
         else:
             future.set_result(call(*arguments))
@@ -403,8 +405,8 @@ def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(
 ) -> None:
     monkeypatch.setattr(running, "ProcessPoolExecutor", _KilledPool)
     with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
-        run_experiment(counting, tmp_path / "out", workers=2)
-    assert len(list((tmp_path / "out" / "members").iterdir())) == 1
+        run_experiment(counting, tmp_path / "out", seeds=20, workers=16)
+    assert len(list((tmp_path / "out" / "members").iterdir())) == 8
 
 
 ENDED = """
