@@ -1,4 +1,4 @@
-/* Gradients of a convolution that is max-pooled, from its windows' winners alone.
+/* Max-pooling with each window's winner, and gradients of what is pooled from winners alone.
 
    Each number of a gradient is one sum that goes through its terms in one order, with one rounding
    for a product and its sum (built with -ffp-contract=fast, on processors that have it): which
@@ -22,10 +22,69 @@
 #endif
 #endif
 
-enum { LANES = BYTES / 4, WIDE = 12, NARROW = 3, WORD = 64 };
+enum { LANES = BYTES / 4, WIDE = 12, WORD = 64 };
 
 typedef float lanes_t __attribute__((vector_size(BYTES)));
 typedef float unaligned_t __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t words_t __attribute__((vector_size(BYTES)));
+typedef int64_t places_t __attribute__((vector_size(2 * BYTES)));
+
+/* Largest values of a window of `rows` rows of `length` places, the first at `x`, and where each was
+   first found: `channels` of them, a register at most, of which a place has `stride` and a row
+   `step`. `place` is the first one's, `across` how many a row of the image has. NaN is larger than
+   all, as torch has it. */
+static inline __attribute__((always_inline)) void take_largest(
+    const float *x, int64_t rows, int64_t length, int64_t stride, int64_t step, int64_t place,
+    int64_t across, const size_t channels, float *largest, int64_t *winners)
+{
+    lanes_t most = -__builtin_inff() - (lanes_t){0};
+    words_t winner = (int32_t)place - (words_t){0};
+    for (int64_t row = 0; row < rows; row++, x += step, place += across)
+        for (int64_t i = 0; i < length; i++) {
+            lanes_t value = {0};
+            memcpy(&value, x + i * stride, sizeof(float) * channels);
+            const words_t wins = (value > most) | (value != value);
+            most = (lanes_t)((wins & (words_t)value) | (~wins & (words_t)most));
+            winner = (wins & (int32_t)(place + i)) | (~wins & winner);
+        }
+    const places_t places = __builtin_convertvector(winner, places_t);
+    memcpy(largest, &most, sizeof(float) * channels);
+    memcpy(winners, &places, sizeof(int64_t) * channels);
+}
+
+/* Largest values `[images][down][across][channels]` of windows, and where each was first found.
+   A window's places outside of its image count for nothing. */
+void max_pool(const float *x, int64_t images, int64_t height, int64_t width, int64_t channels,
+              const int64_t *window, const int64_t *stride, const int64_t *padding, int64_t down,
+              int64_t across, float *largest, int64_t *winners)
+{
+    const float *const end = x + images * height * width * channels;
+    const float *const last_largest = largest + images * down * across * channels - LANES;
+    for (int64_t n = 0; n < images; n++, x += height * width * channels)
+        for (int64_t i = 0; i < down; i++)
+            for (int64_t j = 0; j < across; j++, largest += channels, winners += channels) {
+                const int64_t y = i * stride[0] - padding[0], z = j * stride[1] - padding[1];
+                const int64_t top = y < 0 ? 0 : y, left = z < 0 ? 0 : z;
+                const int64_t below = y + window[0], beyond = z + window[1];
+                const int64_t rows = (below < height ? below : height) - top;
+                const int64_t length = (beyond < width ? beyond : width) - left;
+                const int64_t first = top * width + left;
+                const float *const begin = x + first * channels;
+                const int64_t reach = ((rows - 1) * width + length - 1) * channels + LANES;
+                for (int64_t c = 0; c < channels; c += LANES) {
+                    /* A whole register, also where fewer channels are left: what it writes beyond
+                       them is written again by the next window. */
+                    const int whole = begin + c + reach <= end && largest + c <= last_largest;
+                    const int64_t lefts = channels - c < LANES ? channels - c : LANES;
+                    if (__builtin_expect(whole, 1))
+                        take_largest(begin + c, rows, length, channels, width * channels, first,
+                                     width, LANES, largest + c, winners + c);
+                    else
+                        take_largest(begin + c, rows, length, channels, width * channels, first,
+                                     width, (size_t)lefts, largest + c, winners + c);
+                }
+            }
+}
 
 /* Stretches of numbers that are added up: `count` times `factors[i]` what begins at `from[i]`. */
 typedef struct {
@@ -70,13 +129,18 @@ static inline __attribute__((always_inline)) void add_some(
 
 static void add_up(const terms_t *terms, const int64_t *reach, int64_t registers, lanes_t *total)
 {
-    int64_t k = 0;
-    for (; registers - k >= WIDE; k += WIDE)
-        add_some(WIDE, terms, reach + k, total + k);
-    for (; registers - k >= NARROW; k += NARROW)
-        add_some(NARROW, terms, reach + k, total + k);
-    for (; k < registers; k++)
-        add_some(1, terms, reach + k, total + k);
+    for (; registers > WIDE; registers -= WIDE, reach += WIDE, total += WIDE)
+        add_some(WIDE, terms, reach, total);
+    /* One pass over the terms, with as many sums as are left. */
+    switch (registers) {
+#define CASE(count)                                                                                \
+    case count:                                                                                    \
+        add_some(count, terms, reach, total);                                                      \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
 }
 
 /* Where the registers of `rows` rows of `length` numbers are, `step` from one row to the next. */

@@ -1,9 +1,10 @@
-"""Gradients of a max-pooled convolution from its windows' winners: ``convolutions.c``.
+"""Max-pooling, and gradients of what is pooled from its windows' winners: ``convolutions.c``.
 
-Of a convolution's outputs only those that win a window have a gradient: one in five, say. So
-gradients are sums over winners, not products over all places, of float32: a weight's gradient goes
-through the windows, image by image; an image's adds up, place by place, the sums over the channels
-that won there. Each number is one sum in that order, on every processor.
+Pooling gives torch's numbers and places, also of few channels, which torch takes one by one. Of a
+convolution's outputs only those that win a window have a gradient: one in five, say. So gradients
+are sums over winners, not products over all places, of float32: a weight's gradient goes through
+the windows, image by image; an image's adds up, place by place, the sums over the channels that won
+there. Each number is one sum in that order, on every processor.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ TOLERANCE = 1e-5
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
+    "max_pool": (_POINTER, *[_NUMBER] * 4, *[_POINTER] * 3, *[_NUMBER] * 2, *[_POINTER] * 2),
     "weight_gradient": (
         _POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, *[_NUMBER] * 2,
         _POINTER, *[_NUMBER] * 3, *[_POINTER] * 6,
@@ -80,9 +82,28 @@ class Patches:
         return self.pixels * self.image[2]
 
 
-def sums_over_winners(dtype: torch.dtype) -> bool:
+def is_compiled(dtype: torch.dtype) -> bool:
     """Whether the functions below can be called, with numbers of that kind."""
     return dtype == torch.float32 and _compiled() is not None
+
+
+def max_pool(
+    x: Tensor, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Largest values of windows, and their places ``row * W + column``; see torch's `MaxPool2d`.
+
+    Parameters
+    ----------
+    x : float32 Tensor ``[n, C, H, W]``
+        Of fewer than 2**31 places.
+
+    Returns
+    -------
+    float32 and int64 Tensor ``[n, C, H', W']``, channels last
+    """
+    compiled = _compiled()
+    assert compiled is not None
+    return _max_pool(compiled, x, window, stride, padding)
 
 
 def weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
@@ -108,6 +129,29 @@ def input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patch
     compiled = _compiled()
     assert compiled is not None
     return _input_gradient(compiled, weight, delta, places, patches)
+
+
+def _max_pool(
+    compiled: ctypes.CDLL,
+    x: Tensor,
+    window: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    x = x.permute(0, 2, 3, 1).contiguous()
+    n, height, width, channels = x.shape
+    down, across = (
+        (side + 2 * pad - size) // step + 1
+        for side, pad, size, step in zip((height, width), padding, window, stride, strict=True)
+    )
+    largest = torch.empty(n, down, across, channels)
+    winners = torch.empty(n, down, across, channels, dtype=torch.int64)
+    compiled.max_pool(
+        x.data_ptr(), n, height, width, channels,
+        *((_NUMBER * 2)(*pair) for pair in (window, stride, padding)), down, across,
+        largest.data_ptr(), winners.data_ptr(),
+    )  # fmt: skip
+    return largest.permute(0, 3, 1, 2), winners.permute(0, 3, 1, 2)
 
 
 def _weight_gradient(
@@ -189,6 +233,9 @@ def _agrees(
     with torch.enable_grad():
         convolved = torch.nn.functional.conv2d(images, kernels, stride=patches.stride)
         pooled, places = torch.nn.functional.max_pool2d(convolved, 2, 1, return_indices=True)
+        largest, winners = _max_pool(compiled, convolved.detach(), (2, 2), (1, 1), (0, 0))
+        if not (torch.equal(largest, pooled) and torch.equal(winners, places)):
+            return False
         delta = torch.randn(pooled.shape, generator=generator).relu_()
         wanted = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
     windows, winners = (t.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for t in (delta, places))

@@ -216,7 +216,7 @@ def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch, capl
 def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
     assert rows._compiled() is not None
     assert normals._compiled() is not None
-    assert convolutions.sums_over_winners(torch.float32)
+    assert convolutions.is_compiled(torch.float32)
     assert dense.is_compiled(torch.float32)
 
 
@@ -239,6 +239,8 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("normals.c", "add ? out[done] + value : value", "value"),
         ("normals.c", "s->state->used = BLOCK - left % BLOCK", "s->state->used = BLOCK"),
         ("convolutions.c", "n * image + offsets[places[o]]", "offsets[places[o]]"),
+        ("convolutions.c", "value > most", "value >= most + 1"),
+        ("convolutions.c", "place += across", "place += length"),
         ("convolutions.c", "row * step + start", "row * length + start"),
         ("convolutions.c", "into[i] += total", "into[i] = total"),
         ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),

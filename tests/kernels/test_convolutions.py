@@ -1,4 +1,4 @@
-"""Gradients from windows' winners are those of products over all places."""
+"""Pooling is torch's; gradients from windows' winners are those of products over all places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensor_bytes import same_bytes
 from test_dense import builds, built_by
 
 from fedsim.kernels import convolutions
-from fedsim.kernels.convolutions import Patches, input_gradient, weight_gradient
+from fedsim.kernels.convolutions import Patches, input_gradient, max_pool, weight_gradient
 
 compiled = pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
 
@@ -41,6 +41,57 @@ def pooled_convolutions(draw):
             values.flat[random.integers(values.size)] = draw(st.sampled_from(SPOILT))
     places = random.integers(len(patches.pixels), size=delta.shape)
     return (*map(torch.from_numpy, (x, weight, delta, places)), patches)
+
+
+@st.composite
+def poolings(draw):
+    """Images, and a window, stride and padding."""
+    window = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    stride = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    padding = tuple(draw(st.integers(0, size // 2)) for size in window)
+    sides = [size + draw(st.integers(0, 6)) for size in window]
+    n, channels = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 6, 8, 13, 16, 37]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = random.normal(size=(n, channels, *sides)).astype(np.float32)
+    if draw(st.booleans()):
+        np.maximum(x, 0, out=x)  # of equal values the first wins
+    for _ in range(draw(st.integers(0, 9))):
+        x.flat[random.integers(x.size)] = draw(st.sampled_from([*SPOILT, -np.inf, -np.nan]))
+    layout = draw(st.sampled_from([torch.channels_last, torch.contiguous_format]))
+    return torch.from_numpy(x).contiguous(memory_format=layout), window, stride, padding
+
+
+@compiled
+@given(poolings())
+def test_pooling_gives_torchs_bytes_and_places(pooling) -> None:
+    x, window, stride, padding = pooling
+    expected = F.max_pool2d(x, window, stride, padding, return_indices=True)
+    for library in (convolutions._compiled(), *other_widths()):
+        convolutions.self_test(library)
+        for ours, torchs in zip(convolutions._max_pool(library, *pooling), expected, strict=True):
+            assert same_bytes(ours.contiguous(), torchs.contiguous())
+    assert max_pool(*pooling)[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@compiled
+@given(poolings())
+def test_pooling_writes_nothing_beyond_its_outputs(pooling) -> None:
+    x, *sides = pooling
+    expected = F.max_pool2d(x, *sides, return_indices=True)
+    n, _, down, across = expected[0].shape
+    size, guard = expected[0].numel(), 64
+    largest, places = torch.full((size + guard,), 7.0), torch.full((size + guard,), 7)
+    pairs = [(ctypes.c_int64 * 2)(*pair) for pair in sides]
+    images = x.permute(0, 2, 3, 1).contiguous()
+    for library in (convolutions._compiled(), *other_widths()):
+        convolutions.self_test(library)
+        library.max_pool(
+            images.data_ptr(), n, *images.shape[1:], *pairs, down, across,
+            largest.data_ptr(), places.data_ptr(),
+        )  # fmt: skip
+        for made, torchs in zip((largest, places), expected, strict=True):
+            assert (made[size:] == 7).all()
+            assert same_bytes(made[:size], torchs.permute(0, 2, 3, 1).flatten())
 
 
 @compiled

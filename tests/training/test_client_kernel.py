@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "is_compiled", lambda dtype: False)
+    monkeypatch.setattr(choice.dense, "is_compiled", lambda dtype: False)
     choice._can_compile.cache_clear()
     yield
     choice._can_compile.cache_clear()

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
 from fedsim.errors import FedsimError
-from fedsim.kernels.convolutions import sums_over_winners
-from fedsim.kernels.dense import is_compiled
+from fedsim.kernels import convolutions, dense
 from fedsim.rows.packing import Packing
 from fedsim.training.data import ClientData
 from fedsim.training.paths.func import FuncPath
@@ -189,7 +188,7 @@ def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
 
 @functools.cache
 def _can_compile() -> bool:
-    if is_compiled(torch.float32) and sums_over_winners(torch.float32):
+    if dense.is_compiled(torch.float32) and convolutions.is_compiled(torch.float32):
         return True
     _log.info("compiled kernels cannot be built on this machine; torch's operations train")
     return False

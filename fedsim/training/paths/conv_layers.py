@@ -1,10 +1,11 @@
 """Convolutions, each with ReLU and max-pooling, forward and backward by hand.
 
-Four things make this faster than autograd on the same operations. ReLU is monotone, so that it
+Five things make this faster than autograd on the same operations. ReLU is monotone, so that it
 commutes with max-pooling: it and its mask are taken after pooling, at a quarter of the size or
-less. A place that is not the largest of its window has no gradient: sums run over the windows'
-winners, not over all places (`fedsim.kernels.convolutions`). Nobody wants the gradient of an image,
-so that the first layer's is never computed. And no graph is recorded.
+less. torch pools few channels number by number, our kernel all of them together. A place that is
+not the largest of its window has no gradient: sums run over the windows' winners, not over all
+places (`fedsim.kernels.convolutions`). Nobody wants the gradient of an image, so that the first
+layer's is never computed. And no graph is recorded.
 
 It holds for a plain max-pooling without returned indices, and for ReLU alone: neither tanh after
 an average, nor a pooling of other activations, commutes to the same bits.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from fedsim.kernels.convolutions import (
     Patches,
     input_gradient,
-    sums_over_winners,
+    is_compiled,
+    max_pool,
     weight_gradient,
 )
 from fedsim.rows.packing import channels_last
@@ -102,9 +104,7 @@ def forward(layers: Sequence[ConvLayer], row: Tensor, x: Tensor) -> list[ConvAct
         places, outputs = None, convolved
         if layer.pool is not None:
             # The places are the windows' winners, from which `_of_winners` takes the gradients.
-            outputs, places = torch.ops.aten.max_pool2d_with_indices.default(
-                convolved, *_pooling(layer.pool)
-            )
+            outputs, places = _pooled(convolved, layer.pool)
         outputs = torch.relu_(outputs)
         passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
         x = outputs
@@ -158,7 +158,7 @@ def _sparse(past: ConvActivations) -> bool:
     module = past.layer.module
     if past.layer.pool is None or module.groups != 1 or module.dilation != (1, 1):
         return False
-    if past.x.is_cuda or not sums_over_winners(past.x.dtype):
+    if past.x.is_cuda or not is_compiled(past.x.dtype):
         return False
     kernel = module.kernel_size[0] * module.kernel_size[1]
     return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
@@ -240,10 +240,26 @@ def _products(
     return gradients
 
 
-def _pooling(pool: nn.MaxPool2d) -> tuple[Any, ...]:
-    """Kernel, stride, padding, dilation and rounding, as pairs."""
-    pairs = (
-        [value, value] if isinstance(value, int) else list(value)
-        for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+def _pooled(convolved: Tensor, pool: nn.MaxPool2d) -> tuple[Tensor, Tensor]:
+    """Largest values of windows, and their places: the same numbers by either way."""
+    window, stride, padding, dilation, rounds_up = _pooling(pool)
+    on_cpu = not convolved.is_cuda and is_compiled(convolved.dtype)
+    if on_cpu and dilation == (1, 1) and not rounds_up:
+        return max_pool(convolved, window, stride, padding)
+    pooled: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices.default(
+        convolved, window, stride, padding, dilation, rounds_up
     )
-    return (*pairs, pool.ceil_mode)
+    return pooled
+
+
+Pair = tuple[int, int]
+
+
+def _pooling(pool: nn.MaxPool2d) -> tuple[Pair, Pair, Pair, Pair, bool]:
+    """Kernel, stride, padding, dilation and rounding, as pairs."""
+
+    def pair(value: int | tuple[int, ...]) -> Pair:
+        return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+    sides = pair(pool.kernel_size), pair(pool.stride), pair(pool.padding), pair(pool.dilation)
+    return (*sides, pool.ceil_mode)

@@ -45,7 +45,6 @@ from fedsim.training.paths.dense_layers import (
     DenseLayers,
 )
 from fedsim.training.paths.losses import BatchLosses, losses_of
-from fedsim.training.paths.plain import PlainPath
 from fedsim.training.structure.reading import Reading, Structure
 
 # Of a client's parameters: from this size on a client takes all its steps before the next begins.
@@ -201,9 +200,11 @@ class Program:
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
+        x = self._behind_stem(x)
         if self.convolutions:
-            return PlainPath(self.model, self.packing, self.loss).outputs(theta, x)
-        return self.dense.outputs(theta, self._behind_stem(x).flatten(2))
+            passes = (forward(self.convolutions, *each) for each in zip(theta, x, strict=True))
+            x = torch.stack([activations[-1].outputs for activations in passes])
+        return self.dense.outputs(theta, x.flatten(2))
 
     def gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
