@@ -148,6 +148,24 @@ def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_outputs_are_the_models_at_each_clients_parameters(frozen, dtype, tolerance) -> None:
+    model = network(dtype, pool_first=True)
+    model[0].requires_grad_(not frozen)
+    trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    packing = Packing(Layout.of(trained_ones))
+    program = lowered(reading_of(model, (2, 11, 11)), packing)
+    assert program is not None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, packing.layout.d, generator=generator, dtype=dtype)
+    x = torch.randn(3, 4, 2, 11, 11, generator=generator, dtype=dtype)
+    made = program.outputs(packing.pack(rows), x)
+    for row, images, outputs in zip(rows, x, made, strict=True):
+        expected = torch.func.functional_call(model, packing.layout.unflatten(row), (images,))
+        torch.testing.assert_close(outputs, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_examples_gradients_are_those_of_one_example_at_a_time(frozen: bool, groups: int) -> None:
     torch.manual_seed(0)
