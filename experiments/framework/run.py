@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -142,7 +143,7 @@ def run_experiment(
     left = len(members) if portion.limit is None else portion.limit
     while work := portion.of(members, done, store)[:left]:
         experiment.prepare(out)
-        for member, result, seconds in _work(experiment, work, workers):
+        for member, result, seconds in _work(experiment, work, workers, store):
             store.put(member, result, seconds)
             done[member.name] = StoredResult("", result)
             tell(member.name, len(done), len(members))
@@ -183,20 +184,20 @@ def _claim(out: Path) -> None:
 
 
 def _work(
-    experiment: Experiment, missing: list[ExperimentMember], workers: int
+    experiment: Experiment, missing: list[ExperimentMember], workers: int, store: Store
 ) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
     """Members as they finish."""
     count = min(workers or os.cpu_count() or 1, len(missing))
     if count <= 1:
         for member in missing:
-            yield (member, *_timed(experiment, member))
+            yield (member, *_timed(experiment, member, store))
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),)
     ) as pool:
         try:
-            yield from _as_completed(pool, experiment, missing, count)
+            yield from _as_completed(pool, partial(_in_worker, experiment, store), missing, count)
         except BrokenProcessPool:
             raise FedsimError(
                 "a process of the experiment was killed, perhaps for want of memory; what has "
@@ -217,7 +218,10 @@ def _end_workers() -> None:
 
 
 def _as_completed(
-    pool: ProcessPoolExecutor, experiment: Experiment, members: list[ExperimentMember], count: int
+    pool: ProcessPoolExecutor,
+    run: Callable[[ExperimentMember], tuple[Result, float | None]],
+    members: list[ExperimentMember],
+    count: int,
 ) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
     """Members as they finish.
 
@@ -228,14 +232,14 @@ def _as_completed(
     # Processes begin here. They ignore Ctrl-C but in a member: one that ended between members would
     # break the pool, whose others are then terminated in a round, and wait for work for ever.
     with _ctrl_c(signal.SIG_IGN):
-        futures = {pool.submit(_in_worker, experiment, m): m for m in islice(left, count)}
+        futures = {pool.submit(run, m): m for m in islice(left, count)}
     while futures:
         ended = wait(futures, return_when=FIRST_COMPLETED).done
         # Results before failures: those of a process that was killed are every other member's too,
         # and the pool takes no more.
         for future in sorted(ended, key=lambda each: each.exception() is not None):
             yield (futures.pop(future), *future.result())
-        futures |= {pool.submit(_in_worker, experiment, m): m for m in islice(left, len(ended))}
+        futures |= {pool.submit(run, m): m for m in islice(left, len(ended))}
 
 
 @contextmanager
@@ -248,22 +252,34 @@ def _ctrl_c(handler: signal.Handlers | Callable[[int, FrameType | None], object]
         signal.signal(signal.SIGINT, before)
 
 
-def _in_worker(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float | None]:
+def _in_worker(
+    experiment: Experiment, store: Store, member: ExperimentMember
+) -> tuple[Result, float | None]:
     with _ctrl_c(signal.default_int_handler):
-        return _timed(experiment, member)
+        return _timed(experiment, member, store)
 
 
-def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float | None]:
+def _timed(
+    experiment: Experiment, member: ExperimentMember, store: Store
+) -> tuple[Result, float | None]:
     """A result, and the seconds of one core that it took; None of them if a GPU computed it."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start = time.process_time()
+
+    def seconds() -> float | None:
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return None if on_gpu else time.process_time() - start
+
     try:
-        result = experiment.run(member.settings)
-    except FedsimError as error:
-        raise FedsimError(f"{member.name}: {error}") from error
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return result, None if on_gpu else time.process_time() - start
+        return experiment.run(member.settings), seconds()
+    except BaseException as error:
+        # What a run took that may be resumed counts with what it will take then.
+        with suppress(OSError):
+            store.interrupted(member, seconds())
+        if isinstance(error, FedsimError):
+            raise FedsimError(f"{member.name}: {error}") from error
+        raise
 
 
 def _write(out: Path, report: Report) -> list[Path]:

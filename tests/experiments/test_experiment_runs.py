@@ -251,6 +251,8 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
     with pytest.raises(KeyboardInterrupt):
         run_experiment(counting, tmp_path / "out", workers=1)
     assert Counting.runs == [0, 1]
+    member = load(counting, data=tmp_path).members()[2]
+    Store(tmp_path / "out" / "members").interrupted(member, 7200.0)  # another attempt
     monkeypatch.setattr(Counting, "breaks_at", -1)
     told: list[tuple[str, int, int]] = []
     outcome = run_experiment(
@@ -259,6 +261,18 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
     assert Counting.runs == [0, 1, 2, 3]
     assert told == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
     assert outcome.report.figures == {"total": 6.0}
+    took = [outcome.stored.members[f"member {k}"].seconds for k in range(4)]
+    assert [seconds // 7200 for seconds in took] == [0, 0, 1, 0]
+
+
+def test_seconds_of_an_attempt_on_a_gpu_are_no_cores(counting: Path, tmp_path: Path) -> None:
+    member, other = load(counting, data=tmp_path).members()[:2]
+    store = Store(tmp_path / "members")
+    store.interrupted(member, None)
+    assert store.get(member) is None
+    store.put(member, {"value": 1}, 5.0)
+    store.put(other, {"value": 1}, 5.0)
+    assert (store.get(member).seconds, store.get(other).seconds) == (None, 5.0)
 
 
 def test_stored_members_are_not_run_again_unless_they_are_to_be(
@@ -415,6 +429,7 @@ from pathlib import Path
 
 from experiments.framework.base import ExperimentMember
 from experiments.framework.run import _work
+from experiments.framework.store import Store
 from fedsim.cli.boundary import guarded
 from fedsim.process import end_on_signal
 
@@ -436,7 +451,7 @@ class Waiting:
 
 def command():
     members = [ExperimentMember(name, {"name": name}) for name in sys.argv[2:]]
-    for member, _, _ in _work(Waiting(), members, int(sys.argv[1])):
+    for member, _, _ in _work(Waiting(), members, int(sys.argv[1]), Store(Path("members"))):
         print(member.name, flush=True)
     return 0
 
