@@ -79,6 +79,15 @@ def unpadded() -> nn.Module:
     )  # fmt: skip
 
 
+def narrow() -> nn.Module:
+    """LeNet-5 with ReLU and max-pooling, as NIID-Bench has it."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, CLASSES),
+    )  # fmt: skip
+
+
 def lenet() -> nn.Module:
     """LeNet-5 with ReLU and average pooling."""
     return nn.Sequential(
@@ -288,6 +297,7 @@ def binary(outputs: Tensor, targets: Tensor) -> Tensor:
 TASKS = [
     Task("cnn-padded", mcmahan, numbers(1, 28, 28), choices(CLASSES)),
     Task("cnn-unpadded", unpadded, numbers(1, 28, 28), choices(CLASSES)),
+    Task("cnn-narrow", narrow, numbers(1, 28, 28), choices(CLASSES)),
     Task("cnn-average", lenet, numbers(1, 28, 28), choices(CLASSES)),
     Task("cnn-strided", strided, numbers(3, 32, 32), choices(CLASSES)),
     Task("residual", residual, numbers(3, 32, 32), choices(CLASSES)),

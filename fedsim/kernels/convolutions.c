@@ -1,4 +1,4 @@
-/* Max-pooling with each window's winner, and gradients of what is pooled from winners alone.
+/* A convolution that is max-pooled, with each window's winner, and its gradients from winners alone.
 
    Each number of a gradient is one sum that goes through its terms in one order, with one rounding
    for a product and its sum (built with -ffp-contract=fast, on processors that have it): which
@@ -30,19 +30,17 @@ typedef int32_t words_t __attribute__((vector_size(BYTES)));
 typedef int64_t places_t __attribute__((vector_size(2 * BYTES)));
 
 /* Largest values of a window of `rows` rows of `length` places, the first at `x`, and where each was
-   first found: `channels` of them, a register at most, of which a place has `stride` and a row
-   `step`. `place` is the first one's, `across` how many a row of the image has. NaN is larger than
-   all, as torch has it. */
+   first found: `channels` of them, a register at most, of which a place has `stride`. `place` is
+   the first one's, and an image has `across` in a row. NaN is larger than all, as torch has it. */
 static inline __attribute__((always_inline)) void take_largest(
-    const float *x, int64_t rows, int64_t length, int64_t stride, int64_t step, int64_t place,
-    int64_t across, const size_t channels, float *largest, int64_t *winners)
+    const float *x, int64_t rows, int64_t length, int64_t stride, int64_t place, int64_t across,
+    const size_t channels, float *largest, int64_t *winners)
 {
     lanes_t most = -__builtin_inff() - (lanes_t){0};
     words_t winner = (int32_t)place - (words_t){0};
-    for (int64_t row = 0; row < rows; row++, x += step, place += across)
+    for (int64_t row = 0; row < rows; row++, x += across * stride, place += across)
         for (int64_t i = 0; i < length; i++) {
-            lanes_t value = {0};
-            memcpy(&value, x + i * stride, sizeof(float) * channels);
+            const lanes_t value = *(const unaligned_t *)(x + i * stride);
             const words_t wins = (value > most) | (value != value);
             most = (lanes_t)((wins & (words_t)value) | (~wins & (words_t)most));
             winner = (wins & (int32_t)(place + i)) | (~wins & winner);
@@ -52,38 +50,115 @@ static inline __attribute__((always_inline)) void take_largest(
     memcpy(winners, &places, sizeof(int64_t) * channels);
 }
 
-/* Largest values `[images][down][across][channels]` of windows, and where each was first found.
-   A window's places outside of its image count for nothing. */
-void max_pool(const float *x, int64_t images, int64_t height, int64_t width, int64_t channels,
-              const int64_t *window, const int64_t *stride, const int64_t *padding, int64_t down,
-              int64_t across, float *largest, int64_t *winners)
+/* What a convolution reads for a place: `rows` rows of `length` numbers, `step` from one to the next;
+   `next` from a place to the one beside it. It gives `channels` numbers: whole registers. */
+typedef struct {
+    int64_t rows, length, step, next, channels;
+} convolution_t;
+
+/* What comes out at some places side by side, in some registers of channels. Each number begins
+   with its bias, and its products are added in the order of a patch. */
+static inline __attribute__((always_inline)) void convolve_some(
+    const int places, const int registers, const convolution_t *layer, const float *x,
+    const float *weights, const float *bias, float *into)
 {
-    const float *const end = x + images * height * width * channels;
-    const float *const last_largest = largest + images * down * across * channels - LANES;
-    for (int64_t n = 0; n < images; n++, x += height * width * channels)
+    lanes_t sum[WIDE];
+#pragma GCC unroll 12
+    for (int k = 0; k < places * registers; k++)
+        sum[k] = *(const unaligned_t *)(bias + k % registers * LANES);
+    for (int64_t row = 0; row < layer->rows; row++, x += layer->step)
+        for (int64_t i = 0; i < layer->length; i++, weights += layer->channels) {
+#pragma GCC unroll 12
+            for (int place = 0; place < places; place++) {
+                const lanes_t value = x[place * layer->next + i] - (lanes_t){0};
+#pragma GCC unroll 2
+                for (int k = 0; k < registers; k++)
+                    sum[place * registers + k] +=
+                        value * *(const unaligned_t *)(weights + k * LANES);
+            }
+        }
+#pragma GCC unroll 12
+    for (int k = 0; k < places * registers; k++)
+        *(unaligned_t *)(into + k / registers * layer->channels + k % registers * LANES) = sum[k];
+}
+
+/* What comes out at `places` places side by side: as many together as there are registers. */
+static void convolve_row(const convolution_t *layer, int64_t places, const float *x,
+                         const float *weights, const float *bias, float *into)
+{
+    for (int64_t c = 0; c < layer->channels;) {
+        const int registers = c + 2 * LANES <= layer->channels ? 2 : 1;
+        /* Parts of nearly one size: a small one would not fill the processor's pipeline. */
+        const int64_t parts = (places * registers + WIDE - 1) / WIDE;
+        const int64_t size = (places + parts - 1) / parts;
+        for (int64_t first = 0; first < places; first += size) {
+            const int64_t count = places - first < size ? places - first : size;
+            const float *from = x + first * layer->next;
+            float *to = into + first * layer->channels + c;
+            switch (registers * (WIDE + 1) + count) {
+#define CASE(registers, count)                                                                     \
+    case (registers) * (WIDE + 1) + (count):                                                       \
+        convolve_some(count, registers, layer, from, weights + c, bias + c, to);                   \
+        break;
+                CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6)
+                CASE(1, 7) CASE(1, 8) CASE(1, 9) CASE(1, 10) CASE(1, 11) CASE(1, 12)
+                CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(2, 5) CASE(2, 6)
+#undef CASE
+            }
+        }
+        c += registers * LANES;
+    }
+}
+
+/* Largest values `[images][down][across][outputs]` of windows over what a convolution gives at
+   `height` times `width` places, and where each was first found. A window's places beyond the edge
+   count for nothing.
+
+   Weights are `[outputs][rows][length]`. Scratch: of channels as many as fill whole registers,
+   `packed` has room for all weights, `biases` for one number each, `convolved` for one a place. */
+void convolve_and_pool(const float *x, int64_t images, int64_t image, const float *weights,
+                       const float *bias, int64_t outputs, const int64_t *offsets, int64_t rows,
+                       int64_t length, int64_t step, int64_t next, int64_t height, int64_t width,
+                       const int64_t *window, const int64_t *stride, const int64_t *padding,
+                       int64_t down, int64_t across, float *packed, float *biases, float *convolved,
+                       float *largest, int64_t *winners)
+{
+    const int64_t channels = (outputs + LANES - 1) / LANES * LANES, terms = rows * length;
+    const convolution_t layer = {rows, length, step, next, channels};
+    const float *const last = largest + images * down * across * outputs - LANES;
+    memset(packed, 0, sizeof(float) * (size_t)(terms * channels));
+    memset(biases, 0, sizeof(float) * (size_t)channels);
+    for (int64_t o = 0; o < outputs; o++) {
+        for (int64_t i = 0; i < terms; i++)
+            packed[i * channels + o] = weights[o * terms + i];
+        biases[o] = bias ? bias[o] : 0;
+    }
+    for (int64_t n = 0; n < images; n++, x += image) {
+        for (int64_t y = 0; y < height; y++)
+            convolve_row(&layer, width, x + offsets[y * width], packed, biases,
+                         convolved + y * width * channels);
         for (int64_t i = 0; i < down; i++)
-            for (int64_t j = 0; j < across; j++, largest += channels, winners += channels) {
+            for (int64_t j = 0; j < across; j++, largest += outputs, winners += outputs) {
                 const int64_t y = i * stride[0] - padding[0], z = j * stride[1] - padding[1];
                 const int64_t top = y < 0 ? 0 : y, left = z < 0 ? 0 : z;
                 const int64_t below = y + window[0], beyond = z + window[1];
-                const int64_t rows = (below < height ? below : height) - top;
-                const int64_t length = (beyond < width ? beyond : width) - left;
+                const int64_t tall = (below < height ? below : height) - top;
+                const int64_t wide = (beyond < width ? beyond : width) - left;
                 const int64_t first = top * width + left;
-                const float *const begin = x + first * channels;
-                const int64_t reach = ((rows - 1) * width + length - 1) * channels + LANES;
-                for (int64_t c = 0; c < channels; c += LANES) {
-                    /* A whole register, also where fewer channels are left: what it writes beyond
-                       them is written again by the next window. */
-                    const int whole = begin + c + reach <= end && largest + c <= last_largest;
-                    const int64_t lefts = channels - c < LANES ? channels - c : LANES;
-                    if (__builtin_expect(whole, 1))
-                        take_largest(begin + c, rows, length, channels, width * channels, first,
-                                     width, LANES, largest + c, winners + c);
+                for (int64_t c = 0; c < outputs; c += LANES) {
+                    const float *from = convolved + first * channels + c;
+                    /* Whole registers: what is written beyond the last channel belongs to the
+                       windows that follow. */
+                    if (largest + c <= last)
+                        take_largest(from, tall, wide, channels, first, width, LANES, largest + c,
+                                     winners + c);
                     else
-                        take_largest(begin + c, rows, length, channels, width * channels, first,
-                                     width, (size_t)lefts, largest + c, winners + c);
+                        take_largest(from, tall, wide, channels, first, width,
+                                     (size_t)(outputs - c < LANES ? outputs - c : LANES),
+                                     largest + c, winners + c);
                 }
             }
+    }
 }
 
 /* Stretches of numbers that are added up: `count` times `factors[i]` what begins at `from[i]`. */

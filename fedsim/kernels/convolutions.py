@@ -1,10 +1,11 @@
-"""Max-pooling, and gradients of what is pooled from its windows' winners: ``convolutions.c``.
+"""Max-pooled convolutions, and their gradients from windows' winners: ``convolutions.c``.
 
-Pooling gives torch's numbers and places, also of few channels, which torch takes one by one. Of a
-convolution's outputs only those that win a window have a gradient: one in five, say. So gradients
-are sums over winners, not products over all places, of float32: a weight's gradient goes through
-the windows, image by image; an image's adds up, place by place, the sums over the channels that won
-there. Each number is one sum in that order, on every processor.
+An image is convolved and pooled before the next one, so that only what is pooled leaves the cache;
+that it has few channels costs nothing. Of a convolution's outputs only those that win a window have
+a gradient: one in five, say. So gradients are sums over winners, not products over all places: a
+weight's gradient goes through the windows, image by image; an image's adds up, place by place, the
+sums over the channels that won there. Each number, of float32, is one sum in one order, on every
+processor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ TOLERANCE = 1e-5
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
-    "max_pool": (_POINTER, *[_NUMBER] * 4, *[_POINTER] * 3, *[_NUMBER] * 2, *[_POINTER] * 2),
+    "convolve_and_pool": (
+        _POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, _NUMBER, _POINTER, *[_NUMBER] * 6,
+        *[_POINTER] * 3, *[_NUMBER] * 2, *[_POINTER] * 5,
+    ),
     "weight_gradient": (
         _POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, *[_NUMBER] * 2,
         _POINTER, *[_NUMBER] * 3, *[_POINTER] * 6,
@@ -87,23 +91,43 @@ def is_compiled(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and _compiled() is not None
 
 
-def max_pool(
-    x: Tensor, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+@dataclass(frozen=True)
+class Windows:
+    """What a max-pooling reads, downwards and across; places beyond the edge count for nothing."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    def count(self, places: tuple[int, int]) -> tuple[int, int]:
+        """How many windows there are over so many places, downwards and across."""
+        sides = zip(places, self.size, self.stride, self.padding, strict=True)
+        down, across = ((side + 2 * pad - size) // stride + 1 for side, size, stride, pad in sides)
+        return down, across
+
+
+def convolve_and_pool(
+    x: Tensor, weight: Tensor, bias: Tensor | None, patches: Patches, windows: Windows
 ) -> tuple[Tensor, Tensor]:
-    """Largest values of windows, and their places ``row * W + column``; see torch's `MaxPool2d`.
+    """Largest of what a convolution gives in each window, and the places that won.
 
     Parameters
     ----------
-    x : float32 Tensor ``[n, C, H, W]``
-        Of fewer than 2**31 places.
+    x : float32 Tensor ``[n, H, W, C]``
+        The images, without gaps.
+    weight : float32 Tensor ``[O, kernel height, kernel width * C]``
+    bias : float32 Tensor ``[O]``, optional
+    patches : Patches
+        Fewer than 2**31 an image.
+    windows : Windows
 
     Returns
     -------
-    float32 and int64 Tensor ``[n, C, H', W']``, channels last
+    float32 and int64 Tensor ``[n, H', W', O]``
     """
     compiled = _compiled()
     assert compiled is not None
-    return _max_pool(compiled, x, window, stride, padding)
+    return _convolve_and_pool(compiled, x, weight, bias, patches, windows)
 
 
 def weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
@@ -131,27 +155,33 @@ def input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patch
     return _input_gradient(compiled, weight, delta, places, patches)
 
 
-def _max_pool(
+def _convolve_and_pool(
     compiled: ctypes.CDLL,
     x: Tensor,
-    window: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None,
+    patches: Patches,
+    windows: Windows,
 ) -> tuple[Tensor, Tensor]:
-    x = x.permute(0, 2, 3, 1).contiguous()
-    n, height, width, channels = x.shape
-    down, across = (
-        (side + 2 * pad - size) // step + 1
-        for side, pad, size, step in zip((height, width), padding, window, stride, strict=True)
+    x, weight = x.contiguous(), weight.contiguous()
+    n, outputs = len(x), len(weight)
+    channels = -(-outputs // WIDEST) * WIDEST
+    down, across = windows.count(patches.places)
+    scratch = (
+        torch.empty(patches.kernel[0] * patches.length, channels),
+        torch.empty(channels),
+        torch.empty(len(patches.pixels), channels),
     )
-    largest = torch.empty(n, down, across, channels)
-    winners = torch.empty(n, down, across, channels, dtype=torch.int64)
-    compiled.max_pool(
-        x.data_ptr(), n, height, width, channels,
-        *((_NUMBER * 2)(*pair) for pair in (window, stride, padding)), down, across,
-        largest.data_ptr(), winners.data_ptr(),
+    largest = torch.empty(n, down, across, outputs)
+    winners = torch.empty(n, down, across, outputs, dtype=torch.int64)
+    compiled.convolve_and_pool(
+        x.data_ptr(), n, x[0].numel(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        outputs, patches.offsets.data_ptr(), patches.kernel[0], patches.length, patches.step,
+        patches.stride[1] * patches.image[2], *patches.places,
+        *((_NUMBER * 2)(*pair) for pair in (windows.size, windows.stride, windows.padding)),
+        down, across, *(tensor.data_ptr() for tensor in (*scratch, largest, winners)),
     )  # fmt: skip
-    return largest.permute(0, 3, 1, 2), winners.permute(0, 3, 1, 2)
+    return largest, winners
 
 
 def _weight_gradient(
@@ -233,17 +263,24 @@ def _agrees(
     with torch.enable_grad():
         convolved = torch.nn.functional.conv2d(images, kernels, stride=patches.stride)
         pooled, places = torch.nn.functional.max_pool2d(convolved, 2, 1, return_indices=True)
-        largest, winners = _max_pool(compiled, convolved.detach(), (2, 2), (1, 1), (0, 0))
-        if not (torch.equal(largest, pooled) and torch.equal(winners, places)):
-            return False
         delta = torch.randn(pooled.shape, generator=generator).relu_()
         wanted = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
-    windows, winners = (t.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for t in (delta, places))
-    made = (
-        _weight_gradient(compiled, x, windows, winners, patches).view(weight.shape),
-        _input_gradient(compiled, weight.flatten(2), windows, winners, patches),
+    windows, winners = (_last(t).flatten(1, 2).contiguous() for t in (delta, places))
+    bias = torch.randn(outputs, generator=generator)
+    largest, found = _convolve_and_pool(
+        compiled, x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0))
     )
-    return all(
-        bool((ours - torchs.permute(0, 2, 3, 1)).norm() <= TOLERANCE * torchs.norm())
-        for ours, torchs in zip(made, wanted, strict=True)
+    # Rounding may choose another place of a window, though not one with another number.
+    at_found = convolved.detach().flatten(2).gather(2, found.flatten(1, 2).transpose(1, 2))
+    pairs = (
+        (largest - bias, _last(pooled.detach())),
+        (at_found.view(pooled.shape), pooled.detach()),
+        (_weight_gradient(compiled, x, windows, winners, patches), _last(wanted[0]).flatten(2)),
+        (_input_gradient(compiled, weight.flatten(2), windows, winners, patches), _last(wanted[1])),
     )
+    return all(bool((ours - torchs).norm() <= TOLERANCE * torchs.norm()) for ours, torchs in pairs)
+
+
+def _last(images: Tensor) -> Tensor:
+    """``[n, C, H, W]`` with channels last."""
+    return images.permute(0, 2, 3, 1)

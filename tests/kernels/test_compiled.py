@@ -241,6 +241,8 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("convolutions.c", "n * image + offsets[places[o]]", "offsets[places[o]]"),
         ("convolutions.c", "value > most", "value >= most + 1"),
         ("convolutions.c", "place += across", "place += length"),
+        ("convolutions.c", "first * layer->next", "first"),
+        ("convolutions.c", "biases[o] = bias ? bias[o] : 0", "biases[o] = 0"),
         ("convolutions.c", "row * step + start", "row * length + start"),
         ("convolutions.c", "into[i] += total", "into[i] = total"),
         ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),

@@ -1,4 +1,4 @@
-"""Pooling is torch's; gradients from windows' winners are those of products over all places."""
+"""Pooled convolutions, and their gradients from windows' winners, are those of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from tensor_bytes import same_bytes
 from test_dense import builds, built_by
 
 from fedsim.kernels import convolutions
-from fedsim.kernels.convolutions import Patches, input_gradient, max_pool, weight_gradient
+from fedsim.kernels.convolutions import (
+    Patches,
+    Windows,
+    convolve_and_pool,
+    input_gradient,
+    weight_gradient,
+)
 
 compiled = pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
 
@@ -45,53 +51,64 @@ def pooled_convolutions(draw):
 
 @st.composite
 def poolings(draw):
-    """Images, and a window, stride and padding."""
-    window = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    stride = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    padding = tuple(draw(st.integers(0, size // 2)) for size in window)
-    sides = [size + draw(st.integers(0, 6)) for size in window]
-    n, channels = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 6, 8, 13, 16, 37]))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    x = random.normal(size=(n, channels, *sides)).astype(np.float32)
-    if draw(st.booleans()):
-        np.maximum(x, 0, out=x)  # of equal values the first wins
-    for _ in range(draw(st.integers(0, 9))):
-        x.flat[random.integers(x.size)] = draw(st.sampled_from([*SPOILT, -np.inf, -np.nan]))
-    layout = draw(st.sampled_from([torch.channels_last, torch.contiguous_format]))
-    return torch.from_numpy(x).contiguous(memory_format=layout), window, stride, padding
+    """Images, weights, a bias or none, what is read of them, and the windows of a pooling."""
+    x, weight, *_, patches = draw(pooled_convolutions())
+    bias = torch.arange(len(weight)) / 7 if draw(st.booleans()) else None
+    size = [draw(st.integers(1, min(places, 4))) for places in patches.places]
+    stride = [draw(st.integers(1, 4)) for _ in size]
+    padding = [draw(st.integers(0, side // 2)) for side in size]
+    return x, weight, bias, patches, Windows(tuple(size), tuple(stride), tuple(padding))
+
+
+def last(images: torch.Tensor) -> torch.Tensor:
+    return images.permute(0, 2, 3, 1).contiguous()
+
+
+def of_torch(x, weight, bias, patches, windows):
+    """What torch convolves, and the largest of its windows."""
+    kernels = weight.view(len(weight), *patches.kernel, -1).permute(0, 3, 1, 2)
+    convolved = F.conv2d(x.permute(0, 3, 1, 2), kernels, bias, patches.stride)
+    return convolved, F.max_pool2d(convolved, windows.size, windows.stride, windows.padding)
 
 
 @compiled
 @given(poolings())
-def test_pooling_gives_torchs_bytes_and_places(pooling) -> None:
-    x, window, stride, padding = pooling
-    expected = F.max_pool2d(x, window, stride, padding, return_indices=True)
+def test_pooled_convolutions_are_torchs_whatever_the_width_of_registers(pooling) -> None:
+    x, weight, bias, patches, windows = pooling
+    found = []
     for library in (convolutions._compiled(), *other_widths()):
         convolutions.self_test(library)
-        for ours, torchs in zip(convolutions._max_pool(library, *pooling), expected, strict=True):
-            assert same_bytes(ours.contiguous(), torchs.contiguous())
-    assert max_pool(*pooling)[0].is_contiguous(memory_format=torch.channels_last)
+        found.append(convolutions._convolve_and_pool(library, *pooling))
+    for other in found[1:]:
+        assert all(map(same_bytes, found[0], other))
+    largest, winners = found[0]
+    # In double precision, so that torch's rounding is none.
+    wide = (x.double(), weight.double(), None if bias is None else bias.double())
+    convolved, expected = of_torch(*wide, patches, windows)
+    terms = of_torch(*(t if t is None else t.abs() for t in wide), patches, windows)[0]
+    if not terms.isfinite().all() or terms.max() > 3e38:
+        return  # beyond single precision; that all widths agree is enough
+    error = 1e-6 * (patches.length * patches.kernel[0] + 1) * float(terms.max())
+    assert (largest - last(expected)).abs().max() <= error
+    at_winners = convolved.flatten(2).gather(2, winners.flatten(1, 2).transpose(1, 2))
+    assert (at_winners.view(expected.shape) - expected).abs().max() <= 2 * error
 
 
 @compiled
 @given(poolings())
-def test_pooling_writes_nothing_beyond_its_outputs(pooling) -> None:
-    x, *sides = pooling
-    expected = F.max_pool2d(x, *sides, return_indices=True)
-    n, _, down, across = expected[0].shape
-    size, guard = expected[0].numel(), 64
-    largest, places = torch.full((size + guard,), 7.0), torch.full((size + guard,), 7)
-    pairs = [(ctypes.c_int64 * 2)(*pair) for pair in sides]
-    images = x.permute(0, 2, 3, 1).contiguous()
-    for library in (convolutions._compiled(), *other_widths()):
-        convolutions.self_test(library)
-        library.max_pool(
-            images.data_ptr(), n, *images.shape[1:], *pairs, down, across,
-            largest.data_ptr(), places.data_ptr(),
-        )  # fmt: skip
-        for made, torchs in zip((largest, places), expected, strict=True):
-            assert (made[size:] == 7).all()
-            assert same_bytes(made[:size], torchs.permute(0, 2, 3, 1).flatten())
+def test_nan_wins_a_window_and_of_equals_the_first_does(pooling) -> None:
+    x, weight, _, patches, windows = pooling
+    # Whole numbers are added without rounding, and are often equal.
+    x, weight = (t.nan_to_num(0, 1, -1).clamp(-2, 2).round() for t in (x, weight))
+    x.flatten()[:: max(x.numel() // 3, 1)] = float("nan")
+    convolved, _ = of_torch(x, weight, None, patches, windows)
+    expected = F.max_pool2d(
+        convolved, windows.size, windows.stride, windows.padding, return_indices=True
+    )
+    for ours, torchs in zip(
+        convolve_and_pool(x, weight, None, patches, windows), expected, strict=True
+    ):
+        assert same_bytes(ours + 0, last(torchs) + 0)
 
 
 @compiled

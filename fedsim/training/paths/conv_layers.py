@@ -1,11 +1,11 @@
 """Convolutions, each with ReLU and max-pooling, forward and backward by hand.
 
-Five things make this faster than autograd on the same operations. ReLU is monotone, so that it
-commutes with max-pooling: it and its mask are taken after pooling, at a quarter of the size or
-less. torch pools few channels number by number, our kernel all of them together. A place that is
-not the largest of its window has no gradient: sums run over the windows' winners, not over all
-places (`fedsim.kernels.convolutions`). Nobody wants the gradient of an image, so that the first
-layer's is never computed. And no graph is recorded.
+Five things make this faster than autograd on the same operations. An image is convolved and pooled
+in the cache (`fedsim.kernels.convolutions`). ReLU is monotone, so that it commutes with
+max-pooling: it and its mask are taken after pooling, at a quarter of the size or less. A place that
+is not the largest of its window has no gradient: sums run over the windows' winners, not over all
+places. Nobody wants the gradient of an image, so that the first layer's is never computed. And no
+graph is recorded.
 
 It holds for a plain max-pooling without returned indices, and for ReLU alone: neither tanh after
 an average, nor a pooling of other activations, commutes to the same bits.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fedsim.kernels.convolutions import (
     Patches,
+    Windows,
+    convolve_and_pool,
     input_gradient,
     is_compiled,
-    max_pool,
     weight_gradient,
 )
 from fedsim.rows.packing import channels_last
@@ -60,12 +61,24 @@ def is_plain(module: nn.Conv2d) -> bool:
 
 @dataclass(frozen=True)
 class ConvActivations:
-    """What a layer's backward pass needs of its forward pass."""
+    """What a layer's backward pass needs of its forward pass.
+
+    Attributes
+    ----------
+    layer : ConvLayer
+    x, weight : Tensor
+        Its inputs and its weight, channels last.
+    convolved : torch.Size
+        Shape of what is pooled.
+    places : int64 Tensor or None
+        What won each window, if there is pooling.
+    outputs : Tensor
+    """
 
     layer: ConvLayer
     x: Tensor
     weight: Tensor
-    convolved: Tensor
+    convolved: torch.Size
     places: Tensor | None
     outputs: Tensor
 
@@ -87,7 +100,9 @@ class ConvFactor(NamedTuple):
     delta: Tensor
 
 
-def forward(layers: Sequence[ConvLayer], row: Tensor, x: Tensor) -> list[ConvActivations]:
+def forward(
+    layers: Sequence[ConvLayer], row: Tensor, x: Tensor, *, compiled: bool
+) -> list[ConvActivations]:
     """Go through the layers with images ``x [B, C, H, W]`` at a packed ``row [D]``.
 
     The last one's outputs are the features, channels last.
@@ -95,20 +110,52 @@ def forward(layers: Sequence[ConvLayer], row: Tensor, x: Tensor) -> list[ConvAct
     passed = []
     x = channels_last(x)
     for layer in layers:
-        module = layer.module
-        weight = channels_last(row[layer.weight].view(module.weight.shape))
+        weight = channels_last(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
-        convolved = F.conv2d(
-            x, weight, bias, module.stride, module.padding, module.dilation, module.groups
-        )
-        places, outputs = None, convolved
-        if layer.pool is not None:
-            # The places are the windows' winners, from which `_of_winners` takes the gradients.
-            outputs, places = _pooled(convolved, layer.pool)
+        # The places are the windows' winners, from which `_of_winners` takes the gradients.
+        if compiled and layer.pool is not None and _has_kernels(layer, x):
+            convolved, outputs, places = _pooled_by_image(layer.module, layer.pool, x, weight, bias)
+        else:
+            convolved, outputs, places = _operations(layer.module, layer.pool, x, weight, bias)
         outputs = torch.relu_(outputs)
         passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
         x = outputs
     return passed
+
+
+def _has_kernels(layer: ConvLayer, x: Tensor) -> bool:
+    """Whether compiled kernels take a layer that is pooled, with such inputs."""
+    module, pool = layer.module, layer.pool
+    if module.groups != 1 or module.dilation != (1, 1) or pool is None or pool.ceil_mode:
+        return False
+    return _pair(pool.dilation) == (1, 1) and not x.is_cuda and is_compiled(x.dtype)
+
+
+Pooled = tuple[torch.Size, Tensor, Tensor | None]
+"""The shape of what is convolved, what is pooled of it, and the places."""
+
+
+def _pooled_by_image(
+    module: nn.Conv2d, pool: nn.MaxPool2d, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Pooled:
+    images, patches = _images(module, x)
+    windows = Windows(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
+    rows = weight.permute(0, 2, 3, 1).flatten(2)
+    made = convolve_and_pool(images, rows, bias, patches, windows)
+    outputs, places = (images.permute(0, 3, 1, 2) for images in made)
+    return torch.Size((len(x), module.out_channels, *patches.places)), outputs, places
+
+
+def _operations(
+    module: nn.Conv2d, pool: nn.MaxPool2d | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Pooled:
+    convolved = F.conv2d(
+        x, weight, bias, module.stride, module.padding, module.dilation, module.groups
+    )
+    if pool is None:
+        return convolved.shape, convolved, None
+    pooled = torch.ops.aten.max_pool2d_with_indices.default(convolved, *_pooling(pool))
+    return (convolved.shape, *pooled)
 
 
 def backward(
@@ -156,9 +203,7 @@ def factor_of(
 def _sparse(past: ConvActivations) -> bool:
     """Whether a layer's gradients are taken from its windows' winners."""
     module = past.layer.module
-    if past.layer.pool is None or module.groups != 1 or module.dilation != (1, 1):
-        return False
-    if past.x.is_cuda or not is_compiled(past.x.dtype):
+    if past.layer.pool is None or not _has_kernels(past.layer, past.x):
         return False
     kernel = module.kernel_size[0] * module.kernel_size[1]
     return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
@@ -170,28 +215,39 @@ def _of_winners(
     """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
     module, places = past.layer.module, past.places
     assert places is not None
-    assert not isinstance(module.padding, str)
-    down, across = module.padding
-    x = past.x.permute(0, 2, 3, 1)
-    # The kernels know no padding: it is written out, and its gradient cut off at the end.
-    if down or across:
-        x = F.pad(x, (0, 0, across, across, down, down))
-    x = x.contiguous()
-    height, width, channels = x.shape[1:]
-    kernel, stride = (module.kernel_size[0], module.kernel_size[1]), module.stride
-    patches = _patches((height, width, channels), kernel, (stride[0], stride[1]))
+    images, patches = _images(module, past.x)
+    height, width, channels = patches.image
     windows, places = (
         images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, places)
     )
-    weights = weight_gradient(x, windows, places, patches)
-    weights = weights.view(-1, *kernel, channels).permute(0, 3, 1, 2)
+    weights = weight_gradient(images, windows, places, patches)
+    weights = weights.view(-1, *patches.kernel, channels).permute(0, 3, 1, 2)
     bias = None if module.bias is None else windows.flatten(0, 1).sum(0)
     if not below:
         return None, weights, bias
     rows = past.weight.permute(0, 2, 3, 1).flatten(2)
     inputs = input_gradient(rows, windows, places, patches)
+    down, across = _padding(module)
     inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
     return inputs, weights, bias
+
+
+def _images(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, Patches]:
+    """Images as the kernels take them, with their padding written out, and what is read of them."""
+    down, across = _padding(module)
+    x = x.permute(0, 2, 3, 1)
+    if down or across:
+        x = F.pad(x, (0, 0, across, across, down, down))
+    x = x.contiguous()
+    height, width, channels = x.shape[1:]
+    (rows, columns), (down, across) = module.kernel_size, module.stride
+    return x, _patches((height, width, channels), (rows, columns), (down, across))
+
+
+def _padding(module: nn.Conv2d) -> tuple[int, int]:
+    assert not isinstance(module.padding, str)  # see `is_plain`
+    down, across = module.padding
+    return down, across
 
 
 _patches = functools.cache(Patches)
@@ -210,8 +266,12 @@ def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
     """Gradients of all that is convolved, from those of the windows."""
     if past.layer.pool is None:
         return delta
+    # Of what is pooled the operation reads the shape alone.
+    convolved = torch.empty(
+        past.convolved, dtype=delta.dtype, device=delta.device, memory_format=torch.channels_last
+    )
     gradients: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(
-        delta, past.convolved, *_pooling(past.layer.pool), past.places
+        delta, convolved, *_pooling(past.layer.pool), past.places
     )
     return gradients
 
@@ -240,26 +300,11 @@ def _products(
     return gradients
 
 
-def _pooled(convolved: Tensor, pool: nn.MaxPool2d) -> tuple[Tensor, Tensor]:
-    """Largest values of windows, and their places: the same numbers by either way."""
-    window, stride, padding, dilation, rounds_up = _pooling(pool)
-    on_cpu = not convolved.is_cuda and is_compiled(convolved.dtype)
-    if on_cpu and dilation == (1, 1) and not rounds_up:
-        return max_pool(convolved, window, stride, padding)
-    pooled: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices.default(
-        convolved, window, stride, padding, dilation, rounds_up
-    )
-    return pooled
+def _pooling(pool: nn.MaxPool2d) -> tuple[Any, ...]:
+    """Kernel, stride, padding, dilation and rounding, as torch's operations take them."""
+    sides = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    return (*map(_pair, sides), pool.ceil_mode)
 
 
-Pair = tuple[int, int]
-
-
-def _pooling(pool: nn.MaxPool2d) -> tuple[Pair, Pair, Pair, Pair, bool]:
-    """Kernel, stride, padding, dilation and rounding, as pairs."""
-
-    def pair(value: int | tuple[int, ...]) -> Pair:
-        return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-    sides = pair(pool.kernel_size), pair(pool.stride), pair(pool.padding), pair(pool.dilation)
-    return (*sides, pool.ceil_mode)
+def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])

@@ -202,7 +202,10 @@ class Program:
         """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
         x = self._behind_stem(x)
         if self.convolutions:
-            passes = (forward(self.convolutions, *each) for each in zip(theta, x, strict=True))
+            passes = (
+                forward(self.convolutions, row, images, compiled=self.compiled)
+                for row, images in zip(theta, x, strict=True)
+            )
             x = torch.stack([activations[-1].outputs for activations in passes])
         return self.dense.outputs(theta, x.flatten(2))
 
@@ -255,7 +258,7 @@ class Program:
 
         The dense layers' gradient; and what ``of_layer`` makes of each convolution, the last first.
         """
-        activations = forward(self.convolutions, theta[0], x)
+        activations = forward(self.convolutions, theta[0], x, compiled=self.compiled)
         features = activations[-1].outputs
         deltas = partial(losses.deltas, first=batch)
         dense, delta = self.dense.gradient(theta, features.flatten(1)[None], deltas, below=True)
