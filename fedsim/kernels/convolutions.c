@@ -202,19 +202,19 @@ static inline __attribute__((always_inline)) void add_some(
         total[k] = sum[k];
 }
 
+/* As few passes over the terms as the sizes that are compiled allow. */
 static void add_up(const terms_t *terms, const int64_t *reach, int64_t registers, lanes_t *total)
 {
-    for (; registers > WIDE; registers -= WIDE, reach += WIDE, total += WIDE)
-        add_some(WIDE, terms, reach, total);
-    /* One pass over the terms, with as many sums as are left. */
-    switch (registers) {
-#define CASE(count)                                                                                \
-    case count:                                                                                    \
+    while (registers > 0) {
+        int64_t added;
+#define ADD(count)                                                                                 \
+    if (registers >= (count)) {                                                                    \
         add_some(count, terms, reach, total);                                                      \
-        break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
+        added = count;                                                                             \
+    }
+        ADD(WIDE) else ADD(8) else ADD(5) else ADD(3) else ADD(1)
+#undef ADD
+        registers -= added, reach += added, total += added;
     }
 }
 

@@ -249,6 +249,8 @@ def self_test(compiled: ctypes.CDLL) -> bool:
             (Patches((9, 8, 3), (2, 3), (1, 1)), 5),
             # In neither do the numbers of a row fill its registers, of whatever width.
             (Patches((11, 13, 41), (3, 5), (2, 1)), 67),
+            # What ends with the images is taken together with registers that are full.
+            (Patches((6, 9, 7), (4, 3), (1, 1)), 13),
         )
     )
 
