@@ -33,7 +33,7 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
 UNFUSED = ("-ffp-contract=off",)
 PROCESSOR = "-march=native"
-# Of a compiler that hangs. All sources take two seconds of CPU time, and a busy machine is no
+# Of a compiler that hangs. All sources take four seconds of CPU time, and a busy machine is no
 # reason to train with other kernels.
 SECONDS = 600
 
@@ -134,7 +134,7 @@ def built(
 @functools.cache
 def _announce() -> None:
     """Say once why a run begins some seconds late."""
-    _log.warning("compiling fedsim's kernels, once on this machine: about two seconds")
+    _log.warning("compiling fedsim's kernels, once on this machine: about four seconds")
 
 
 def _processor() -> bytes:
