@@ -14,15 +14,18 @@ from fedsim.settings import read_settings, settings_of
 
 Scalar = bool | int | float | str
 
+# Numbers as people type them, and TOML does not.
+_BARE_POINT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def read_value(text: str) -> Any:
-    """What TOML makes of it, or the text itself."""
+    """What TOML makes of it, a number such as ``.5`` or ``1.``, or the text itself."""
+    text = text.strip()
     try:
-        return tomllib.loads(f"value = {text.strip()}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        return text.strip()
+        return float(text) if _BARE_POINT.fullmatch(text) else text
 
 
 def split_top_level(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fedsim import RunConfig
 from fedsim.config.describe import flower_table
+from fedsim.config.values import read_value
 from fedsim.errors import FedsimError
 
 ROOT = Path(__file__).parents[2]
@@ -229,3 +230,18 @@ def test_what_is_generated_from_the_code_is_as_the_code_is() -> None:
     scope = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     for name, made in scope["FILES"].items():
         assert (ROOT / name).read_text() == made(), f"{name}: run docs/generate.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(".5", 0.5), ("-.5e-1", -0.05), ("1.", 1.0), ("0.5", 0.5), ("1e-3", 1e-3), (".", "."),
+     (".5x", ".5x"), ("1.2.3", "1.2.3"), ("...", "...")],
+)  # fmt: skip
+def test_values_are_read_as_people_type_them(text: str, value: object) -> None:
+    assert read_value(f" {text} ") == value
+
+
+def test_a_number_may_begin_with_its_point() -> None:
+    settings = ["client.lr=.25", "partition.name=dirichlet", "partition.alpha=.5"]
+    config = RunConfig.of(settings)
+    assert (config.client.lr, config.partition.alpha) == (0.25, 0.5)

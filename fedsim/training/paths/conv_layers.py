@@ -203,7 +203,7 @@ def factor_of(
 def _sparse(past: ConvActivations) -> bool:
     """Whether a layer's gradients are taken from its windows' winners."""
     module = past.layer.module
-    if past.layer.pool is None or not _has_kernels(past.layer, past.x):
+    if not _has_kernels(past.layer, past.x):
         return False
     kernel = module.kernel_size[0] * module.kernel_size[1]
     return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
