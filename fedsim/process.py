@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,32 @@ class Closed(ABC):
 
 class TerminatedError(KeyboardInterrupt):
     """What Ctrl-C raises, of a SIGTERM: that reaches this process, and not those beside it."""
+
+
+GONE_SECONDS = 10.0
+
+
+@contextmanager
+def thread_pool(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that are gone when the context is left, as far as the system knows.
+
+    Python joins a thread before the system has ended it. MKL then still frees what it had, under
+    locks of all threads: a process that is forked just then inherits them, and waits for ever in
+    its first matrix product.
+    """
+    tasks: list[Path] = []
+
+    def note() -> None:
+        tasks.append(Path(f"/proc/self/task/{threading.get_native_id()}"))
+
+    try:
+        with ThreadPoolExecutor(count, initializer=note) as pool:
+            yield pool
+    finally:
+        # Not for ever: another thread may have got the number of one that is gone.
+        latest = time.monotonic() + GONE_SECONDS
+        while any(task.exists() for task in tasks) and time.monotonic() < latest:
+            time.sleep(1e-4)
 
 
 _log = logging.getLogger("fedsim")

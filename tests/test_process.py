@@ -1,4 +1,4 @@
-"""Processes that are forked end with the process that forked them."""
+"""Processes that are forked end with the process that forked them, and need none of its threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fedsim import process
+from fedsim.process import thread_pool
 
 PROGRAM = """
 import ctypes, os, sys, time
@@ -58,3 +62,19 @@ def _alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc shows the system's threads")
+def test_threads_of_a_pool_are_gone_when_it_is_left() -> None:
+    def work(_: int) -> int:
+        product = torch.ones(32, 32, dtype=torch.float64) @ torch.ones(32, 32, dtype=torch.float64)
+        assert product[0, 0] == 32
+        return threading.get_native_id()
+
+    for _ in range(200):
+        with thread_pool(2) as pool:
+            used = set(pool.map(work, range(4)))
+            assert os.getpid() not in used
+        assert not used & {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    with pytest.raises(ZeroDivisionError), thread_pool(1) as pool:
+        pool.submit(lambda: 1 / 0).result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.process import thread_pool
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import MeanOf, Metric
@@ -177,7 +177,7 @@ def evaluate_clients(
         outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
-    with exact(data.x.device), ThreadPoolExecutor(len(paths)) as pool:
+    with exact(data.x.device), thread_pool(len(paths)) as pool:
         while start < len(padded):
             left = len(padded) - start
             # Calls of one size for all threads; what one call takes is not worth sharing out.
