@@ -75,10 +75,7 @@ def of_torch(x, weight, bias, patches, windows):
 @given(poolings())
 def test_pooled_convolutions_are_torchs_whatever_the_width_of_registers(pooling) -> None:
     x, weight, bias, patches, windows = pooling
-    found = []
-    for library in (convolutions._compiled(), *other_widths()):
-        convolutions.self_test(library)
-        found.append(convolutions._convolve_and_pool(library, *pooling))
+    found = [convolutions._convolve_and_pool(library, *pooling) for library in libraries()]
     for other in found[1:]:
         assert all(map(same_bytes, found[0], other))
     largest, winners = found[0]
@@ -108,31 +105,32 @@ def test_nan_wins_a_window_and_of_equals_the_first_does(pooling) -> None:
     for ours, torchs in zip(
         convolve_and_pool(x, weight, None, patches, windows), expected, strict=True
     ):
-        assert same_bytes(ours + 0, last(torchs) + 0)
+        assert same_bytes(ours + 0, last(torchs) + 0)  # 0 and -0 are equal
 
 
 @compiled
 @given(pooled_convolutions())
 def test_every_width_of_registers_gives_the_same_bytes(convolution) -> None:
     x, weight, delta, places, patches = convolution
-    found = []
-    for library in (convolutions._compiled(), *other_widths()):
-        convolutions.self_test(library)
-        found.append(
-            (
-                convolutions._weight_gradient(library, x, delta, places, patches),
-                convolutions._input_gradient(library, weight, delta, places, patches),
-            )
+    found = [
+        (
+            convolutions._weight_gradient(library, x, delta, places, patches),
+            convolutions._input_gradient(library, weight, delta, places, patches),
         )
+        for library in libraries()
+    ]
     for other in found[1:]:
         assert all(map(same_bytes, found[0], other))
 
 
 @functools.cache
-def other_widths() -> list[ctypes.CDLL]:
-    """The kernels as for other processors and by other compilers."""
+def libraries() -> list[ctypes.CDLL]:
+    """The kernels of this machine, and as for other processors and by other compilers."""
     with pytest.MonkeyPatch.context() as patch:
-        return [built_by(patch, build, "convolutions.c") for build in builds() if build != "native"]
+        others = [built_by(patch, build, "convolutions.c") for build in builds()]
+    for library in others:
+        convolutions.self_test(library)  # which also says what its functions take
+    return others
 
 
 @compiled

@@ -148,13 +148,22 @@ def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
-def test_outputs_are_the_models_at_each_clients_parameters(frozen, dtype, tolerance) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tolerance"),
+    [
+        ("eager", torch.float32, 1e-5),
+        ("eager", torch.float64, 1e-13),
+        ("compiled", torch.float32, 1e-5),
+    ],
+)
+def test_outputs_are_the_models_at_each_clients_parameters(
+    frozen, kernel, dtype, tolerance
+) -> None:
     model = network(dtype, pool_first=True)
     model[0].requires_grad_(not frozen)
     trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
     packing = Packing(Layout.of(trained_ones))
-    program = lowered(reading_of(model, (2, 11, 11)), packing)
+    program = lowered(reading_of(model, (2, 11, 11)), packing, kernel)
     assert program is not None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, packing.layout.d, generator=generator, dtype=dtype)
