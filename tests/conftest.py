@@ -19,6 +19,10 @@ from slow_cases import SLOW_EXAMPLES, spanning
 
 from fedsim import allowed_code
 
+# In its first backward pass torch begins a thread for each device that it knows, and then refuses
+# others in forked processes, which lack them. Tests that pretend to have a GPU come after this.
+torch.zeros(1, requires_grad=True).sum().backward()
+
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("fast", deadline=None, max_examples=30)

@@ -19,7 +19,7 @@ from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.federation.engines.client_app import client_app
-from fedsim.federation.engines.forked import helpful_workers
+from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
 from fedsim.lazy import function
 from fedsim.mechanisms import Mechanism
@@ -287,6 +287,8 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
         resolved.plan.sampler.expected_size,
         trainer.device,
     )
+    if not engine.workers and workers > 1 and not can_train_forked(trainer):
+        workers = 1
     if resolved.config.secagg.simulate:
         return LocalGrid(masking_app(resolved), num_nodes=trainer.population)
     return LocalGrid(trainer, workers=workers)

@@ -20,6 +20,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.privacy import epsilon
 from fedsim.rows.block import Block
+from fedsim.runs import runner
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.resolve import CentralEvaluation, resolve, strategy_of
 from fedsim.runs.round_rows import columns_of
@@ -48,6 +49,15 @@ def test_the_global_model_is_evaluated_by_as_many_threads_as_there_are_workers(
     config = BASE.replace(**{"engine.workers": workers, "data.validation": 0.1})
     evaluation = CentralEvaluation(resolve(config))
     assert [t.evaluation.threads for t in evaluation.trainers.values()] == [threads, threads]
+
+
+@pytest.mark.parametrize(("can_fork", "workers"), [(True, 3), (False, 1)])
+def test_the_rule_takes_one_process_where_forked_ones_could_not_train(
+    can_fork: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "helpful_workers", lambda *_: 3)
+    monkeypatch.setattr(runner, "can_train_forked", lambda _: can_fork)
+    assert runner._grid(resolve(BASE.replace(**{"engine.workers": 0})))._workers == workers
 
 
 RICH: list[dict[str, Any]] = [

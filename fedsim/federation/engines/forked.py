@@ -108,10 +108,7 @@ class ForkedWorker(Worker):
             with contextlib.suppress(Exception):
                 stream.flush()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            # Python warns of other threads; see above.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+        self.pid = _fork()
         if self.pid == 0:
             # From here on this is the worker. It must end here and not return, or two processes
             # would run the caller's code, and its `finally` clauses, files and ledgers.
@@ -207,6 +204,12 @@ class ForkedCrew(Crew[ForkedWorker]):
                 f"engine.workers is {count} on a {trainer.device.type} device; it must be 1 there, "
                 "or engine.name 'ray', whose workers share GPUs."
             )
+        if not can_train_forked(trainer):
+            raise FedsimError(
+                f"engine.workers is {count}, and torch cannot differentiate in processes that are "
+                "forked from this one, since it has differentiated here and sees a GPU; it must be "
+                "1, or engine.name 'ray', or CUDA_VISIBLE_DEVICES be set to nothing before."
+            )
         self._trainer = trainer
         self._calls = SharedValue()
         super().__init__(count)
@@ -293,6 +296,35 @@ def _serve(
         # Where the answer lies, and what was logged meanwhile.
         connection.send_bytes(pickle.dumps((spans, log.records)))
         log.records = []
+
+
+def can_train_forked(trainer: BlockTrainer) -> bool:
+    """Whether clients can be trained in processes that are forked from this one.
+
+    Where there is a GPU, torch begins a thread for it in its first backward pass, on a CPU too. A
+    forked process has no such thread, and each of its backward passes is an error. Only the path
+    ``layered`` needs none, unless its gradients of single examples are checked.
+    """
+    path = getattr(trainer, "path", None)
+    if getattr(path, "name", "") == "layered" and getattr(trainer, "privacy", None) is None:
+        return True
+    pid = _fork()
+    if pid == 0:
+        status = 1
+        try:
+            with torch.enable_grad():
+                torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of other threads; see above.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 # About 40 ms of one core's work. What a worker costs a round (being asked four times, sending a
