@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -41,10 +42,11 @@ for workers in sys.argv[2].split(","):
 """
 
 
-def said(*arguments: str) -> list[str]:
+def said(device: str, *arguments: str) -> list[str]:
+    environment = os.environ if device == "gpu" else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        capture_output=True, text=True, timeout=200, check=True,
+        [sys.executable, "-c", PROGRAM, device, *arguments],
+        capture_output=True, text=True, timeout=200, check=True, env=environment,
     )  # fmt: skip
     return result.stdout.splitlines()
 
