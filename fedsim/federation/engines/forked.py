@@ -40,6 +40,7 @@ from fedsim.federation.engines.workers import (
     WorkerReply,
     WorkRequest,
     pack,
+    sendable,
     unpack,
 )
 from fedsim.process import die_with_parent, usable_cores
@@ -276,26 +277,36 @@ def _serve(
         if isinstance(logger, logging.Logger):
             logger.handlers, logger.propagate = [], True
     logging.root.handlers = [log]
-    worker = TrainingWorker(trainer, "cpu")
-    while True:
-        try:
-            body = connection.recv_bytes()
-        except (EOFError, OSError):
-            return
-        if not body:
-            return
-        request = unpack(pickle.loads(body), copied=True)
-        if not isinstance(request, WorkRequest):
-            worker.begin(calls.get(request, copied=True))
-            continue
+
+    def reply(answer: WorkerReply) -> None:
         # In place of the last answer, which the driver has taken in: it asks for one at a time.
-        spans = answers.put(worker.work(request))
+        spans = answers.put(answer)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         # Where the answer lies, and what was logged meanwhile.
         connection.send_bytes(pickle.dumps((spans, log.records)))
         log.records = []
+
+    try:
+        worker = TrainingWorker(trainer, "cpu")
+        while body := _received(connection):
+            request = unpack(pickle.loads(body), copied=True)
+            if isinstance(request, WorkRequest):
+                reply(worker.work(request))
+            else:
+                worker.begin(calls.get(request, copied=True))
+    except Exception as error:
+        # No client is to blame: the driver ends the run with it when it asks for an answer.
+        reply(WorkerReply(error=sendable(error)))
+
+
+def _received(connection: Connection) -> bytes:
+    """What the driver has sent; nothing once it is gone."""
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return b""
 
 
 def can_train_forked(trainer: BlockTrainer) -> bool:

@@ -222,9 +222,7 @@ class TrainingWorker:
             summed, self._sum = self._sum, None
             return WorkerReply(tensors={} if summed is None else summed.total.state())
         except Exception as error:
-            # Some errors cannot be sent as they are.
-            sendable = error if isinstance(error, FedsimError) else FedsimError(repr(error))
-            return WorkerReply(error=sendable)
+            return WorkerReply(error=sendable(error))
 
     def _trained(self, client_ids: Ids, states: ClientStates) -> WorkerReply:
         call = self._call
@@ -237,6 +235,11 @@ class TrainingWorker:
         sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
         keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
         return WorkerReply(sent, keeps)
+
+
+def sendable(error: Exception) -> FedsimError:
+    """An error that can be pickled: some cannot as they are."""
+    return error if isinstance(error, FedsimError) else FedsimError(repr(error))
 
 
 def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> Iterator[Block]:

@@ -159,6 +159,19 @@ def test_clients_that_fail_take_nobody_with_them(fault):
     assert any(reasons for _, reasons in reports)
 
 
+class Deviceless(Deeds):
+    """Cannot be copied into a worker."""
+
+    def copy_for(self, device):
+        raise ArithmeticError("there is no room")
+
+
+def test_a_worker_that_cannot_begin_ends_the_run_with_what_it_raised():
+    # Its clients have not failed: their rounds would release noise alone, one after another.
+    with LocalGrid(Deviceless(), workers=2) as grid, pytest.raises(FedsimError, match="no room"):
+        run(grid)
+
+
 def test_messages_made_of_the_replies_carry_each_clients_parameters():
     initial = array_record({"w": torch.linspace(0, 1, D)})
     updates = {}
