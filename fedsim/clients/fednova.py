@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -69,6 +69,10 @@ class FedNova(SGD):
         state = super().init(theta, numbers)
         zeros = torch.zeros_like(state["lr"])
         return state | {"start": theta.clone(), "moved": zeros, "speed": zeros.clone()}
+
+    def phase(self, at: Step) -> Hashable:
+        """All steps are alike."""
+        return "step"
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """A step; and one of a number along a gradient of 1, in units of lr."""

@@ -9,7 +9,7 @@ import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, RMSProp
+from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, FedNova, RMSProp, Scaffold
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.randomness import Randomness
@@ -30,6 +30,10 @@ ALGORITHMS = {
     "adadp, hybrid": AdadpLR(lr=0.1, adapt_rounds=1),
     "proximal sgd": Proximal(SGD(lr=0.1), mu=0.5),
     "proximal adadp": Proximal(AdadpLR(lr=0.1), mu=0.5),
+    "fednova": FedNova(lr=0.1, momentum=0.9, schedule=Schedule("inverse", decay=0.1, over="step")),
+    "proximal fednova": Proximal(FedNova(lr=0.1, reach=3.0), mu=0.5),
+    "scaffold": Scaffold(lr=0.1, momentum=0.9),
+    "scaffold, at the start": Scaffold(lr=0.1, control="gradient"),
 }
 
 MODELS = {
@@ -121,7 +125,7 @@ def images(sizes):
 def make_trainer(model, algorithm, data, path, **settings):
     return Trainer(
         model, algorithm, data, batch_size=4, epochs=3, path=path, randomness=Randomness(0),
-        **settings,
+        state="client" if isinstance(algorithm, Scaffold) else "reset", **settings,
     )  # fmt: skip
 
 

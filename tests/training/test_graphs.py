@@ -21,7 +21,8 @@ from cuda_helpers import (
     rounds,
 )
 
-from fedsim.clients import SGD, AdadpLR
+from fedsim import registry
+from fedsim.clients import SGD, AdadpLR, Step
 from fedsim.training import graphs
 from fedsim.training.graphs import StepGraphs
 
@@ -46,6 +47,11 @@ def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert trainer.stepper.captured.works
     assert tape.recordings >= len(trainer.stepper.captured.graphs) > 0
+
+
+@pytest.mark.parametrize("name", registry.names("client"))
+def test_every_algorithm_of_fedsims_own_can_be_captured(name):
+    assert registry.find("client", name, "client.name")(lr=0.1).phase(Step(1, 0)) is not None
 
 
 @pytest.fixture
