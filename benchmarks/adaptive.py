@@ -13,8 +13,6 @@ from benchmarks.turns import in_turns, ratio
 from fedsim.clients import SGD, AdadpLR
 from fedsim.training import Trainer
 
-__all__ = ["compare_adaptive"]
-
 
 def compare_adaptive(clients: int = 25, pairs: int = 15) -> dict[str, Any]:
     """CPU milliseconds a gradient evaluation of each, and their ratio."""

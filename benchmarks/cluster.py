@@ -33,8 +33,6 @@ from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block, BlockTrainer, Ids, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
-__all__ = ["main"]
-
 POPULATION, NODES = 1000, 3
 MOST_SECONDS = 10.0
 """From the engine's start to its first round's end, where nothing else runs."""

@@ -37,8 +37,6 @@ from fedsim.training import ClientData, Trainer
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.side_effects import exact
 
-__all__ = ["main"]
-
 CLIENTS, BATCH, LR, TOL = 5, 10, 0.05, 0.1
 AIM = 0.65
 EXAMPLES = {"cpu": 200, "cuda": 1000}

@@ -7,8 +7,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-__all__ = ["environment"]
-
 
 def environment(directory: Path, *requirements: str, dependencies: bool = True) -> str:
     """The interpreter of an environment with requirements, which is made if there is none.

@@ -31,8 +31,6 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
-__all__ = ["main"]
-
 EXAMPLES, BATCH, STEPS, LR, CLIP, NOISE = 2000, 200, 5, 0.1, 1.0, 1.0
 MODELS = ("mlp", "cnn")
 

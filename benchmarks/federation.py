@@ -33,8 +33,6 @@ from fedsim.runs.directory import OUT
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
-__all__ = ["MOST_SECONDS", "Federated", "main", "measured"]
-
 MOST_SECONDS = 4.0
 """A round's of ten nodes on two cores, where nothing else runs."""
 

@@ -14,8 +14,6 @@ from fedsim.clients import SGD, LocalAlgorithm
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
 
-__all__ = ["JOBS", "Job", "data_of", "trainer_of"]
-
 FEATURES, CLASSES, EXAMPLES = 784, 10, 60
 LR, BATCH, SEED = 0.1, 10, 1
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["measured_peak"]
-
 
 def measured_peak(job: str, cohort: int) -> float:
     """MiB that a round with ``cohort`` of 10,000 clients adds to the process's peak.

@@ -6,8 +6,6 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-__all__ = ["alone_on_loopback", "loopback_bytes"]
-
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <linux/sched.h>
 
 

@@ -18,8 +18,6 @@ from rich.table import Table
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import NoiseSource
 
-__all__ = ["main"]
-
 Floats = npt.NDArray[np.float64]
 
 SIZES, REPEATS = (7_850, 269_322, 1_000_000), 8

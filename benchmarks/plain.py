@@ -15,8 +15,6 @@ from fedsim.cohorts import Cohort
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData
 
-__all__ = ["plain_rounds"]
-
 
 def plain_rounds(
     job: Job,

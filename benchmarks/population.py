@@ -24,8 +24,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["MOST_GIGABYTES", "main"]
-
 POPULATIONS = (10_000, 100_000, 1_000_000)
 EXAMPLES, COHORT, ROUNDS = 20, 100, 12
 MOST_GIGABYTES = 4.0

@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["MOST", "main", "measured"]
-
 RATES, SEEDS = "0.1,0.2,0.3,0.4,0.5", "1,2,3,4,5,6"
 MOST = 6.0
 """Times one run that a sweep of thirty may cost."""

@@ -35,8 +35,6 @@ from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 from fedsim.training.batches import local_multiplications
 
-__all__ = ["main"]
-
 POPULATION = 200
 SPEED_UP = 1.7
 """Times as fast with two workers, where each has a core and the rule says two."""

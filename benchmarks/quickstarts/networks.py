@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["cifar", "mnist"]
-
 
 def mnist() -> nn.Sequential:
     """PFLlib's CNN of 28x28 grey images: 582,026 parameters."""

@@ -19,8 +19,6 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
 from fedsim.rows.dense import MeasuredRows
 
-__all__ = ["SquareRows", "principal_directions"]
-
 CHUNK = 6000  # examples in one block of rows
 
 

@@ -32,8 +32,6 @@ from fedsim.privacy import Ledger, calibrate
 from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.strategies import sgd
 
-__all__ = ["Mnist", "MnistSettings", "load_images", "make_mechanism"]
-
 LABELS = {
     "norm-bound": "norm bound 28",
     "clipping": "Abadi, C = 4",

@@ -19,8 +19,6 @@ from fedsim.privacy import Event, Ledger, calibrate, calibrate_events
 from fedsim.reports.plots import grid
 from fedsim.strategies import sgd
 
-__all__ = ["METHODS", "Pca", "PcaSettings"]
-
 METHODS = {"clipping": "Abadi, C = 4 a layer", "adaclip": "AdaCliP, corrected"}
 
 

@@ -32,14 +32,6 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.rows import Layout
 
-__all__ = [
-    "METHODS",
-    "Regression",
-    "RegressionSettings",
-    "descend",
-    "make_mechanism",
-]
-
 PAPER = "paper"
 FLAT_FACTOR = 5.0
 LARGEST = 1e30

@@ -14,8 +14,6 @@ from experiments.framework.base import BestOfGrid, Experiment, ExperimentMember,
 from experiments.framework.spread import Difference, over_seeds, paired
 from fedsim.reports.plots import COLOURS, curve_style
 
-__all__ = ["TunedRates", "TunedSettings", "member_name"]
-
 PRINTED = "paper, for its neural model"
 
 

@@ -26,8 +26,6 @@ from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from fedsim.mechanisms import AdaClip, Mechanism, State
 from fedsim.reports.plots import COLOURS, grid
 
-__all__ = ["Whitened", "Whitening", "noises", "spread"]
-
 PANEL = "Section 4.3"
 SPECTRUM = "spectrum"
 CLASSES = 10

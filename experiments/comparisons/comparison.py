@@ -15,8 +15,6 @@ from experiments.framework.schema import Section
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
 
-__all__ = ["Comparison", "ComparisonSettings"]
-
 
 class Method(Section):
     """One method: the run's keys that it changes."""

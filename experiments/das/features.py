@@ -14,8 +14,6 @@ from experiments.framework.schema import Section
 from fedsim import datasets
 from fedsim.errors import FedsimError
 
-__all__ = ["FILE", "Extractor", "write_features"]
-
 FILE = "features.npz"
 NORM = 10.0
 _BATCH = 64

@@ -22,8 +22,6 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids, TrainerDefaults
 from fedsim.training import ClientData, Trainer
 
-__all__ = ["ClosedForm", "LeastSquares", "Watched", "snr_of_normalization"]
-
 Floats = npt.NDArray[np.float64]
 
 

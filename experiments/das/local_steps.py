@@ -28,8 +28,6 @@ from fedsim.cohorts import FullCohort
 from fedsim.privacy import calibrate
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
-__all__ = ["LocalSteps", "LocalStepsSettings"]
-
 PANELS = {"rate": "One rate", "path": "One path length"}
 """What is the same at every number of steps: eta, or E eta."""
 

@@ -32,8 +32,6 @@ from fedsim.mechanisms import Clipping, Mechanism, Normalization
 from fedsim.privacy import calibrate
 from fedsim.strategies import DPFedAvg
 
-__all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings", "descend"]
-
 METHODS = ("clipping", "normalization")
 COLUMNS = ("||w-w*||", "f-f*", "no noise")
 TAIL = 25  # rounds that a final distance is the mean of

@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 from experiments.framework.base import Result
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
-__all__ = ["curves", "trajectories"]
-
 Panels = Sequence[tuple[str, str]]
 Runs = Mapping[tuple[str, str], Sequence[Result]]
 METHODS = ("clipping", "normalization")

@@ -26,8 +26,6 @@ from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.runs.columns import Row
 
-__all__ = ["METHODS", "Das", "DasSettings"]
-
 METHODS = ("clipping", "normalization")
 SAME = 0.2  # points that "agree" allows
 FEDAVG = "fedavg"

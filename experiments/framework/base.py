@@ -22,20 +22,6 @@ from pydantic import Field
 from experiments.framework.schema import Section
 from fedsim.config import Scalar
 
-__all__ = [
-    "BestOfGrid",
-    "Context",
-    "Experiment",
-    "ExperimentMember",
-    "PaperClaim",
-    "Report",
-    "Result",
-    "Settings",
-    "Table",
-    "Verdict",
-    "seeds_text",
-]
-
 Result = dict[str, Any]
 """What a member leaves: names to numbers or lists of numbers, as JSON has them."""
 

@@ -24,8 +24,6 @@ from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer
 
-__all__ = ["DenseNet", "Run", "train"]
-
 LOOKS = 10  # steps from one look at the distortion to the next
 
 

@@ -15,8 +15,6 @@ from experiments.framework.stored import Stored, gathered
 from fedsim import regular_files
 from fedsim.reports.plots import save
 
-__all__ = ["Checked", "check", "keep"]
-
 
 @dataclass(frozen=True)
 class Checked:

@@ -39,8 +39,6 @@ from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.runner import run as run_config
 from fedsim.settings import settings_of
 
-__all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -12,8 +12,6 @@ from matplotlib.ticker import MaxNLocator
 from experiments.framework.config_runs import Score
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
-__all__ = ["Curve", "curves", "sweeps"]
-
 _STYLES = {
     "adadp": COLOURS["normalization"],
     "sgd": COLOURS["clipping"],

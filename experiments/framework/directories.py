@@ -15,8 +15,6 @@ from fedsim import allowed_code, regular_files
 from fedsim.config import RunConfig, Scalar
 from fedsim.errors import FedsimError
 
-__all__ = ["KINDS", "find", "load", "names"]
-
 KINDS = {
     "quadratic": "experiments.das.quadratic:Quadratic",
     "das": "experiments.das.tables:Das",

@@ -15,8 +15,6 @@ from experiments.framework.schema import Section
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 
-__all__ = ["FEWEST_SEEDS", "Claimed", "Judgement", "Panel", "faults", "filled"]
-
 FEWEST_SEEDS = 3
 
 _PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")

@@ -13,8 +13,6 @@ from experiments.framework.directories import find, load, names
 from experiments.framework.judgement import Judgement, Panel
 from experiments.framework.pages import CAUSES, PAPERS, RULE, about, markdown_table, sections
 
-__all__ = ["overview"]
-
 INTRODUCTION = f"""# The four papers
 
 Every figure and table, beside what the paper says of it: our setting, the seeds, the verdict, and

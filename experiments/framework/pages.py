@@ -16,19 +16,6 @@ from experiments.framework.base import (
 from experiments.framework.judgement import Claimed, Judgement, Panel, filled
 from experiments.framework.stored import Stored
 
-__all__ = [
-    "CAUSES",
-    "NOT_MEASURED",
-    "PAPERS",
-    "RULE",
-    "Missing",
-    "about",
-    "markdown_table",
-    "readme",
-    "sections",
-    "unrun",
-]
-
 PAPERS = {
     "koskela": (
         "Koskela and Honkela, Learning Rate Adaptation for Federated and Differentially Private "

@@ -32,8 +32,6 @@ from fedsim.federation.engines.process import use_one_thread
 from fedsim.process import die_with_parent
 from fedsim.reports.plots import save
 
-__all__ = ["Observer", "Outcome", "Portion", "run_experiment"]
-
 _MARKER = ".fedsim-experiment"
 
 Observer = Callable[[str, int, int], None]

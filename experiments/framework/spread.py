@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-__all__ = ["Difference", "agreed", "all_ahead", "listed", "over_seeds", "paired", "within"]
-
 LEVEL = 0.95
 
 

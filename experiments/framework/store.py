@@ -13,8 +13,6 @@ from experiments.framework.base import ExperimentMember, Result
 from experiments.framework.stored import StoredResult, digest
 from fedsim import regular_files
 
-__all__ = ["Store"]
-
 
 class Store:
     """A directory of results, a JSON file a member.

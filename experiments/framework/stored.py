@@ -13,8 +13,6 @@ from experiments.framework.base import Experiment, ExperimentMember, Result
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 
-__all__ = ["FILE", "Stored", "StoredResult", "digest", "gathered"]
-
 FILE = "results.json"
 DIGITS = 6
 """Significant digits of a stored number; every judgement is of the stored ones."""

@@ -9,8 +9,6 @@ from experiments.framework.config_runs import ConfigRuns
 from fedsim.config import Scalar
 from fedsim.runs.columns import Row
 
-__all__ = ["Koskela", "optimiser", "units"]
-
 
 class Koskela(ConfigRuns):
     """Runs whose rates are kept."""

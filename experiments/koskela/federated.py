@@ -13,8 +13,6 @@ from experiments.koskela.federated_scores import ADAM, READINGS, SGD, FederatedS
 from experiments.koskela.federated_sweeps import over_randomness, over_rates
 from fedsim.config import Scalar
 
-__all__ = ["KoskelaFederated", "KoskelaFederatedSettings"]
-
 
 class KoskelaFederatedSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.

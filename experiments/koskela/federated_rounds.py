@@ -22,8 +22,6 @@ from experiments.koskela.federated_scores import (
     in_both_units,
 )
 
-__all__ = ["over_batches", "over_rounds", "with_adam"]
-
 
 def over_rounds(scores: FederatedScores, mixed: float, rates: Sequence[float]) -> Report:
     """Figure 1a: ADADP beside SGD at every rate, clients' data ``mixed`` so far."""

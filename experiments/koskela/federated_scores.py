@@ -10,19 +10,6 @@ from experiments.framework.config_runs import Score, best
 from experiments.framework.spread import Difference, agreed, all_ahead, listed
 from experiments.koskela.common import units
 
-__all__ = [
-    "ADAM",
-    "READINGS",
-    "SGD",
-    "STYLES",
-    "UNITS",
-    "FederatedScores",
-    "ahead",
-    "claims_of_readings",
-    "in_both_units",
-    "plan_name",
-]
-
 SGD, ADAM = "sgd", "adam"
 READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
 """Clients start from eta_0 every round, or keep their eta: the paper does not say which."""

@@ -22,8 +22,6 @@ from experiments.koskela.federated_scores import (
     in_both_units,
 )
 
-__all__ = ["over_randomness", "over_rates"]
-
 DIVERGED = 15.0
 """A final accuracy (%) of ten classes below which a rate has not learnt."""
 

@@ -15,8 +15,6 @@ from experiments.framework.spread import agreed, paired, within
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import Scalar
 
-__all__ = ["KoskelaPrivate", "KoskelaPrivateSettings"]
-
 ADADP, SGD, ADAM = "adadp-lr", "sgd", "adam"
 _START_STYLES = ("kept", "fifth")
 

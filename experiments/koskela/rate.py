@@ -15,8 +15,6 @@ from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
-__all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
-
 
 class KoskelaRateSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.

@@ -18,8 +18,6 @@ from fedsim.config import Scalar
 from fedsim.models.networks import parse_widths
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
-__all__ = ["KoskelaScale", "KoskelaScaleSettings"]
-
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
 ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0

@@ -29,8 +29,6 @@ from fedsim.privacy.laws.selection import Distribution, Selection
 from fedsim.runs.columns import Row
 from fedsim.runs.factories import release_plan
 
-__all__ = ["Landscape", "LandscapeSettings"]
-
 PRICE = "price"
 NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
 
@@ -187,10 +185,8 @@ class Landscape(ConfigRuns):
     def summary(self, rows: Sequence[Row]) -> Result:
         """Accuracies (%) after the last round, and the epsilon."""
         last = rows[-1]
-        result: Result = {
-            "test": 100 * last["test-accuracy"],
-            "epsilon": last.get("epsilon", last.get("example-epsilon")),
-        }
+        result: Result = {"test": 100 * last["test-accuracy"]}
+        result["epsilon"] = last.get("epsilon", last.get("example-epsilon"))
         if "validation-accuracy" in last:
             result["validation"] = 100 * last["validation-accuracy"]
         return result

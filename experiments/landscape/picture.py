@@ -11,8 +11,6 @@ from matplotlib.patches import Rectangle
 
 from fedsim.reports.plots import COLOURS, grid
 
-__all__ = ["Square", "map_picture"]
-
 DARKEST = 10.0
 """Points behind the best at which the colour ends."""
 

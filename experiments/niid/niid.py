@@ -24,8 +24,6 @@ from experiments.framework.schema import Section
 from experiments.framework.spread import LEVEL, mean_text, over_seeds
 from fedsim.config import Scalar
 
-__all__ = ["Niid", "NiidSettings", "welch"]
-
 STYLES = ("adadp", "sgd", "second", "fifth")
 WILD = 5.0
 """Percentage points: a published cell whose seeds spread further is reported, and not judged."""

@@ -16,8 +16,6 @@ from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
 from fedsim.runs.columns import Row
 
-__all__ = ["Plans", "PlansSettings"]
-
 FREE = "without noise"
 
 

@@ -26,8 +26,6 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, INK, curve_style
 from fedsim.rows import DenseRows, Layout
 
-__all__ = ["METHODS", "beale", "descend", "draw", "gradient"]
-
 Floats = npt.NDArray[np.float64]
 
 MINIMUM = np.array([3.0, 0.5])

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["constraint", "cosines", "optimal_noise", "paper_rdp", "proportional_noise", "theorem_1"]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -32,8 +32,6 @@ from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.privacy import cost
 from fedsim.reports.plots import grid
 
-__all__ = ["Xu", "XuSettings"]
-
 LEMMA_SEED = 2
 SIGNAL, BOUNDS = np.array([10.0, 5.0]), np.array([12.0, 6.0])
 NOISES = {

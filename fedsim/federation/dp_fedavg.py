@@ -1,4 +1,4 @@
-"""DP-FedAvg as a Flower strategy: its keywords, and what they make of the rounds."""
+"""DP-FedAvg as a Flower strategy: its keywords, what they make of the rounds, and what it says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from os import PathLike
 from typing import Any, cast
 
+from flwr.serverapp import PrivacySpent
 from flwr.serverapp.strategy import Strategy
 
 from fedsim.arguments import check_arguments
@@ -41,7 +42,7 @@ from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.private_metrics import PrivateEvaluation, PrivateMetrics
 from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.replies import RecordKeys
-from fedsim.federation.round_report import Failures
+from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
     allowed_alternation,
     allowed_fraction,
@@ -54,8 +55,9 @@ from fedsim.federation.strategy_checks import (
     refuse_void_settings,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
-from fedsim.privacy import Ledger
+from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.flower_records import privacy_spent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows.alternation import Alternation
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
@@ -313,6 +315,38 @@ evaluate_metrics_aggr_fn
             else None,
         }
         self.extras = {name: extra for name, extra in extras.items() if extra is not None}
+
+    def privacy_statement(self) -> Statement:
+        """What has been released so far, and what it cost."""
+        stopping = self._accounting.stopping.after(self.rounds_done)
+        return self.ledger.statement(self.delta, stopping=stopping)
+
+    def privacy_spent(self) -> PrivacySpent:
+        """The same, as Flower's own strategies report it."""
+        return privacy_spent(self._accounting.cost(self.rounds_done))
+
+    def progress(self) -> list[str]:
+        """Lines about the round that was aggregated last: who was usable, and epsilon."""
+        report = self.report
+        if report is None:
+            return []
+        lines = [f"aggregate_train: {report}"]
+        if self.private and not report.summed and self.stopped is None:
+            lines.append(f"\t├──> {empty_sum(report.update_norm is not None)}")
+        if self.private:
+            lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
+        return lines
+
+    def summary(self) -> None:
+        """Log the strategy's settings."""
+        where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
+        for line in (
+            f"Cohort: {self.plan.sampler}",
+            f"Mechanism: {self.plan.bound}",
+            f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
+            f"Ledger: {where}",
+        ):
+            self.log.info("\t├──> %s", line)
 
 
 def _aggregation_of(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid, PrivacySpent
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
 from fedsim.federation.replies import to_arrays
-from fedsim.federation.round_report import Failures, RoundReport, empty_sum
+from fedsim.federation.round_report import Failures, RoundReport
 from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import (
@@ -33,8 +33,7 @@ from fedsim.federation.strategy_checks import (
 )
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
-from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.flower_records import privacy_spent
+from fedsim.privacy import Ledger
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
@@ -301,17 +300,6 @@ class PrivateRounds(ResumableStrategy):
         refuse_too_many(self.plan.sampler, releaser.most_rows)
         return layout
 
-    # -- privacy ----------------------------------------------------------------------
-
-    def privacy_statement(self) -> Statement:
-        """What has been released so far, and what it cost."""
-        stopping = self._accounting.stopping.after(self.rounds_done)
-        return self.ledger.statement(self.delta, stopping=stopping)
-
-    def privacy_spent(self) -> PrivacySpent:
-        """The same, as Flower's own strategies report it."""
-        return privacy_spent(self._accounting.cost(self.rounds_done))
-
     # -- state ------------------------------------------------------------------------
 
     @property
@@ -402,28 +390,3 @@ class PrivateRounds(ResumableStrategy):
         except BudgetSpentError as error:
             self._stops(str(error))
             return None
-
-    # -- the run ----------------------------------------------------------------------
-
-    def progress(self) -> list[str]:
-        """Lines about the round that was aggregated last: who was usable, and epsilon."""
-        report = self.report
-        if report is None:
-            return []
-        lines = [f"aggregate_train: {report}"]
-        if self.private and not report.summed and self.stopped is None:
-            lines.append(f"\t├──> {empty_sum(report.update_norm is not None)}")
-        if self.private:
-            lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
-        return lines
-
-    def summary(self) -> None:
-        """Log the strategy's settings."""
-        where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
-        for line in (
-            f"Cohort: {self.plan.sampler}",
-            f"Mechanism: {self.plan.bound}",
-            f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
-            f"Ledger: {where}",
-        ):
-            self.log.info("\t├──> %s", line)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["same_bytes"]
-
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """But for which of the many NaNs one is."""
