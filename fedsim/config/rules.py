@@ -365,6 +365,8 @@ def _whole_run(c: RunConfig) -> Refused:
             "empty, unless the run is private at client level and at no other: a selection is "
             "charged to the server's ledger alone",
         )
+    if c.privacy.selection and c.log.to not in ("", "tensorboard"):
+        yield "log.to", "empty or 'tensorboard' with privacy.selection: trackers show all runs"
     if c.private and c.client.state == "server":
         yield (
             "client.state",

@@ -96,6 +96,11 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 
 
+def rewrite_page(path: Path) -> None:
+    """Write a run's page again, whose directory has moved."""
+    RunDirectory(path).save_report(_page(whole_record(path)))
+
+
 def whole_record(path: Path) -> RunRecord:
     """A run as its files tell it; of one that was interrupted the model is measured now.
 

@@ -27,6 +27,7 @@ BASE = RunConfig.parse(
         "engine": {"device": "cpu"},
     }
 )
+TEXTS = (".html", ".json", ".jsonl", ".toml", ".csv")
 RATES = ["client.lr=0.01,0.1,0.5"]
 
 
@@ -61,6 +62,10 @@ def test_the_best_run_is_there_alone_and_charged_for_the_selection(tmp_path) -> 
     assert four > alone
     result = CliRunner().invoke(app, ["privacy", str(selected), "--verify"])
     assert result.exit_code == 0, result.output
+    # Which of the draws it was is no part of what the selection's cost covers.
+    texts = [path.read_text() for path in selected.rglob("*") if path.suffix in TEXTS]
+    assert not any("draw=" in text or "/.selection" in text for text in texts)
+    assert str(selected / "ledger.jsonl") in (selected / "report.html").read_text()
     with pytest.raises(FedsimError, match="cannot be resumed"):
         RandomStopping(Drawn("logarithmic", 4.0)).run(runs(), tmp_path / "sweep")
 
@@ -109,11 +114,14 @@ def test_an_interrupted_selection_leaves_nothing(tmp_path, monkeypatch) -> None:
         (["noise.multiplier=1,2"], {}, "runs that cost the same"),
         (["seed=1,2"], {}, "runs that cost the same and have the same clients"),
         (["rounds=2,3"], {}, "runs that cost the same"),
+        (["partition.name=iid,shards"], {}, "have the same clients"),
+        (["data.validation=0.1,0.2"], {}, "have the same clients"),
+        (RATES, {"log.to": "tensorboard,mlflow"}, "trackers show all runs"),
     ],
 )
 def test_runs_that_cannot_be_selected_among_are_refused(axes, changes, said, tmp_path) -> None:
-    members = runs(*axes, config=BASE.replace(**changes))
     with pytest.raises(FedsimError, match=said):
+        members = runs(*axes, config=BASE.replace(**changes))
         RandomStopping(Selection("geometric", 3.0)).run(members, tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
 

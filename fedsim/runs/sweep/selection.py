@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.selection import Selection
 from fedsim.runs.callbacks import Measure
@@ -17,6 +18,7 @@ from fedsim.runs.data_split import resolve_data
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import release_plan
 from fedsim.runs.resolve import resolve
+from fedsim.runs.summary import rewrite_page
 from fedsim.runs.sweep.running import run_sweep
 from fedsim.runs.sweep.search import SweepRun, measure_of
 
@@ -64,11 +66,11 @@ class RandomStopping:
                 )
         members = [SweepRun(run.point, run.config.replace(**keys)) for run in grid]
         events = {release_plan(run.config).event() for run in members}
-        splits = {run.config.seed for run in members}
-        if len(events) > 1 or len(splits) > 1:
+        clients = {(run.config.seed, split_settings(run.config)) for run in members}
+        if len(events) > 1 or len(clients) > 1:
             raise FedsimError(
                 "--select draws among runs that cost the same and have the same clients; no axis "
-                "may change the seed, the rounds, the cohort or the noise."
+                "may change the seed, the data, the partition, the rounds, the cohort or the noise."
             )
         return members
 
@@ -106,16 +108,15 @@ class RandomStopping:
             best = self._best([members[index] for index in drawn.tolist()], hidden, measure)
             if best is not None:
                 best.rename(selected)
+                rewrite_page(selected)
         finally:
             # The number of the other runs and their results must stay secret.
             shutil.rmtree(hidden)
         return None if best is None else selected
 
     def _best(self, drawn: Sequence[SweepRun], hidden: Path, measure: Measure) -> Path | None:
-        runs = [
-            SweepRun({**run.point, "draw": number}, run.config)
-            for number, run in enumerate(drawn, start=1)
-        ]
+        # Which draw the published run was would be one more release: no name tells it.
+        runs = [SweepRun({"draw": secrets.token_hex(8)}, run.config) for run in drawn]
         outcomes = run_sweep(runs, hidden) if runs else {}
         best, reached = None, None
         for run in runs:
