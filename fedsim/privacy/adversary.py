@@ -81,13 +81,20 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
         ]
     shared = [entry for entry in entries if entry.placement == "client"]
     masked = [entry for entry in shared if "secagg-threshold" in entry.public]
-    if masked and len(masked) == len(shared):
-        return _of_masked_sums(masked)
     if not shared:
         return [
             "Adversary: anyone who sees the models. The server sees the clients' updates before "
             "the noise, and is trusted."
         ]
+    if clear := len(entries) - len(shared):
+        return [
+            "Adversary: anyone who sees the models and nothing else. The server is trusted: in "
+            f"{clear} of these {len(entries)} releases it saw the clients' updates before the "
+            "noise, and nothing is promised against it; in the others clients added noise to "
+            "their own shares."
+        ]
+    if len(masked) == len(shared):
+        return _of_masked_sums(masked)
     return [
         "Adversary: anyone who sees the models and nothing else. Clients add noise to their own "
         "shares, and are trusted to bound them.",

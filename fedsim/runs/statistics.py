@@ -25,7 +25,7 @@ from fedsim.runs.factories import release_plan
 from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
 
-DATA_KEYS = ("name", "seed", "data", "partition", "engine")
+DATA_KEYS = ("name", "seed", "data", "partition", "secagg", "engine")
 """Tables and keys of a config that say which clients there are, and where their examples are."""
 EXAMPLES = "num-examples"
 
@@ -125,7 +125,11 @@ class StatisticsPlan:
         arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, bound = Layout.of(arrays), plan.bound
         assert isinstance(bound, Mechanism)
-        split = bound.noise_multipliers(plan.noise.multiplier, plan.denominator, layout)
+        clients, secagg = self.config.partition.clients, self.config.secagg
+        multiplier = plan.noise.multiplier
+        if secagg.threshold:  # so many shares' noise is charged, and all clients' is in the sum
+            multiplier *= math.sqrt(clients / (secagg.threshold - secagg.colluders))
+        split = bound.noise_multipliers(multiplier, plan.denominator, layout)
         norm = bound.cover(layout)[0].bound.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator
         reader = _Reader(sums, split["sum"] * float(norm))
@@ -141,7 +145,6 @@ class StatisticsPlan:
             error = split[side.name] * side.scalar.half / plan.denominator
             mean = float(run.metrics[-1][side.name])
             reader.estimates.append(Estimate("examples of a client", mean, error))
-        clients = self.config.partition.clients
         return StatisticsResult(reader.estimates, reader.histograms, clients)
 
 
@@ -179,7 +182,8 @@ def _config(
     tree = config.to_tree()
     tables: dict[str, Any] = {key: tree[key] for key in DATA_KEYS}
     tables["data"] |= {"normalize": False, "validation": 0.0}
-    noise = {key: tree["noise"][key] for key in ("delta", "entropy", "hardened", "max-epsilon")}
+    kept = ("delta", "entropy", "hardened", "max-epsilon", "placement")
+    noise = {key: tree["noise"][key] for key in kept}
     cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
     if len([value for value in cost.values() if value is not None]) != 1:
         raise FedsimError("give --epsilon or --multiplier, one of them: what it may cost.")

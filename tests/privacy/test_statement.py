@@ -79,6 +79,18 @@ def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
     assert f"epsilon {alone:.4g}" in said
 
 
+@pytest.mark.parametrize("public", [{}, {"secagg-threshold": 4, "secagg-colluders": 0}])
+def test_nothing_is_promised_against_a_server_that_saw_some_updates(public):
+    ledger = Ledger(delta=DELTA)
+    event = Event.of(FullCohort(100), 5.0)
+    ledger.record(Entry(round=1, event=event))
+    ledger.record(Entry(round=2, event=event, placement="client", public=public))
+    said = str(ledger.statement())
+    assert "in 1 of these 2 releases it saw the clients' updates before the noise" in said
+    assert "masked" not in said
+    assert "none missing" not in said
+
+
 def test_what_a_user_declares_and_what_was_only_probed_is_said():
     ledger = Ledger(delta=DELTA)
     ledger.record(

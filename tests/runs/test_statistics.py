@@ -73,6 +73,18 @@ def test_all_inputs_together_and_shares_of_classes() -> None:
     assert found["examples of a client"] == pytest.approx(EACH, abs=0.01)
 
 
+def test_shares_of_secure_sums_stay_shares_and_have_the_noise_of_all() -> None:
+    query = StatisticsRequest(multiplier=2.0, inputs=(-6.0, 6.0), together=True, examples=10)
+    secure = {
+        "mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client",
+        "secagg.threshold": 50, "secagg.colluders": 0,
+    }  # fmt: skip
+    config = StatisticsPlan.of(CONFIG.replace(**secure), query, CLASSES).config
+    assert (config.noise.placement, config.secagg.threshold) == ("client", 50)
+    trusted, masked = (found_of(query, CLASSES, **keys).estimates[-1] for keys in ({}, secure))
+    assert masked.error == pytest.approx(2 * trusted.error)  # 200 shares, of which 50 are counted
+
+
 @pytest.mark.slow
 def test_estimates_are_as_wrong_as_they_say() -> None:
     query = StatisticsRequest(multiplier=0.5, inputs=(-4.0, 4.0), examples=20)

@@ -120,9 +120,9 @@ def test_an_interrupted_selection_leaves_nothing(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_runs_that_cannot_be_selected_among_are_refused(axes, changes, said, tmp_path) -> None:
+    selection = RandomStopping(Selection("geometric", 3.0))
     with pytest.raises(FedsimError, match=said):
-        members = runs(*axes, config=BASE.replace(**changes))
-        RandomStopping(Selection("geometric", 3.0)).run(members, tmp_path / "sweep")
+        selection.run(runs(*axes, config=BASE.replace(**changes)), tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
 
 
