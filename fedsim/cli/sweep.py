@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fedsim.cli.console import ConfigFile, Output, Overrides
 from fedsim.config import RunConfig
+from fedsim.config.plan import whole_run
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 
@@ -382,7 +383,7 @@ def _joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halvin
             "clients in another run. Choose among runs of one split, or partition by owners."
         )
     ways = outcomes(list(released.values()), halving)
-    planned = {path: member.config.rounds for path, member in released.items()}
+    planned = {path: whole_run(member.config) for path, member in released.items()}
     together = f"Choosing the best one uses all {len(released)} of them, which together"
     try:
         cost = price(planned, delta, ways)

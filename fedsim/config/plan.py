@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
@@ -209,7 +210,7 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
     declared, rounds = declares_stops(flat), flat.get("rounds")
     if not isinstance(rounds, int) or not (declared or ended in _BY_WHAT_IS_RELEASED):
         return FIXED
-    budget = flat.get("noise.max-epsilon")
+    budget, delta = flat.get("noise.max-epsilon"), flat.get("noise.delta")
     evaluation = None
     if flat.get("evaluate.private"):
         evaluation = evaluation_event(past_config(Path("config.toml"), flat))
@@ -220,7 +221,17 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
         evaluation=evaluation,
         evaluation_every=every if isinstance(every, int) and every else 1,
         max_epsilon=budget if isinstance(budget, int | float) else None,
+        budget_delta=delta if isinstance(delta, float) else math.inf,
     ).after(made)
+
+
+def whole_run(config: RunConfig) -> Stopping:
+    """All that a run may come to release: its rounds and its private evaluations."""
+    return Stopping(
+        left=config.rounds,
+        evaluation=evaluation_event(config),
+        evaluation_every=config.evaluate.clients_every or 1,
+    )
 
 
 def declares_stops(flat: Mapping[str, Scalar]) -> bool:

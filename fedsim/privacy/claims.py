@@ -65,6 +65,8 @@ class Stopping:
     evaluation_every : int
     max_epsilon : float or None
         The budget of a run all of whose rounds have one event.
+    budget_delta : float
+        Where that budget is held; at a smaller delta it says nothing.
     """
 
     times: int = 0
@@ -73,6 +75,7 @@ class Stopping:
     evaluation: Event | None = None
     evaluation_every: int = 1
     max_epsilon: float | None = None
+    budget_delta: float = math.inf
 
     def planned_delta(self, delta: float) -> float:
         """Where all planned rounds are accounted for, and a budget or target is held.
@@ -87,13 +90,21 @@ class Stopping:
 
     def planned(self, history: History) -> Accountant:
         """The accountant of all planned rounds, of which a history has those that were made."""
-        planned, event = history.accountant.copy(), history.last_event
-        if self.left and event is not None:
-            planned.add(event.further(self.left, self.made))
-            if further := self._evaluations_left:
-                assert self.evaluation is not None
-                planned.add(self.evaluation.times(further))
+        planned = history.accountant.copy()
+        for event in self.further(history):
+            planned.add(event)
         return planned
+
+    def further(self, history: History) -> list[Event]:
+        """What the planned rounds cost that have not been made, and their evaluations."""
+        event = history.last_event
+        if not self.left or event is None:
+            return []
+        events = [event.further(self.left, self.made)]
+        if evaluations := self._evaluations_left:
+            assert self.evaluation is not None
+            events.append(self.evaluation.times(evaluations))
+        return events
 
     @property
     def _evaluations_left(self) -> int:
@@ -127,7 +138,7 @@ class Stopping:
         return [(planned, self.planned_delta(delta))]
 
     def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
-        if not self.left or self.max_epsilon is None:
+        if not self.left or self.max_epsilon is None or delta < self.budget_delta:
             return epsilon
         # A budget that is exceeded already did not hold for what has been released.
         holds = history.accountant.epsilon(self.planned_delta(delta)) <= self.max_epsilon

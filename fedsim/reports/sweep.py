@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
-from fedsim.privacy.claims import shared_cost
+from fedsim.privacy.claims import Stopping, shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.runs.callbacks import Measure
@@ -183,21 +183,21 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def price(planned: Mapping[Path, int], delta: float, outcomes: int = 1) -> Cost:
+def price(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1) -> Cost:
     """What all runs together cost: the composition of all their releases at ``delta``.
 
     Parameters
     ----------
-    planned : mapping of path to int
-        Their ledgers, and how many rounds each might have made.
+    planned : mapping of path to Stopping
+        Their ledgers, and all that each might have released (`fedsim.config.plan.whole_run`).
     delta : float
     outcomes : int
         Out of how many compositions releases have chosen this one; see `shared_cost`.
     """
     together = _Together()
-    for path, rounds in planned.items():
+    for path, stopping in planned.items():
         ledger = Ledger.read(path)
-        together.take(ledger.history, rounds - ledger.rounds_made)
+        together.take(ledger.history, stopping.after(ledger.rounds_made))
     return together.cost(delta, outcomes)
 
 
@@ -223,7 +223,9 @@ def examples_price(
         ledgers = opened.everyone()
         for ledger in ledgers if same or not ledgers else [opened.worst()]:
             key = ledger.charged[-1].client if same else None
-            clients.setdefault(key, _Together()).take(ledger.history, left)
+            made = ledger.charged[-1].round or 0 if ledger.charged else 0
+            stopping = Stopping(left=max(left, 0), made=made)
+            clients.setdefault(key, _Together()).take(ledger.history, stopping)
     costs = [together.cost(delta, outcomes) for together in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 
@@ -234,14 +236,13 @@ class _Together:
     def __init__(self) -> None:
         self._spent, self._planned = Accountant(), Accountant()
 
-    def take(self, history: History, left: int) -> None:
-        """Add a ledger's, and so many more rounds to what might have been."""
+    def take(self, history: History, stopping: Stopping) -> None:
+        """Add a ledger's, and what was still planned to what might have been."""
         for entry in history.charged:
             self._spent.add(entry.event)
             self._planned.add(entry.event)
-        if history.last_event is not None and left > 0:
-            made = history.charged[-1].round or 0
-            self._planned.add(history.last_event.further(left, made))
+        for event in stopping.further(history):
+            self._planned.add(event)
 
     def cost(self, delta: float, outcomes: int) -> Cost:
         """Of all of them."""

@@ -74,11 +74,13 @@ def test_a_budget_bounds_the_plan_only_where_it_was_one():
     event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
     spent = history(*[event] * 4)
     budget = 1.01 * spent.accountant.epsilon(DELTA / 2)
-    within = Stopping(times=50, left=46, max_epsilon=budget)
+    within = Stopping(times=50, left=46, max_epsilon=budget, budget_delta=DELTA)
     assert within.epsilon(spent, DELTA) == budget
-    # What has been released already was not stopped by it.
-    exceeded = Stopping(times=50, left=46, max_epsilon=0.5 * budget)
+    # It was held at that delta, and says nothing of a smaller one.
     free = Stopping(times=50, left=46)
+    assert within.epsilon(spent, DELTA / 10) == free.epsilon(spent, DELTA / 10)
+    # What has been released already was not stopped by it.
+    exceeded = Stopping(times=50, left=46, max_epsilon=0.5 * budget, budget_delta=DELTA)
     assert exceeded.epsilon(spent, DELTA) == free.epsilon(spent, DELTA)
 
 

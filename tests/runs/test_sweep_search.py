@@ -15,6 +15,7 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.privacy.claims import Stopping
 from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, seeds_csv
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending, RunDirectory
@@ -321,4 +322,4 @@ def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     released = [len(Ledger.read(path).charged) for path in ledgers]
     assert released == [2, 1]
     told = " ".join(capsys.readouterr().out.split())
-    assert f"epsilon = {price(dict.fromkeys(ledgers, 2), 1e-5).epsilon:.4g}" in told
+    assert f"epsilon = {price(dict.fromkeys(ledgers, Stopping(left=2)), 1e-5).epsilon:.4g}" in told
