@@ -279,12 +279,11 @@ def _larger_cohort(c: RunConfig) -> Refused:
             "0 with engine.name = 'deployment': real clients have the noise of the cohort that "
             "they are in",
         )
-    if size and c.cohort.name not in ("poisson", "fixed"):
-        yield (
-            "noise.cohort-size",
-            f"0 with cohort.name = '{c.cohort.name}': what a larger cohort would cost is known for "
-            "'poisson' and 'fixed'",
-        )
+    alike = c.noise.name == "independent" and not c.privacy.selection
+    if size and not (alike and c.cohort.name in ("poisson", "fixed")):
+        allowed = "0, unless cohort.name is 'poisson' or 'fixed', noise.name 'independent' and "
+        why = "privacy.selection empty: what a larger cohort costs is known there alone"
+        yield "noise.cohort-size", allowed + why
     if population and population < clients:
         yield "noise.cohort-population", f"0, or at least partition.clients = {clients}"
     if size:

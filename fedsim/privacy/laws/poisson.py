@@ -186,7 +186,9 @@ def draw_poisson(
     return np.where(drawn, numbers - 1, 0).astype(np.int64), drawn
 
 
-_DERIVED = {"draw", "event", "law", "gaussians", "rate", "adjacency", "_probabilities"}
+_DERIVED = frozenset(
+    ("draw", "event", "law", "gaussians", "participation", "rate", "adjacency", "_probabilities")
+)
 
 
 class InclusionSampler(Sampler):
