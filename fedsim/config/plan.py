@@ -98,7 +98,7 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
     """What the server releases, with a noise multiplier of 0 where a target decides it."""
     privacy, secagg = config.privacy, config.secagg
     selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
-    return ReleasePlan(
+    plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
         bound=bound,
@@ -108,6 +108,9 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         # The server knows the sampled clients: against it sampling amplifies nothing.
         cohort_known=secagg.threshold > 0 and secagg.observer == "server",
     )
+    if secagg.threshold:
+        plan.check_secure()
+    return plan
 
 
 def cohort(config: RunConfig) -> Cohort:

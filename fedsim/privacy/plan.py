@@ -204,6 +204,24 @@ class ReleasePlan(Generic[BoundT]):
             law = replace(law, rounds=1)  # the sums are all of one round
         return law
 
+    def check_secure(self) -> None:
+        """Refuse secure sums that would show how many clients a secret cohort has.
+
+        Each share's noise is fixed, so that a sum of more clients has more, and one of too few is
+        lost: whoever sees the models sees the number.
+
+        Raises
+        ------
+        FedsimError
+            If neighbours have cohorts of other sizes.
+        """
+        if not self.cohort_known and self.sampler.adjacency == "add-remove":
+            raise FedsimError(
+                "secagg.observer = 'outsider' (cohort_known = False) with the cohort "
+                f"'{self.sampler.name}', whose size is secret; it must be 'server', or the cohort "
+                "'fixed' or 'full': a sum of more clients has more noise, which models show."
+            )
+
     @property
     def public(self) -> dict[str, Fact]:
         """Its public facts in a ledger's line, besides the event."""

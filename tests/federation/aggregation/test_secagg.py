@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -379,13 +380,26 @@ def test_somebody_honest_is_in_every_sum(threshold: int, colluders: int) -> None
 
 
 def test_against_the_server_sampling_amplifies_nothing() -> None:
-    sampled = CONFIG.replace(**{"cohort.name": "poisson", "cohort.rate": 0.7})
+    sampled = CONFIG.replace(**{"cohort.name": "fixed", "cohort.size": 4})
     outside = sampled.replace(**{"secagg.observer": "outsider"})
     plans = [resolve(config).plan for config in (sampled, outside)]
-    assert plans[0].event().law.rate == 1
-    assert plans[0].epsilon(1e-5) > plans[1].epsilon(1e-5)
+    assert [plan.event().law.rate for plan in plans] == [1, pytest.approx(4 / 6)]
+    assert [plan.event().law.adjacency for plan in plans] == ["replace-one"] * 2
     statements = [str(strategy_of(resolve(c)).privacy_statement()) for c in (sampled, outside)]
     assert len(statements) == 2
+
+
+@pytest.mark.parametrize("cohort", [{"name": "poisson", "rate": 0.7}, {"name": "cyclic"}])
+def test_a_secret_size_that_models_would_show_is_refused(cohort: dict[str, Any]) -> None:
+    # A share's noise is fixed, so that the variance of a sum follows from how many are in it.
+    keys = {f"cohort.{key}": value for key, value in cohort.items()}
+    assert resolve(CONFIG.replace(**keys)).plan.cohort_known
+    config = CONFIG.replace(**keys, **{"secagg.observer": "outsider"})
+    with pytest.raises(FedsimError, match=r"observer = 'outsider' .* it must be 'server'"):
+        resolve(config)
+    plan = replace(resolve(CONFIG.replace(**keys)).plan, cohort_known=False)
+    with pytest.raises(FedsimError, match=r"observer = 'outsider' .* it must be 'server'"):
+        SecureAggregation(4).check(plan, "client", unprotected_metrics=False)
 
 
 def test_a_node_may_send_nothing_but_masked_shares() -> None:

@@ -37,8 +37,8 @@ class SecureAggregation:
             )
 
     def check(self, plan: ReleasePlan[Bounded], placement: str, unprotected_metrics: bool) -> None:
-        """Refuse what would show the server the sum without noise or clients' metrics, and cohorts
-        of which most would be too small.
+        """Refuse what would show the server the sum without noise or clients' metrics, what would
+        show the size of a secret cohort, and cohorts of which most would be too small.
 
         Raises
         ------
@@ -54,6 +54,7 @@ class SecureAggregation:
                 "unprotected_metrics = True (evaluate.unprotected); it must be false with secure "
                 "aggregation (secagg.threshold), which hides what single clients report."
             )
+        plan.check_secure()
         sampled = plan.sampler.expected_size
         if self.threshold > sampled:
             raise FedsimError(
