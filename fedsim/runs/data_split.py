@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.partitions import Indices, Partition
+from fedsim.privacy.plan import of_user
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 
@@ -220,11 +221,11 @@ def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tu
     FedsimError
         If their metrics, which have no noise, would be shown and may not.
     """
-    column = getattr(partition, "column", "owner")
-    if column not in dataset.train.columns:
+    columns = _owner_columns(partition, dataset)
+    if not columns:
         return ()
     splits: list[str] = []
-    if _clients_own_test_examples(dataset, column):
+    if column := _clients_own_test_examples(dataset, columns):
         splits.append("test")
         if config.evaluate.every and not config.evaluate.unprotected:
             raise FedsimError(
@@ -250,9 +251,9 @@ def refuse_found(dataset: Dataset, partition: Partition) -> None:
     ------
     FedsimError
     """
-    column = getattr(partition, "column", "owner")
+    column = _clients_own_test_examples(dataset, _owner_columns(partition, dataset))
     for key, split in dataset.found_in.items():
-        if split == "test" and not _clients_own_test_examples(dataset, column):
+        if split == "test" and not column:
             continue
         if key in ("mean", "types"):
             raise FedsimError(_FOUND_IN_TABLES[key].format(name=dataset.name))
@@ -277,7 +278,18 @@ _FOUND_IN_TABLES = {
 }
 
 
-def _clients_own_test_examples(dataset: Dataset, column: str) -> bool:
-    """Whether a test example has the owner of a training example."""
-    owners, theirs = (split.columns.get(column) for split in (dataset.train, dataset.test))
-    return owners is not None and theirs is not None and bool(np.isin(theirs, owners).any())
+def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
+    """The columns that may say whose an example is: all, for a user's partition that names none."""
+    of_train = [name for name in dataset.train.columns if name != UNUSABLE]
+    if of_user(partition) and not hasattr(partition, "column"):
+        return of_train
+    return [name for name in of_train if name == getattr(partition, "column", "owner")]
+
+
+def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
+    """The first of these columns in which a test example has a training example's owner, or ""."""
+    for name in columns:
+        owners, theirs = (split.columns.get(name) for split in (dataset.train, dataset.test))
+        if owners is not None and theirs is not None and np.isin(theirs, owners).any():
+            return name
+    return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 import fedsim
 from fedsim.apps.node import resolve_node, write_client_data
 from fedsim.cli import main
+from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
+from fedsim.partitions import Partition
 from fedsim.reports.sweep import read_line
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
@@ -299,3 +303,37 @@ def test_a_partition_of_sequences_shows_how_many_each_client_has(
         main(["partition", "run.toml", "--out", "clients.png"])
     assert not ended.value.code
     assert "owner, 6 clients, seed 1" in " ".join(capsys.readouterr().out.split())
+
+
+@dataclass(frozen=True)
+class ByPatient(Partition):
+    """Deals by a column that no field of it names."""
+
+    clients: int = 4
+    seed: int = 0
+
+    def deal(self, examples, generator):
+        return [np.flatnonzero(examples.columns["patient"] == k) for k in range(self.clients)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "strangers", "sentence"),
+    [
+        ({}, False, r"evaluate\.every = 1 measures test examples of clients \(column patient\)"),
+        ({"data.validation": 0.2}, True, r"data\.validation = 0\.2 holds out examples that have"),
+        ({}, True, ""),
+        ({"evaluate.unprotected": True}, False, ""),
+    ],
+)
+def test_whatever_a_users_partition_deals_by_may_be_owners(settings, strangers, sentence) -> None:
+    whose, rng = np.repeat(np.arange(4), 6), np.random.default_rng(1)
+    rows = {"x": rng.normal(size=(24, 3)).astype(np.float32), "y": np.arange(24) % 2}
+    theirs = whose + 4 if strangers else whose
+    data = Dataset.of("p", rows | {"patient": whose}, rows | {"patient": theirs}, classes=2)
+    keys = {"partition.clients": 4, "cohort.name": "full", **PRIVATE, **settings}
+    run = partial(fedsim.run, fedsim.RunConfig().replace(**keys), data=data, partition=ByPatient())
+    if sentence:
+        with pytest.raises(FedsimError, match=sentence):
+            run()
+    else:
+        assert "test-accuracy" in run().metrics[-1]
