@@ -101,6 +101,11 @@ class AllowedCode:
 
     def refusal(self, module: str) -> str:
         """Why this module is not allowed, and what allows it."""
+        if module == "__main__":
+            return (
+                "what a script or a notebook defines cannot be imported by name; put it into a "
+                "file of its own, such as mine.py, and name it 'mine:...'"
+            )
         if is_reserved(module):
             return (
                 f"'{module}' is of the standard library or of fedsim, which a config may not name; "

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -203,6 +204,11 @@ def _typed(value: Any, kind: Any) -> Any:
         words = " or ".join(expected(k).words for k in kinds)
         written = all(get_origin(k) is Literal or k in _WRITTEN for k in kinds)
         raise NotAllowedError(words if written else f"{words}, which only Python can give")
+    if type(value) not in _WRITTEN:  # numpy's numbers, which no file can hold
+        if isinstance(value, Integral):
+            value = int(value)
+        elif isinstance(value, Real):
+            value = float(value)
     if float in kinds and isinstance(value, int):
         return float(value) if abs(value) <= sys.float_info.max else value
     return value

@@ -197,6 +197,8 @@ def test_a_server_allows_what_its_own_file_lists(canary, tmp_path, monkeypatch):
     assert canary.exists()  # imported, which runs it, and no object made of it
     with pytest.raises(FedsimError, match="'os' is of the standard library"):
         on_the_server({"model.name": "os:system"})
+    with pytest.raises(FedsimError, match="put it into a file of its own"):
+        on_the_server({"model.name": "__main__:Network"})
     assert allowed_code.now().of_user  # outside of the app
 
 
@@ -252,7 +254,8 @@ def test_the_current_directory_is_the_users_and_what_is_installed_there_is_not(c
 )
 def test_the_standard_library_and_fedsims_own_are_never_allowed(name, canary):
     Path("pyproject.toml").write_text(f"[tool.fedsim]\ncode = [{json.dumps(name)}]\n")
-    with pytest.raises(FedsimError, match="of the standard library or of fedsim"):
+    why = "of the standard library or of fedsim" if name != "__main__" else "a file of its own"
+    with pytest.raises(FedsimError, match=why):
         registry.load("model.name", f"{name}:anything")
     with pytest.raises(FedsimError, match="--allow-code is"):
         allow([name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,7 +159,7 @@ def privacy(
         _make_key(new_key_path)
         return
     if verify_ or public_key is not None:
-        _verify(source, public_key, delta)
+        _verify(source, public_key, delta, as_json)
         return
     if noises:
         show_noises(source, set_ or [], picture)
@@ -239,7 +239,7 @@ def _make_key(path: Path) -> None:
     Output().print(f"{path} signs runs (noise.ledger-key); give {public} to those who verify them.")
 
 
-def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> None:
+def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_json: bool) -> None:
     """Compare a run's files with its ledger; exit status 1 if they differ."""
     if run is None or not run.is_dir() or not (run / "ledger.jsonl").is_file():
         raise FedsimError(
@@ -247,6 +247,10 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> N
             "such as runs/digits."
         )
     checks = verify_run(run, public_key, delta)
+    failed = not all(check.passed for check in checks)
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        raise typer.Exit(int(failed))
     table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))
     for check in checks:
         mark = Text("passes", "green") if check.passed else Text("FAILS", "bold red")
@@ -255,7 +259,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> N
     console.print(table)
     if public_key is None:
         console.print("Without a signature this detects accidents, not forgery; see --public-key.")
-    if not all(check.passed for check in checks):
+    if failed:
         raise typer.Exit(1)
 
 

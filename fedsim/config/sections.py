@@ -91,7 +91,10 @@ class DataSection(Choice):
     ] = False
     normalize: Annotated[
         bool,
-        Doc("Whether inputs are normalised by the data set's published mean and deviation."),
+        Doc(
+            "Whether inputs are normalised by the data set's published mean and deviation; those "
+            "of an object, data=, are used if it has them."
+        ),
     ] = False
     train: Annotated[
         Range,

@@ -220,7 +220,8 @@ class _Reader:
             name, low, high = wild[0]
             _log.warning(
                 "%s has numbers of a typical size above %g in %s, on which usual steps diverge: "
-                "set data.normalize = true, or declare a range, as in data.types = '%s=%g:%g'.",
+                "set data.normalize = true (normalize=True of from_table), or declare a range, as "
+                "in data.types = '%s=%g:%g'.",
                 self.where, WILD, ", ".join(name for name, _, _ in wild), name,
                 low, high if high > low else low + 1,
             )  # fmt: skip

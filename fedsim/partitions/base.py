@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -152,7 +152,13 @@ class Partition(ABC):
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         examples = Examples(np.asarray(targets), columns or {})
-        dealt = [np.sort(np.asarray(indices)) for indices in self.deal(examples, generator)]
+        parts = self.deal(examples, generator)
+        if not isinstance(parts, Iterable):
+            raise FedsimError(
+                f"partition.name names {type(self).__name__}, whose deal gives a "
+                f"{type(parts).__name__}; it must give the positions of each client's examples."
+            )
+        dealt = [np.sort(np.asarray(indices)) for indices in parts]
         _require_disjoint(dealt, len(examples), type(self).__name__)
         return [indices.astype(np.int64, copy=False) for indices in dealt]
 

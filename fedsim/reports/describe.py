@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fedsim.config import Scalar
 from fedsim.privacy import Entry
@@ -10,7 +10,7 @@ from fedsim.privacy import Entry
 Flat = Mapping[str, Scalar]
 
 
-def description(config: Flat, released: Entry | None = None) -> str:
+def description(config: Flat, released: Entry | None = None, objects: Collection[str] = ()) -> str:
     """One paragraph: the data, the model, a round, what protects it.
 
     A key that this version does not have is left out, not guessed.
@@ -19,9 +19,16 @@ def description(config: Flat, released: Entry | None = None) -> str:
     ----------
     config : mapping
     released : Entry, optional
-        The last line of its ledger, whose law says how a round's clients were drawn.
+        The last round's line in its ledger, whose law says how a round's clients were drawn.
+    objects : collection of str
+        What was an object from Python, in the place of what the config names.
     """
-    sentences = [_trained(config), _round(config, released), _work(config), _bounded(config)]
+    sentences = [
+        _trained(config, objects),
+        _round(config, released),
+        _work(config),
+        _bounded(config),
+    ]
     sentences.append(_examples(config))
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -40,12 +47,16 @@ def ending_sentence(summary: Mapping[str, object], rounds: int, planned: object)
     return f"It reached round {rounds} of {planned}. {why}"
 
 
-def _trained(config: Flat) -> str:
+def _trained(config: Flat, objects: Collection[str]) -> str:
     model, data = config.get("model.name"), config.get("data.name")
     clients, rounds = config.get("partition.clients"), config.get("rounds")
-    partition = config.get("partition.name")
+    partition = None if "partition" in objects else config.get("partition.name")
     spread = _SPREADS.get(str(partition), f"distributed by {partition} among")
     named = _MODELS.get(str(model), f"The model {model}")
+    if "model" in objects:
+        named = "A model given in Python (model=)"
+    if "data" in objects:
+        data = "data given in Python (data=)"
     return (
         f"{named}, trained for {_count(rounds, 'round')} on {data}, whose examples are {spread} "
         f"{_count(clients, 'client')}."

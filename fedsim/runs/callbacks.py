@@ -159,10 +159,13 @@ class Callbacks(Callback):
         callback = self._callbacks[name]
         try:
             return function(callback)
-        except Exception:
+        except Exception as error:
             if name not in self._warned:
                 what = type(callback).__name__
-                _log.warning("callback %s failed; the run continues.", what, exc_info=True)
+                if isinstance(error, FedsimError):
+                    _log.warning("callback %s failed; the run continues: %s", what, error)
+                else:
+                    _log.warning("callback %s failed; the run continues.", what, exc_info=True)
             self._warned.add(name)
             return None
 

@@ -88,6 +88,11 @@ def resolve_data(
         dataset = dataset.protected()
     elif overrides.data is not None:
         dataset.check_sizes()
+    if overrides.data is not None and data.normalize and dataset.mean is None:
+        raise FedsimError(
+            "data.normalize is true, but data= has no mean and std; leave it false, or give them "
+            "there (mean and std, or normalize=True of fedsim.datasets.from_table)."
+        )
     if overrides.data is not None and (data.train or data.test):
         dataset = dataset.ranged(data.train, data.test)
     partition = _partition(config, overrides)

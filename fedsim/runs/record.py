@@ -49,7 +49,7 @@ class RunRecord:
     summary : mapping
         Of summary.json; empty for a run that did not end in good order.
     released : Entry or None
-        The last line of the server's ledger.
+        The last round's line in the server's ledger.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class RunRecord:
             rows=directory.metrics_file.rows(),
             statements=found.statements() if statements is None else statements,
             summary=_read_summary(directory.summary),
-            released=charged[-1] if charged else None,
+            released=next((entry for entry in reversed(charged) if entry.of_round), None),
         )
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
-from fedsim.datasets import Dataset, Split
+from fedsim.datasets import Dataset, Split, dataset_of
 from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
@@ -254,7 +254,7 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If the examples have another shape.
+            If the examples have another shape, or are a table.
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
@@ -266,6 +266,11 @@ class SavedRun:
         return outputs.argmax(-1).numpy()
 
     def _inputs(self, x: Array | Tensor) -> Tensor:
+        if hasattr(x, "columns"):
+            raise FedsimError(
+                "examples are a table; they must be an array whose columns are encoded as in the "
+                "run's data set: fedsim.datasets.from_table(...).test.x has them so."
+            )
         array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         wanted = self.input_shape
         if array.ndim and len(array) and array.shape[1:] != wanted:
@@ -275,23 +280,26 @@ class SavedRun:
             raise FedsimError(
                 f"examples have shape {array.shape}; this model takes {('N', *wanted)}."
             )
-        return torch.from_numpy(np.ascontiguousarray(array))
+        inputs = torch.from_numpy(np.ascontiguousarray(array))
+        return inputs.to(self.input_dtype) if self.input_dtype.is_floating_point else inputs
 
-    def evaluate(self, data: str = "") -> dict[str, float]:
+    def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.
 
         Parameters
         ----------
-        data : str
-            A data set's name or path, whose test examples are taken; the run's own if empty.
+        data : str, or what ``data=`` of a run may be
+            A data set's name or path, or an object, whose test examples are taken; the run's own if
+            empty.
 
         Raises
         ------
         FedsimError
-            If there is no such data set, or its examples do not fit the model.
+            If there is no such data set, or its examples do not fit the model; or if the run's own
+            were an object.
         """
         self._require_whole()
-        dataset = self._other(data) if data else self._own()
+        dataset = self._own() if isinstance(data, str) and not data else self._other(data)
         # Normalised as this model was trained.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         local = LocalTraining(self._config, self.trained, [], device_of(self._config))
@@ -301,7 +309,12 @@ class SavedRun:
 
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
-        config = self.config
+        config, path = self.config, str(self.directory.path)
+        if "data" in self.record.summary.get("objects", ()):
+            raise FedsimError(
+                f"{path} was trained from an object, data=, which its config does not name; name a "
+                f"data set, or give an object, in Python: fedsim.load({path!r}).evaluate(...)."
+            )
         data = resolve_data(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
         if "test" in data.of_clients and not config.evaluate.unprotected:
             raise FedsimError(
@@ -311,16 +324,10 @@ class SavedRun:
             )
         return data.dataset
 
-    def _other(self, data: str) -> Dataset:
+    def _other(self, data: object) -> Dataset:
         """Another data set, whose test examples the model must be able to take."""
         own = self._dataset
-        defaults = RunConfig().to_run_config()
-        settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
-        settings |= {"data.name": data, "data.dir": self.config.data.dir}
-        if kind_of(data) == "files":  # it need not hold every class and token
-            settings["data.classes"] = own.num_classes
-            settings["data.vocabulary"] = own.vocabulary
-        dataset = load_dataset(self.config.replace(**settings))
+        dataset = self._named(data) if isinstance(data, str) else dataset_of(data)
         x, y, own_x, own_y = dataset.train.x, dataset.train.y, own.train.x, own.train.y
         found = takes = ""
         if dataset.input_shape != own.input_shape:
@@ -334,8 +341,19 @@ class SavedRun:
             found = f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}"
             takes = f"was trained for {('N', *own_y.shape[1:])} of dtype {_dtype(own_y)}"
         if found:
-            raise FedsimError(f"{data} has {found}; this model {takes}.")
+            name = data if isinstance(data, str) else dataset.name
+            raise FedsimError(f"{name} has {found}; this model {takes}.")
         return dataset
+
+    def _named(self, data: str) -> Dataset:
+        own = self._dataset
+        defaults = RunConfig().to_run_config()
+        settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
+        settings |= {"data.name": data, "data.dir": self.config.data.dir}
+        if kind_of(data) == "files":  # it need not hold every class and token
+            settings["data.classes"] = own.num_classes
+            settings["data.vocabulary"] = own.vocabulary
+        return load_dataset(self.config.replace(**settings))
 
     @cached_property
     def _config(self) -> RunConfig:

@@ -192,7 +192,7 @@ class Session:
         return RunStatus(
             config=self.resolved.config,
             round=self.strategy.rounds_done,
-            row=self._rows[-1] if self._rows else {},
+            row=dict(self._rows[-1]) if self._rows else {},  # theirs to change
             arrays=self._reached,
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,

@@ -38,8 +38,8 @@ from fedsim.training.steps import RoundStart, Stepper
 class ExamplePrivacy:
     """Every gradient a local algorithm sees is a noisy sum of bounded per-example gradients.
 
-    Guarantee: for each client on its own, with zero-out adjacency of one of its examples (its
-    gradients replaced by zero), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
+    Guarantee: for each client on its own, with zero-out adjacency of one of its examples (which
+    contributes nothing instead), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
     counts every gradient evaluation: two an ADADP iteration, discarded ones included. Where noise
     is correlated over the steps of a round, a round is one Gaussian of multiplier z over the
     noise's sensitivity. Clients hold disjoint data, so the federation's epsilon is the largest of

@@ -289,3 +289,16 @@ def test_a_partition_of_ones_own_without_clients_is_told_what_it_lacks() -> None
 def test_groups_parse_from_the_string_of_a_config() -> None:
     assert parse_groups("1,9;0,8;3,5;2,6;4,7") == CIFAR10_PAIRS
     assert parse_groups(" 1, 2 ; 3 ;") == ((1, 2), (3,))
+
+
+def test_a_partition_that_deals_nothing_is_named() -> None:
+    @dataclass(frozen=True)
+    class Forgetful(Partition):
+        clients: int = 2
+        seed: int = 0
+
+        def deal(self, examples, generator):
+            del examples, generator
+
+    with pytest.raises(FedsimError, match="Forgetful, whose deal gives a NoneType"):
+        Forgetful().indices([0, 1])

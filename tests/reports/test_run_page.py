@@ -137,6 +137,18 @@ def test_clients_data_show_only_where_they_may(tmp_path: Path) -> None:
     assert "The band holds the middle 80 %" in words
 
 
+def test_clients_metrics_with_noise_are_no_round_and_not_called_unprotected(tmp_path: Path) -> None:
+    own = {"evaluate.clients-every": 1, "evaluate.private": True, "evaluate.multiplier": 2.0}
+    fedsim.run(RunConfig().replace(**PRIVATE, **own), out=tmp_path / "run")
+    record = RunRecord.read(tmp_path / "run")
+    assert record.released is not None
+    assert record.released.of_round
+    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
+    assert "about 20 clients" in " ".join(words.split())
+    assert "with noise (evaluate.private)" in words
+    assert "without noise (evaluate.unprotected)" not in words
+
+
 def test_examples_level_alone_hides_clients_data_too(tmp_path: Path) -> None:
     examples = {
         "rounds": 1,

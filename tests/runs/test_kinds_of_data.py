@@ -305,6 +305,13 @@ def test_a_partition_of_sequences_shows_how_many_each_client_has(
     assert "owner, 6 clients, seed 1" in " ".join(capsys.readouterr().out.split())
 
 
+def test_data_without_a_mean_are_not_normalised_by_it() -> None:
+    x, y = np.ones((20, 3), np.float32), np.arange(20) % 2
+    data = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    with pytest.raises(FedsimError, match=r"data\.normalize is true, but data= has no mean"):
+        fedsim.run(fedsim.RunConfig().replace(**{"data.normalize": True}), data=data)
+
+
 @dataclass(frozen=True)
 class ByPatient(Partition):
     """Deals by a column that no field of it names."""

@@ -257,6 +257,23 @@ def test_a_callback_that_fails_does_not_end_the_run() -> None:
     assert fedsim.run(BASE, callbacks=[Failing()]).ended == "finished"
 
 
+def test_a_callback_cannot_change_the_record(tmp_path: Path) -> None:
+    class Adding(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            status.row["mine"] = status.row["round"] = 2.0
+
+    result = fedsim.run(BASE, callbacks=[Adding()], out=tmp_path)
+    assert result.ended == "finished"
+    assert [row["round"] for row in result.metrics] == [0, 1, 2, 3]
+    assert all("mine" not in row for row in result.metrics)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    config = BASE.replace(**{"rounds": np.int64(1), "client.lr": np.float32(0.5)})
+    assert (type(config.rounds), config.client.lr) == (int, 0.5)
+    assert fedsim.run(config, out=tmp_path).ended == "finished"
+
+
 @pytest.mark.parametrize("settings", RICH, ids=lambda settings: " ".join(settings))
 def test_every_column_is_filled_by_some_round(settings: dict[str, Any]) -> None:
     config = BASE.replace(**settings)

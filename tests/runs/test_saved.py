@@ -225,6 +225,31 @@ def test_a_model_from_python_is_given_again_to_be_loaded(
         _ = fedsim.load(tmp_path).model
 
 
+def test_data_from_python_are_given_again_to_be_evaluated(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(200, 64)).astype(np.float32), rng.integers(0, 10, 200)
+    data = {"x_train": x, "y_train": y, "x_test": x[:50], "y_test": y[:50]}
+    config = RunConfig().replace(**{"rounds": 3, "partition.clients": 6})
+    result = fedsim.run(config, data=data, out=tmp_path)
+    saved = fedsim.load(tmp_path)
+    # Not those of the data set that the config would name without it.
+    with pytest.raises(FedsimError, match="trained from an object, data="):
+        saved.evaluate()
+    assert saved.evaluate(data)["loss"] == pytest.approx(result.metrics[-1]["test-loss"])
+    report = (tmp_path / "report.html").read_text()
+    assert "on data given in Python (data=)" in report
+    assert "on digits" not in report
+
+
+def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    x = np.arange(3 * 64).reshape(3, 64) % 17
+    assert (saved.predict(x) == saved.predict(x.astype(np.float32))).all()
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(FedsimError, match="examples are a table"):
+        saved.predict(pandas.DataFrame(x))
+
+
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
     saved = fedsim.load(private_run)
     model = torch.jit.load(io.BytesIO(export(saved, "torchscript")))

@@ -287,6 +287,9 @@ def test_the_command_verifies_signs_and_speaks_json(tmp_path):
     output = invoke(app, ["privacy", run, "--verify"])
     assert output.exit_code == 1
     assert "FAILS" in output.output
+    output = invoke(app, ["privacy", run, "--verify", "--json"])
+    assert output.exit_code == 1
+    assert {check["passed"] for check in json.loads(output.output)} == {True, False}
 
 
 def test_a_key_that_is_none_is_refused_before_anything_is_written(tmp_path):

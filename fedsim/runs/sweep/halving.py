@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.columns import Row
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, validated
+from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, require_validation, validated
 
 MOST_OUTCOMES = 10**100
 """With more, the share of delta would underflow."""
@@ -82,6 +82,7 @@ class Halving:
                     f"evaluate.every = {config.evaluate.every}; with --halving it must be from 1 "
                     f"to {self.first}, the rounds to the first rung, where runs are compared."
                 )
+            require_validation(config, "--halving")
             measure = f"validation-{measure_of(config).name}"
             Measure.of_column(resolve_run(run), "--halving by", measure)
 

@@ -132,6 +132,21 @@ def measure_of(config: RunConfig) -> Measure:
     return Measure("loss", higher_is_better=False)
 
 
+def require_validation(config: RunConfig, option: str) -> None:
+    """Refuse to choose among runs that hold no examples out to compare them by.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not (config.data.validation and config.evaluate.every):
+        raise FedsimError(
+            f"{option} compares runs by examples that are held out, in the column "
+            f"validation-{measure_of(config).name}; set data.validation, such as 0.1, and "
+            "evaluate.every = 1."
+        )
+
+
 DIGITS = 4
 
 

@@ -20,7 +20,7 @@ from fedsim.runs.factories import release_plan
 from fedsim.runs.resolve import resolve
 from fedsim.runs.summary import rewrite_page
 from fedsim.runs.sweep.running import run_sweep
-from fedsim.runs.sweep.search import SweepRun, measure_of
+from fedsim.runs.sweep.search import SweepRun, measure_of, require_validation
 
 SELECTED = "selected"
 """Directory of the best run, in the sweep's."""
@@ -96,6 +96,7 @@ class RandomStopping:
                     "choose another --out."
                 )
         first = members[0].config
+        require_validation(first, "--select")
         measure = Measure.of_column(
             resolve(first, data=resolve_data(first)),
             "--select",
