@@ -144,7 +144,7 @@ def test_clients_metrics_with_noise_are_no_round_and_not_called_unprotected(tmp_
     assert record.released is not None
     assert record.released.of_round
     words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
-    assert "about 20 clients" in " ".join(words.split())
+    assert "probability 0.5" in " ".join(words.split())
     assert "with noise (evaluate.private)" in words
     assert "without noise (evaluate.unprotected)" not in words
 

@@ -148,9 +148,7 @@ def test_the_privacy_command_says_both_figures(
         assert "Extrapolated epsilon" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changes", [{"noise.name": "blt"}, {"privacy.selection": "logarithmic"}]
-)
+@pytest.mark.parametrize("changes", [{"noise.name": "blt"}, {"privacy.selection": "logarithmic"}])
 def test_what_a_larger_cohort_costs_is_not_guessed(changes: dict[str, str]) -> None:
     with pytest.raises(FedsimError, match="what a larger cohort costs is known there alone"):
         BASE.replace(**changes)
