@@ -145,7 +145,7 @@ def _explained(key: Key) -> str:
 def init(
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Choose: `mechanism.name=clipping`."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Choose: `client.name=adam`."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A new file to write it to.")] = None,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,7 +107,7 @@ def sweep(
     over seeds) and sweep.png compare them. An interrupted sweep is continued by starting it again.
     The exit status is 3 if runs failed; the others are not affected.
     """
-    base = RunConfig.load(config, set_ or [])
+    base = _base(config, set_ or [], over)
     # Only now: a mistake in the config should not wait for torch.
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_line, seeds_csv, to_csv
@@ -156,6 +157,17 @@ def sweep(
     _print_cost(console, grid, lines, where, halved)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_if_failed(console, outcomes)
+
+
+def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
+    """The config; what only an axis gives it has the axis's first value."""
+    try:
+        return RunConfig.load(config, set_)
+    except FedsimError:
+        firsts = [text.partition(",")[0] for text in over if "(" not in text]
+        with suppress(FedsimError):
+            return RunConfig.load(config, [*set_, *firsts])
+        raise
 
 
 def _select(
@@ -235,25 +247,12 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
         line = max(setting.lines, key=lambda line: line.epsilon or 0.0)
         epsilon = "-" if line.epsilon is None else f"{line.epsilon:.3g}"
         epsilon += "" if shared else _marks(line)
-        if single:
-            figures = [
-                _figure(line.test, name),
-                _figure(line.mean_test, name),
-                epsilon,
-                _figure(line.loss, "loss"),
-                line.outcome.ended,
-            ]
-        else:
-            figures = [
-                _spread(setting.spread("test"), name),
-                _spread(setting.spread("mean_test"), name),
-                epsilon,
-                _spread(setting.spread("loss"), "loss"),
-                f"{len(setting.ended)} of {len(setting.lines)}",
-            ]
-        point = (line if single else setting).point.values()
-        style = "bold" if setting is best else ""
-        table.add_row(*map(str, point), *figures, style=style)
+        tests = (_spread(setting.spread(kind), name) for kind in ("test", "mean_test"))
+        figures = *tests, epsilon, _spread(setting.spread("loss"), "loss")
+        ended = f"{len(setting.ended)} of {len(setting.lines)}"
+        point = map(str, (line if single else setting).point.values())
+        figures = *figures, line.outcome.ended if single else ended
+        table.add_row(*point, *figures, style="bold" if setting is best else "")
     return table
 
 

@@ -323,7 +323,9 @@ def _read(path: str | Path) -> dict[str, Any]:
         with open(path, "rb", opener=regular_files.opener) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise FedsimError(f"cannot read the config {path}: {error.strerror}.") from None
+        written = Path(path) / "config.toml"
+        advice = f" (its own config is {written})" if written.is_file() else ""
+        raise FedsimError(f"cannot read the config {path}: {error.strerror}{advice}.") from None
     if len(content) > LARGEST_FILE:
         raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
     try:

@@ -372,3 +372,16 @@ def test_a_bad_value_on_an_axis_is_refused_by_its_key() -> None:
         grid_runs(BASE, parse_axes(["client.lr=0.1,fast,0.3"]))
     with pytest.raises(FedsimError, match=r"client\.momentum = 0\.9 has no effect with .*'adam'"):
         grid_runs(BASE, parse_axes(["client.name=sgd,adam", "client.momentum=0.9"]))
+
+
+def test_an_axis_gives_what_the_config_lacks(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = BASE.replace(rounds=1).to_toml().splitlines()
+    Path("c.toml").write_text("\n".join(x for x in text if not x.startswith("multiplier = ")))
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "c.toml", "--out", "out", "--over", "noise.multiplier=1.0,2.0"])
+    assert ended.value.code in (0, None)
+    with pytest.raises(SystemExit) as refused:
+        main(["sweep", "c.toml", "--out", "other", "--over", "client.lr=0.1,0.2"])
+    assert refused.value.code == 2
+    assert "noise.multiplier = ''; it must be a number" in capsys.readouterr().err
