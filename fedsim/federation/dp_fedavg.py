@@ -133,7 +133,8 @@ class DPFedAvg(PrivateRounds):
         Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
         run before the first round only.
     max_failed_rounds : int
-        So many rounds in a row without a usable reply fail a run without privacy.
+        So many rounds in a row without a usable reply fail a run without privacy, or all of its
+        rounds if there are fewer.
     algorithm : LocalAlgorithm, optional
         The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
         control variates), which it combines on the server.
@@ -272,7 +273,8 @@ evaluate_metrics_aggr_fn
             one_ends_run=budgets_end_run,
             believed=self.protects and not plan.private,
         )
-        self._failures = Failures(None if self.protects else max_failed_rounds)
+        most = min(max_failed_rounds, plan.rounds or max_failed_rounds)  # all of a short run's
+        self._failures = Failures(None if self.protects else most)
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
         self._aggregation_settings = AggregationSettings(
             summed, self.randomness, keys, declared_counts(example_counts, plan.sampler)

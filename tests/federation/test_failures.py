@@ -247,3 +247,10 @@ def test_what_clients_report_does_not_stand_in_the_metrics_of_a_private_run():
     shown = rows(**{"evaluate.unprotected": True, "evaluate.clients-every": 1})[-1]
     assert shown["train-num-examples"] == 60
     assert np.isfinite(shown["clients-loss"])
+
+
+def test_a_short_run_in_which_nobody_ever_replied_has_failed():
+    config = RunConfig().replace(**{"rounds": 2, "partition.clients": 40})
+    resolved = resolve(config)
+    with pytest.raises(RunFailedError, match="every client that was asked failed in 2 rounds"):
+        drive(resolved, LocalGrid(nan_trainer(650)))
