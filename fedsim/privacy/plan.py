@@ -207,8 +207,8 @@ class ReleasePlan(Generic[BoundT]):
     def check_secure(self) -> None:
         """Refuse secure sums that would show how many clients a secret cohort has.
 
-        Each share's noise is fixed, so that a sum of more clients has more, and one of too few is
-        lost: whoever sees the models sees the number.
+        The variance of a share's noise is fixed: a sum of more clients has more noise, and one of
+        too few is lost. Both show in the models.
 
         Raises
         ------

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from flwr.app import ConfigRecord
 
 from fedsim import extras
+from fedsim.clients.base import Dense, Step
 from fedsim.clients.proximal import server_numbers
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -68,6 +70,7 @@ def check(resolved: Resolved) -> None:
     if key and not resolved.config.engine.federation:  # where the key is on the server's machine
         private_key(Path(key))
     _evaluate_example(resolved)
+    _try_step(resolved)
 
 
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
@@ -160,3 +163,14 @@ def _evaluate_example(resolved: Resolved) -> None:
         theta = trainer.personal.initial[None]
         metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
         evaluate_clients([trainer.path], theta, trainer.data, [example], metrics)
+
+
+def _try_step(resolved: Resolved) -> None:
+    """Try a step of the client algorithm at zeros: in a round each client would fail by itself."""
+    algorithm, width = resolved.trainer.algorithm, resolved.trainer.layout.d
+    made: object = algorithm.step(algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0))
+    if made is not None:
+        raise FedsimError(
+            f"client.name names {type(algorithm).__name__}, whose step returns a "
+            f"{type(made).__name__}; it must change the state that it is given, and return nothing."
+        )

@@ -26,7 +26,7 @@ from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
 
 DATA_KEYS = ("name", "seed", "data", "partition", "secagg", "engine")
-"""Tables and keys of a config that say which clients there are, and where their examples are."""
+"""What a config says of its clients, of where their examples are, and of how sums are made."""
 EXAMPLES = "num-examples"
 
 

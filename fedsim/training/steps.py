@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
-from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches, Floats, Ints
@@ -186,19 +185,11 @@ class Stepper:
             # As torch.nn.utils.clip_grad_norm_ does it.
             gradient = gradient.scaled((self.max_norm / (gradient.norms() + 1e-6)).clamp_(max=1.0))
         if self.statistics is None:
-            self._step(state, gradient, at)
+            self.algorithm.step(state, gradient, at)
             return
         statistics = state["theta"][:, self.statistics]
-        self._step(state, gradient, at)
+        self.algorithm.step(state, gradient, at)
         state["theta"][:, self.statistics] = statistics
-
-    def _step(self, state: State, gradient: Gradient, at: Step) -> None:
-        made: object = self.algorithm.step(state, gradient, at)
-        if made is not None:
-            raise FedsimError(
-                f"{type(self.algorithm).__name__}.step returns a {type(made).__name__}; it must "
-                "change the state that it is given, and return nothing."
-            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep
 
@@ -42,6 +43,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.train": "9:9"}, "data.train"),
     ({"partition.clients": 2000}, "partition.clients"),
     ({"client.name": "tests.runs.test_preflight:starts_with_nan"}, "LocalAlgorithm"),
+    (
+        {"client.name": "tests.runs.test_preflight:Returning"},
+        "whose step returns a dict",
+    ),
     ({"client.name": "os:getpid"}, "'os' is of the standard library"),
     (
         {"model.name": "tests.runs.test_preflight:starts_with_nan"},
@@ -53,6 +58,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "client.batch-size",
     ),
 ]
+
+
+class Returning(SGD):
+    """Gives a new state, and leaves the one that it was given as it was."""
+
+    def step(self, state, gradient, at):
+        return {**state, "theta": state["theta"] - gradient.dense()}
 
 
 def starts_with_nan() -> nn.Module:

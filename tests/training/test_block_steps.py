@@ -175,13 +175,3 @@ def test_the_rule_takes_these_steps_for_small_dense_models_on_a_cpu(monkeypatch)
     )
     trained(SGD(lr=0.1), rounds=1)
     assert made
-
-
-@pytest.mark.parametrize("path", ["layered", "func"])
-def test_a_step_that_returns_a_state_is_refused(path: str) -> None:
-    class Returning(SGD):
-        def step(self, state, gradient, at):
-            return {**state, "theta": state["theta"] - gradient.dense()}
-
-    with pytest.raises(FedsimError, match=r"Returning\.step returns a dict; it must change"):
-        trained(Returning(lr=0.1), path=path)
