@@ -189,6 +189,14 @@ def _text(value: Scalar | None) -> str:
     return "unset" if value is None else shown(value)
 
 
+def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
+    """Whether the run there has released something that this config, with its objects, does not."""
+    if not directory.ledger.exists():
+        return False
+    made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
+    return bool(made) and resolved.release not in made
+
+
 def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     """Refuse to resume a run with other objects from Python than it began with.
 
@@ -196,10 +204,7 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     ------
     FedsimError
     """
-    if not directory.ledger.exists():
-        return
-    made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
-    if made and resolved.release not in made:
+    if has_other_objects(directory, resolved):
         raise FedsimError(
             f"the run in {directory.path} has released something else than this one would; it must "
             "be resumed with the model=, data= and partition= that it began with."

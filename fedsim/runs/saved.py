@@ -34,12 +34,13 @@ from fedsim.runs.data_split import (
     resolve_data,
 )
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.earlier_runs import has_other_objects
 from fedsim.runs.factories import LocalTraining
 from fedsim.runs.inference import InferenceModel
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
-from fedsim.runs.resolve import evaluated
+from fedsim.runs.resolve import evaluated, resolve
 
 _CHUNK = 256  # examples that go through the model at a time
 
@@ -310,12 +311,16 @@ class SavedRun:
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
         config, path = self.config, str(self.directory.path)
-        if "data" in self.record.summary.get("objects", ()):
+        of_cpu = config.replace(**{"engine.device": "cpu"})
+        objects = self.record.summary.get("objects")
+        if objects is None and has_other_objects(self.directory, resolve(of_cpu)):
+            objects = ["data"]  # or another: an interrupted run has no summary, but releases
+        if "data" in (objects or ()):
             raise FedsimError(
                 f"{path} was trained from an object, data=, which its config does not name; name a "
                 f"data set, or give an object, in Python: fedsim.load({path!r}).evaluate(...)."
             )
-        data = resolve_data(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
+        data = resolve_data(of_cpu.replace(**{"evaluate.every": 0}))
         if "test" in data.of_clients and not config.evaluate.unprotected:
             raise FedsimError(
                 f"the test examples of {config.data.name} are clients' own, and metrics of them "

@@ -28,6 +28,7 @@ from fedsim.partitions.counts import by_largest_class, class_counts, class_share
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.training import Trainer
@@ -117,6 +118,7 @@ def whole_record(path: Path) -> RunRecord:
         if model_metadata(model).get("round") != record.rounds:
             return record  # what an earlier model got wrong is not what the last row is about
         resolved = resolve(RunConfig.load(path / "config.toml"))
+        refuse_other_objects(RunDirectory(path), resolved)
         saved = load_file(regular_files.require(model))
         arrays = {name: saved[name] for name in resolved.initial_arrays}
         summary = measured(resolved, CentralEvaluation(resolved), arrays)

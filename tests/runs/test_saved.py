@@ -240,6 +240,15 @@ def test_data_from_python_are_given_again_to_be_evaluated(tmp_path: Path) -> Non
     assert "on data given in Python (data=)" in report
     assert "on digits" not in report
 
+    class Interrupt(fedsim.Callback):
+        def on_round(self, status: Any) -> None:
+            if status.round == 1:
+                raise KeyboardInterrupt
+
+    fedsim.run(config, data=data, out=tmp_path / "part", callbacks=[Interrupt()])
+    with pytest.raises(FedsimError, match="trained from an object, data="):
+        fedsim.load(tmp_path / "part").evaluate()
+
 
 def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_run: Path) -> None:
     saved = fedsim.load(private_run)
