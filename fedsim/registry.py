@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import re
 import sys
@@ -224,8 +223,13 @@ def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Calla
 
     That is found out here and not of the object: making one runs code with a config's options.
     """
-    if not isinstance(thing, type) or inspect.isabstract(thing):
+    if not isinstance(thing, type):
         return thing
+    if missing := sorted(getattr(thing, "__abstractmethods__", ())):
+        raise FedsimError(
+            f"{key} is '{name}', an abstract class: it lacks {', '.join(missing)}; it must "
+            "define all of them, or be a function that gives an object."
+        )
     defined = {attribute for part in thing.__mro__[:-1] for attribute in vars(part)}
     if any(defined.issuperset(methods) for methods in _LIKE.get(kind, ())):
         return thing

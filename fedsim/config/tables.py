@@ -9,7 +9,6 @@ checks; a `Choice` has, besides, the settings of the thing that it names: ``[cli
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -204,11 +203,6 @@ class Choice(ConfigTable):
         key = self.key(self.selector)
         with place:
             thing = self.find()
-            if inspect.isabstract(thing):
-                raise FedsimError(
-                    f"{key} is '{self.chosen}', of which there are no objects: it must be a class "
-                    "that is not abstract, or a function."
-                )
             names = parameters_of(thing)
             given = {k: v for k, v in filled.items() if names is None or k in names}
             made = thing(**self.settings_for(thing, tuple(filled)), **given)

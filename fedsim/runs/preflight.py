@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord
 
 from fedsim import extras
 from fedsim.clients.base import Dense, Step
-from fedsim.clients.proximal import server_numbers
+from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
@@ -69,7 +69,7 @@ def check(resolved: Resolved) -> None:
     key = resolved.config.noise.ledger_key
     if key and not resolved.config.engine.federation:  # where the key is on the server's machine
         private_key(Path(key))
-    _evaluate_example(resolved)
+    _try_example(resolved)
     _try_step(resolved)
 
 
@@ -154,20 +154,32 @@ def _check_scalars(resolved: Resolved, names: tuple[str, ...]) -> None:
             )
 
 
-def _evaluate_example(resolved: Resolved) -> None:
+def _try_example(resolved: Resolved) -> None:
     """Try loss and metrics on one example: `try_model` has tried the model alone."""
     trainer = resolved.trainer
     example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
-    if example is not None:
-        trainer.model.eval()
-        theta = trainer.personal.initial[None]
-        metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
-        evaluate_clients([trainer.path], theta, trainer.data, [example], metrics)
+    if example is None:
+        return
+    trainer.model.eval()
+    theta = trainer.personal.initial[None]
+    metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
+    evaluate_clients([trainer.path], theta, trainer.data, [example], metrics)
+    index = torch.from_numpy(example).to(trainer.device)
+    x = trainer.data.inputs(index, theta.dtype)
+    outputs = trainer.path.outputs(theta, x[None])[0].detach().requires_grad_()
+    # `torch.func` takes zeros for a gradient that is not there: clients would train nothing.
+    if not trainer.loss(outputs, trainer.data.targets(index, theta.dtype)).requires_grad:
+        raise FedsimError(
+            f"task.loss = {resolved.config.task.loss!r}, whose values have no gradient (as after "
+            "argmax, detach or a comparison); it must be differentiable in the model's outputs."
+        )
 
 
 def _try_step(resolved: Resolved) -> None:
     """Try a step of the client algorithm at zeros: in a round each client would fail by itself."""
     algorithm, width = resolved.trainer.algorithm, resolved.trainer.layout.d
+    if isinstance(algorithm, Proximal):  # whose step takes what the one inside changes
+        algorithm = algorithm.algorithm
     made: object = algorithm.step(algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0))
     if made is not None:
         raise FedsimError(

@@ -14,6 +14,7 @@ from fedsim import RunConfig
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep
+from fedsim.tasks import Metric
 
 BASE = RunConfig().replace(
     **{
@@ -47,6 +48,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"client.name": "tests.runs.test_preflight:Returning"},
         "whose step returns a dict",
     ),
+    (
+        {"client.name": "tests.runs.test_preflight:Returning", "client.proximal": 0.1},
+        "whose step returns a dict",
+    ),
+    (
+        {"task.metrics": "tests.runs.test_preflight:Unfinished"},
+        "task.metrics is .* an abstract class: it lacks finish, merge",
+    ),
+    ({"task.loss": "tests.runs.test_preflight:wrong_examples"}, "task.loss.*have no gradient"),
+    (
+        {"task.loss": "tests.runs.test_preflight:wrong_examples", "client.path": "func"},
+        "have no gradient",
+    ),
     ({"client.name": "os:getpid"}, "'os' is of the standard library"),
     (
         {"model.name": "tests.runs.test_preflight:starts_with_nan"},
@@ -65,6 +79,18 @@ class Returning(SGD):
 
     def step(self, state, gradient, at):
         return {**state, "theta": state["theta"] - gradient.dense()}
+
+
+class Unfinished(Metric):
+    def init(self) -> int:
+        return 0
+
+    def update(self, state: int, outputs: torch.Tensor, targets: torch.Tensor) -> int:
+        return state + len(targets)
+
+
+def wrong_examples(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(-1) != targets).float()
 
 
 def starts_with_nan() -> nn.Module:
