@@ -72,6 +72,12 @@ def users_place(trace: TracebackType | None) -> str:
     return f"{frames[-1].tb_frame.f_code.co_filename}:{frames[-1].tb_lineno}" if frames else ""
 
 
+def described(error: BaseException) -> str:
+    """An error of a user's code as a line of a log has it: type, sentence, and the code's place."""
+    place = users_place(error.__traceback__)
+    return f"{type(error).__name__}: {error}" + (f" (at {place})" if place else "")
+
+
 def users_traceback_alone(function: F) -> F:
     """Let errors of a user's code leave a function with the frames of that code alone.
 

@@ -321,14 +321,15 @@ def test_runs_that_evaluate_at_different_rounds_end_with_the_same_bytes_as_alone
         assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("error", [ArithmeticError("overflow"), SystemExit(3)])
 def test_only_the_client_that_raises_in_a_shared_block_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Trainer.fit
 
     def fit(self: Trainer, vector: Any, client_ids: Any, round: int, **settings: Any) -> Any:
         if 33 in client_ids:
-            raise ArithmeticError("overflow")
+            raise error
         return honest(self, vector, client_ids, round, **settings)
 
     monkeypatch.setattr(Trainer, "fit", fit)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError, described
 from fedsim.federation.exchange import Instructions, MessageType
 from fedsim.federation.row_sums import RowSum, Summing
 from fedsim.mechanisms import Releaser
@@ -257,6 +257,7 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
     work = trainer.train if call.message_type == "train" else trainer.evaluate
     position = 0
     alone = False
+    failures: dict[str, list[int]] = {}
     while position < len(client_ids):
         rest = client_ids[position : position + 1] if alone else client_ids[position:]
         end = position + len(rest)
@@ -270,17 +271,22 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
         # A client's code may raise anything, and `sys.exit` is one way to.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
-            detail = f"{type(error).__name__}: {error}"
+            detail = described(error)
             _log.debug("clients %s in round %d", rest, call.round, exc_info=True)
         if position == end:
             continue
         if not alone:
             alone = True
             continue
-        _log.warning("client %d failed in round %d: %s", client_ids[position], call.round, detail)
+        failures.setdefault(detail, []).append(int(client_ids[position]))
         yield Block.failed(client_ids[position:end], reason)
         position += 1
         alone = False
+    for detail, failed in failures.items():  # a fault in shared code is every client's
+        first, others = ", ".join(map(str, failed[:5])), len(failed) - 5
+        clients = f"clients {first}" if len(failed) > 1 else f"client {first}"
+        more = f" and {others} more" if others > 0 else ""
+        _log.warning("%s%s failed in round %d: %s", clients, more, call.round, detail)
 
 
 def _reason_of(error: BaseException) -> Reason:

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Message
 
 from fedsim.clients.proximal import server_numbers
+from fedsim.errors import described
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
@@ -122,14 +123,14 @@ class _SharedTrainer:
         """A common block; where it raises, its clients one by one, so that only one has failed."""
         try:
             return list(self._block(training, owners, ids))
-        except Exception:
+        except (Exception, SystemExit) as error:  # a client's code may raise anything
             if len(ids) > 1:
                 each = range(len(ids))
                 blocks = (self._guarded(training, owners[[k]], ids[[k]]) for k in each)
                 return list(itertools.chain.from_iterable(blocks))
             run, client = int(owners[0]), ids - self._offsets[int(owners[0])]
             number = training[run].round
-            _log.warning("client %d failed in round %d", client[0], number, exc_info=True)
+            _log.warning("client %d failed in round %d: %s", client[0], number, described(error))
             return [(run, Block.failed(client, "raised"))]
 
     def _block(

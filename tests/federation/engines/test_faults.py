@@ -130,6 +130,16 @@ def give(orders, fault, who):
     orders.write_text(json.dumps({"fault": fault, "who": who}))
 
 
+def test_clients_that_fail_alike_are_one_warning_with_the_place_in_the_users_code(orders, caplog):
+    trainer = treacherous(orders, block_size=4)
+    give(orders, "raises", (1, 3, 4))
+    call = RoundCall("train", trainer.initial(), 7)
+    assert sum(len(b.reasons) for b in guarded_blocks(trainer, call, np.arange(6))) == 3
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.startswith("clients 1, 3, 4 failed in round 7: ArithmeticError: out of luck (at")
+    assert "test_faults.py:" in warning
+
+
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_counts_and_bytes_are_the_same_in_all_blocks_for_any_failure(grids, orders, fault, who):
