@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import inspect
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -313,6 +315,86 @@ def test_a_wrong_argument_is_refused_in_a_sentence_that_names_it(
     assert sentence.endswith(".")
     assert "\n" not in sentence
     assert len(sentence) < 600
+
+
+FACES = [
+    "fedsim.adapters",
+    "fedsim.audit",
+    "fedsim.clients",
+    "fedsim.cohorts",
+    "fedsim.datasets",
+    "fedsim.engines",
+    "fedsim.mechanisms",
+    "fedsim.models",
+    "fedsim.partitions",
+    "fedsim.privacy",
+    "fedsim.server_optimizers",
+    "fedsim.strategies",
+    "fedsim.tasks",
+    "fedsim.training",
+]
+VALUES = [
+    None, -1, 0, 1.5, float("nan"), float("inf"), True, "x", "", b"x", [], [1, 2], {}, {"a": 1}, (),
+    object(), int, np.zeros(3), torch.zeros(2), lambda *_: 1,
+]  # fmt: skip
+STARTS_PROCESSES = {"RayGrid"}
+CALLED_EACH_STEP = {"call_with", "LazyArray"}
+"""What trainers and grids call for each step and message, with what is theirs."""
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_no_argument_of_a_public_name_ends_in_an_error_of_other_code(
+    face: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = importlib.import_module(face)
+    others = _good_arguments()
+    leaks = []
+    for name in sorted({*package.__all__} - STARTS_PROCESSES - CALLED_EACH_STEP):
+        function = getattr(package, name)
+        if not _is_tried(function):
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        required = {p.name for p in parameters if p.default is p.empty and p.kind in NAMED}
+        for tried in (p.name for p in parameters if p.kind in NAMED):
+            if not required - {tried} <= others.keys():
+                continue
+            given = {needed: others[needed] for needed in required - {tried}}
+            for value in VALUES:
+                try:
+                    function(**given, **{tried: value})
+                except (FedsimError, OSError):
+                    pass
+                except Exception as error:
+                    if not callable(value):  # what a function gives is not looked at beforehand
+                        leaks.append(f"{name}({tried}={value!r}): {error!r}")
+    assert leaks == []
+
+
+NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+def _is_tried(thing: object) -> bool:
+    """Whether it is a function, or a class of which there are objects and that is no error."""
+    if isinstance(thing, type) and not get_args(thing):
+        return not inspect.isabstract(thing) and not issubclass(thing, BaseException)
+    return inspect.isfunction(thing)
+
+
+def _good_arguments() -> dict[str, Any]:
+    x, y = torch.randn(20, 5), torch.arange(20) % 3
+    parts = [np.arange(10), np.arange(10, 20)]
+    data = training.ClientData(x, y, parts)
+    model, algorithm, randomness = torch.nn.Linear(5, 3), algorithms.SGD(lr=0.1), Randomness(1)
+    trainer = training.Trainer(model, algorithm, data, randomness=randomness)
+    return {
+        "algorithm": algorithm, "alpha": 0.5, "clients": 10, "clip_norm": 1.0, "data": data,
+        "cohort": cohorts.PoissonCohort(0.1, 100), "delta": 1e-5, "lr": 0.1,
+        "mechanism": bounds.Clipping(1.0), "model": model, "noise_multiplier": 1.0, "num_nodes": 2,
+        "parts": parts, "population": 100, "randomness": randomness, "rate": 0.1, "rounds": 3,
+        "seed": 1, "size": 10, "target_epsilon": 3.0, "trainer": trainer, "trainer_or_app": trainer,
+        "x": x, "y": y,
+    }  # fmt: skip
 
 
 def _plain(name: str) -> str:

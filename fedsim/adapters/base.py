@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedsim.arguments import shown
 from fedsim.errors import FedsimError
 from fedsim.rows.alternation import Alternation
 from fedsim.settings import check_settings
@@ -101,6 +102,8 @@ def adapted(
     FedsimError
         If the adapter does not fit the model, or takes what is to be trained besides.
     """
+    if not isinstance(adapter, Adapter):
+        raise FedsimError(f"adapter is {shown(adapter)}; it must be a fedsim.adapters.Adapter.")
     # Only now: settings are read without torch.
     from fedsim.models import matching, refuse_unusable_parameters
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsim.arguments import check_arguments
 from fedsim.audit import catalogue
 from fedsim.audit.checks import Finding, Floats, findings
 from fedsim.audit.claim import Claim
@@ -123,6 +124,7 @@ def _risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
     return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
+@check_arguments
 def audit(
     strategy: StrategyFactory,
     *,

@@ -56,6 +56,11 @@ class Split:
                     "(Dataset.of takes arrays)."
                 )
         counts = {"y": len(self.y)} | ({} if self.mask is None else {"mask": len(self.mask)})
+        if not isinstance(self.columns, Mapping):
+            raise FedsimError(
+                f"columns of a Split are {type(self.columns).__name__}; they must be a mapping of "
+                "names to NumPy arrays."
+            )
         for name, column in self.columns.items():
             if not isinstance(column, np.ndarray) or column.ndim != 1:
                 raise FedsimError(

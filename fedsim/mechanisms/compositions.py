@@ -49,6 +49,11 @@ class PerLayer(Mechanism):
     shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        for pair in self._pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise FedsimError(
+                    f"parts has {pair!r}; it must be one Mechanism, or pairs (pattern, Mechanism)."
+                )
         for bound in self._bounds:
             require_mechanism(bound, "PerLayer")
             if bound.weighting != "uniform" or bound.sides:

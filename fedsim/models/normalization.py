@@ -7,9 +7,11 @@ from collections.abc import Collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 
 
+@check_arguments
 def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """Put a layer that knows one example only for each that knows a batch, as Opacus does.
 
@@ -140,6 +142,7 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     return statistics_of(model)
 
 
+@check_arguments
 def statistics_of(model: nn.Module) -> list[str]:
     """Names of the parameters that are statistics, which gradients leave alone."""
     return [
@@ -150,6 +153,7 @@ def statistics_of(model: nn.Module) -> list[str]:
     ]
 
 
+@check_arguments
 def refuse_running_statistics(model: nn.Module) -> None:
     """Refuse normalisation layers that keep running statistics of the clients' data.
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fedsim import regular_files
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 
 
@@ -35,6 +36,7 @@ def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in each)]
 
 
+@check_arguments
 def freeze(model: nn.Module, trainable: str = "") -> list[str]:
     """Let only the parameters that match be trained, by their ``requires_grad``.
 
@@ -66,12 +68,14 @@ def freeze(model: nn.Module, trainable: str = "") -> list[str]:
     return trained
 
 
+@check_arguments
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """What a file of a model's weights holds: parameters and buffers, shared ones once."""
     once = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
     return {name: model.state_dict()[name] for name in reversed(once.values())}
 
 
+@check_arguments
 def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list[str]:
     """Give a model's parameters and buffers the values in a file.
 
@@ -174,6 +178,7 @@ def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tenso
     return outputs
 
 
+@check_arguments
 def refuse_other_than_numbers(model: nn.Module) -> None:
     """Refuse parameters that are no dense real numbers or have no values as yet, or are locked in.
 
@@ -206,6 +211,7 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
             )
 
 
+@check_arguments
 def refuse_unusable_parameters(model: nn.Module) -> None:
     """Refuse parameters with which no training can begin.
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import check_settings
@@ -41,10 +42,10 @@ class Examples:
     columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.targets.ndim or not len(self.targets):
+        if not np.ndim(self.targets) or not len(self.targets):
             raise FedsimError(
-                f"the examples to partition have targets of shape {self.targets.shape}; they must "
-                "be [N, ...] with N at least 1."
+                f"the examples to partition have targets of shape {np.shape(self.targets)}; they "
+                "must be [N, ...] with N at least 1."
             )
         for name, column in self.columns.items():
             if column.shape != (len(self),):
@@ -220,6 +221,7 @@ def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
         )
 
 
+@check_arguments
 def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:
     """Keep ``at_most`` examples of each client, drawn uniformly without replacement.
 

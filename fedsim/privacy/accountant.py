@@ -118,9 +118,7 @@ class Accountant:
         FedsimError
             If its adjacency does not compose with that of earlier events.
         """
-        if not isinstance(event, Event):
-            raise FedsimError(f"an event is {shown(event)}; it must be a fedsim.privacy.Event.")
-        count *= event.count
+        count *= checked_event(event).count
         law, z, private = event.law, event.total_noise_multiplier, event.private
         if law.is_gaussian and 0 < z < math.inf:  # beyond what can be computed, cost is rounded up
             z, private = min(z, MOST_NOISE), private and z >= LEAST_NOISE
@@ -298,6 +296,13 @@ class Accountant:
         if self.mu:  # replace-one's, so that mu is 2/z
             poisson.add(Event(noise_multiplier=2 / self.mu))
         return poisson
+
+
+def checked_event(event: Event) -> Event:
+    """An event, or a refusal of what is none."""
+    if not isinstance(event, Event):
+        raise FedsimError(f"an event is {shown(event)}; it must be a fedsim.privacy.Event.")
+    return event
 
 
 def check_delta(delta: float) -> None:

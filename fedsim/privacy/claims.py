@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
-from fedsim.privacy.accountant import Accountant, Cost, check_delta
+from fedsim.privacy.accountant import Accountant, Cost, check_delta, checked_event
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
@@ -174,7 +174,7 @@ def worst_client(events: Iterable[Event], delta: float) -> Event:
     FedsimError
         If there is no client.
     """
-    front = _pareto_front(set(events))
+    front = _pareto_front({checked_event(event) for event in events})
     if not front:
         raise FedsimError("there are no clients to account for.")
     return max(front, key=lambda event: Accountant([event]).epsilon(delta))

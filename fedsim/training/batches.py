@@ -61,10 +61,11 @@ class Workload:
         """
         if counts is None:
             return cls(work, data)
-        if len(counts) != data.population or min(counts) < 1:
+        if len(counts) != data.population or min(counts, default=0) < 1:
             raise FedsimError(
-                f"client.work has {len(counts)} numbers, the least of them {min(counts)}; it must "
-                f"have one, at least 1, for each of the {data.population} clients."
+                f"client.work has {len(counts)} numbers, the least of them "
+                f"{min(counts, default=0)}; it must have one, at least 1, for each of the "
+                f"{data.population} clients."
             )
         return cls(work, data, np.asarray(counts, dtype=np.int64))
 

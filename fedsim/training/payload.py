@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fedsim.arguments import shown
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import Layout, Width, vectors_in, with_vectors
@@ -56,8 +57,13 @@ class Personal:
         Raises
         ------
         FedsimError
-            If no parameter is left to be shared.
+            If no parameter is left to be shared, or one is not the model's.
         """
+        known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        if unknown := [name for name in names if name not in known]:
+            raise FedsimError(
+                f"personal has {shown(unknown[0])}; it must have names of the model's parameters."
+            )
         trained = {
             n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
         }

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.flower_internals import CLIENT_RAISED, NodeInfo
 
@@ -280,6 +281,7 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
     return roster.get(digest, "unlisted key")
 
 
+@check_arguments
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
     """Node id of each client id, of the nodes connected now, as fedsim's client app says it."""
     return ClientDirectory(timeout, asks=True).look(grid)
