@@ -19,7 +19,7 @@ from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.exchange import Instructions, Recipients, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
-from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.participants import Participants
 from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
@@ -208,8 +208,6 @@ class ClientEvaluation(ABC):
         Of the clients that evaluate; 0 for no evaluation.
     every : int
         Rounds from one evaluation to the next.
-    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the chosen clients can be reached.
     keys : RecordKeys
         How their messages are read.
     """
@@ -217,7 +215,6 @@ class ClientEvaluation(ABC):
     participants: Participants
     fraction: float
     every: int
-    reachable: Replying | None
     keys: RecordKeys
     _recipients: Recipients | None = field(default=None, init=False, repr=False)
 
@@ -297,7 +294,7 @@ class OpenEvaluation(ClientEvaluation):
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """A fixed share of the available clients."""
-        return self.participants.evaluators(server_round, grid, self.fraction, self.reachable)
+        return self.participants.evaluators(server_round, grid, self.fraction)
 
     def metrics_sum(self, server_round: int) -> MetricMeans:
         """Weighted means."""

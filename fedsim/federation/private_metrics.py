@@ -109,7 +109,7 @@ class PrivateEvaluation(ClientEvaluation):
         """Each client independently, at the rate that is charged."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         drawn = self.plan.sampler.draw(server_round, draws)
-        return self.participants.present(server_round, drawn, grid, self.reachable)
+        return self.participants.present(server_round, drawn, grid, self.participants.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """The noisy sum, written to the ledger before it is released."""

@@ -15,10 +15,11 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
+from fedsim.federation.accounting import Accounting, Placement
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
+from fedsim.federation.client_settings import ClientTraining
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
@@ -80,7 +81,7 @@ class PrivateRounds(ResumableStrategy):
     server_optimizer: ServerOptimizer
     alternation: Alternation | None
     _accounting: Accounting
-    _budgets: ClientBudgets
+    _budgets: ClientTraining
     participants: Participants
     evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
@@ -127,7 +128,7 @@ class PrivateRounds(ResumableStrategy):
         self._aggregation_settings.noise.begin(server_round, attempt)
         recipients = self.participants.drawn(server_round, grid)
         vector = self._model.flatten(server)
-        if self._stops(self._budgets.exceeded(vector, recipients.client_ids, server_round)):
+        if self._stops(self._budgets.over_budget(vector, recipients.client_ids, server_round)):
             return []
         instructions = Instructions(
             message_type="train",
@@ -176,13 +177,13 @@ class PrivateRounds(ResumableStrategy):
         tuple
             New parameters, None if no release was made, as where a client's own budget does not
             allow one and the run stops; and the training metrics, None in a private run without
-            ``unprotected_metrics``.
+            ``ClientMetrics(unprotected=True)``.
 
         Raises
         ------
         RunFailedError
-            After ``max_failed_rounds`` rounds in a row without a usable reply, in a run
-            without privacy.
+            After ``Availability.max_failed_rounds`` rounds in a row without a usable reply, in a
+            run without privacy.
         ValueError
             If this round was not configured, or has been aggregated before.
         """
@@ -205,7 +206,8 @@ class PrivateRounds(ResumableStrategy):
         content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on counts one too many.
         if self._stops(
-            self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, content)
+            self._budgets.budgets_spent(report)
+            or self._accounting.record(server_round, clip_norm, content)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None

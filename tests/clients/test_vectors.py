@@ -27,7 +27,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
 )
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg, TrimmedMean, sgd
+from fedsim.strategies import ClientTraining, DPFedAvg, TrimmedMean, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 SIZES = [4, 7, 0, 9, 5]
@@ -46,14 +46,13 @@ def initial(trainer: Trainer):
     return array_record({k: v.clone() for k, v in trainer.layout.unflatten(vector).items()})
 
 
-def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", state=None, **settings):
+def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", state=None, **clients):
     strategy = DPFedAvg(
         mechanism=NoPrivacy(weighting),
         cohort=cohort or FullCohort(trainer.population),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm, **clients),
         fraction_evaluate=0.0,
-        **settings,
     )
     result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds, state=state)
     return trainer.layout.flatten(tensors(result.arrays)), strategy
@@ -320,7 +319,7 @@ def test_a_run_goes_on_with_the_servers_variate() -> None:
         mechanism=NoPrivacy("uniform"),
         cohort=PoissonCohort(0.6, POPULATION),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm),
         fraction_evaluate=0.0,
     )
     result = resumed.start(LocalGrid(trainer), before.result.arrays, 6, state=before.state())
@@ -334,7 +333,7 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
             mechanism=Clipping(1.0),
             noise_multiplier=1.0,
             cohort=FullCohort(5),
-            algorithm=Scaffold(),
+            clients=ClientTraining(algorithm=Scaffold()),
         )
     with pytest.raises(FedsimError, match=sentence):
         make_trainer(Scaffold(), batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0))
@@ -355,14 +354,17 @@ def test_scaffold_refuses_what_weighs_or_bounds_its_control_variates(mechanism) 
     """Algorithm 1 adds their plain sum over N: else c is not the mean of all c_i."""
     with pytest.raises(FedsimError, match=r"Scaffold \(client\.name\) needs the plain mean"):
         DPFedAvg(
-            mechanism=mechanism, noise_multiplier=0.0, cohort=FullCohort(5), algorithm=Scaffold()
+            mechanism=mechanism,
+            noise_multiplier=0.0,
+            cohort=FullCohort(5),
+            clients=ClientTraining(algorithm=Scaffold()),
         )
     with pytest.raises(FedsimError, match=r"needs the plain mean"):
         DPFedAvg(
             mechanism=mechanism,
             noise_multiplier=0.0,
             cohort=FullCohort(5),
-            algorithm=Proximal(Scaffold(), 0.1),
+            clients=ClientTraining(algorithm=Proximal(Scaffold(), 0.1)),
         )
 
 
@@ -384,7 +386,7 @@ def test_a_client_that_diverges_keeps_the_variate_that_it_had() -> None:
         mechanism=NoPrivacy("uniform"),
         cohort=FullCohort(POPULATION),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm),
         fraction_evaluate=0.0,
     )
     resumed.start(LocalGrid(trainer), strategy.result.arrays, 3, state=strategy.state())
@@ -412,8 +414,8 @@ def private(algorithm=None, bound=CLIPPED, steps=3, **facts):
 
 def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **settings):
     strategy = DPFedAvg(
-        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3, algorithm=trainer.algorithm,
-        fraction_evaluate=0.0, **settings,
+        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3,
+        clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0, **settings,
     )  # fmt: skip
     result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
     return trainer.layout.flatten(tensors(result.arrays)), strategy

@@ -170,7 +170,7 @@ class ClientDirectory:
                 raise FedsimError(
                     f"{len(present)} of the {clients} clients have said who they are after "
                     f"{limit:g} s ({connected} nodes are connected); engine.node-timeout "
-                    "(node_timeout of DPFedAvg) says how long to wait."
+                    "(Availability.node_timeout of DPFedAvg) says how long to wait."
                 )
             time.sleep(0.1)
         return present
