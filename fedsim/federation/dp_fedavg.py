@@ -157,9 +157,9 @@ evaluate_metrics_aggr_fn
         super().__init__()
         refuse_flowers_keywords(flowers)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
-        secure = None
+        secure: SecureAggregation | None = None
         if isinstance(placement, SecureAggregation):
-            placement, secure = "client", placement
+            secure, placement = placement, "client"
         self.plan, self.private = plan, plan.private
         self.delta, self.placement, self.secure = delta, placement, secure
         self.protects = plan.private or clients.private_examples

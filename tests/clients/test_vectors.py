@@ -46,15 +46,16 @@ def initial(trainer: Trainer):
     return array_record({k: v.clone() for k, v in trainer.layout.unflatten(vector).items()})
 
 
-def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", state=None, **clients):
+def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", clients=None, **settings):
     strategy = DPFedAvg(
         mechanism=NoPrivacy(weighting),
         cohort=cohort or FullCohort(trainer.population),
         seed=3,
-        clients=ClientTraining(algorithm=trainer.algorithm, **clients),
+        clients=ClientTraining(algorithm=trainer.algorithm, **(clients or {})),
         fraction_evaluate=0.0,
+        **settings,
     )
-    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds, state=state)
+    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
     return trainer.layout.flatten(tensors(result.arrays)), strategy
 
 
@@ -516,12 +517,12 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
     algorithm = Scaffold(0.2, 0.5).for_run(RunFacts(private_examples=True, steps=3))
     sizes = [4, 7, 6, 9, 5]
     trainer = make_trainer(algorithm, sizes, batch_size=2, privacy=privacy)
-    _, strategy = run(trainer, private_examples=True)
+    _, strategy = run(trainer, clients={"private_examples": True})
     mean = trainer.packing.unpack(trainer.state()["variate"]).mean(0)
     torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-10)
     assert float(mean.norm()) > 0
     plain = make_trainer(SGD(0.2), sizes, batch_size=2, privacy=privacy, state="reset")
-    run(plain, private_examples=True)
+    run(plain, clients={"private_examples": True})
     delta = 1e-5
     assert trainer.ledgers.epsilon(0, delta) == plain.ledgers.epsilon(0, delta)
 
