@@ -257,30 +257,30 @@ def program(name: str) -> str:
     return location
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free now, all different."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for opened in sockets:
-            opened.bind((host, 0))
+            opened.bind(("127.0.0.1", 0))
         return [opened.getsockname()[1] for opened in sockets]
     finally:
         for opened in sockets:
             opened.close()
 
 
-def wait_for_port(running: Running, port: int, host: str = "127.0.0.1", limit: float = 60) -> None:
-    """Wait until a process accepts connections.
+def wait_for_port(running: Running, port: int) -> None:
+    """Wait until a process accepts connections, at most a minute.
 
     Raises
     ------
     FedsimError
         If it ends or the time is up, with the end of its log.
     """
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and running.alive():
         try:
-            with socket.create_connection((host, port), timeout=1):
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
                 return
         except OSError:
             time.sleep(0.1)

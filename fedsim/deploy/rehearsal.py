@@ -128,19 +128,12 @@ class Rehearsal(Supervisor):
         if not self.federation.insecure:
             self.operator.register([self.federation.public_key(node) for node in chosen])
 
-    def start_node(
-        self,
-        node: int,
-        *,
-        port: int | None = None,
-        config: Mapping[str, str | int] | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
+    def start_node(self, node: int, *, port: int | None = None) -> None:
         """Start one SuperNode; it tries again until the SuperLink answers."""
         port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
-        for service in party.services(self._homes / f"node-{node}", port=port, config=config):
-            self.keep_up(service.among(variables or {}), wait=False)
+        for service in party.services(self._homes / f"node-{node}", port=port):
+            self.keep_up(service, wait=False)
 
     def start_all(self) -> None:
         """Register every SuperNode that the SuperLink does not know yet, and start them all."""
