@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp
+from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
@@ -510,6 +511,24 @@ def test_how_many_clients_replied_does_not_enter_the_servers_variate(monkeypatch
         assert len(shares) == 12
         assert {*shares} <= shown
         assert len({*shares}) == 1 or not strategy.private
+
+
+def test_what_private_clients_send_as_messages_has_the_vectors_of_their_rows_alone() -> None:
+    """A wrapper that goes over the replies gets messages: of the update, and no variate."""
+    trainer, bound = make_trainer(private()), Clipping(0.4)
+    reached, _ = private_run(trainer, bound, FullCohort(POPULATION), rounds=1, z=1.0)
+    trainer = make_trainer(private())
+    strategy = DPFedAvg(
+        mechanism=bound, cohort=FullCohort(POPULATION), noise_multiplier=1.0, seed=3,
+        clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0,
+    )  # fmt: skip
+    grid, arrays = LocalGrid(trainer), initial(trainer)
+    asked = strategy.configure_train(1, arrays, ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(asked))
+    assert [*replies[0].content["arrays"]] == [*arrays]
+    moved, _ = strategy.aggregate_train(1, replies)
+    assert strategy.report.usable == POPULATION
+    torch.testing.assert_close(trainer.layout.flatten(tensors(moved)), reached, rtol=0, atol=1e-9)
 
 
 def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() -> None:
