@@ -222,7 +222,7 @@ class Party:
         message = Message(RecordDict({RECORD: record}), self.client + 2, "train")
         words = np.full(5, self.client + 1, dtype=np.uint64)
         reply = secagg_client.answer(message, self.context, self.client, 3, lambda: words)
-        return dict(reply.content[RECORD])
+        return dict(reply[RECORD])
 
 
 def ready(count: int = 4, until: str = "unmask") -> tuple[list[Party], dict[str, Any]]:
