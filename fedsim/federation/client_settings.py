@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.federation.round_report import RoundReport
-from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
+from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import ReleasePlan
+from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
 from fedsim.rows import Layout
 from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import Ids
@@ -186,6 +187,46 @@ class ClientTraining:
             f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
             "asked"
         )
+
+
+@dataclass(frozen=True)
+class PrivateMetrics:
+    """Which of clients' metrics are released with noise, and with how much.
+
+    Guarantee: an evaluation is one Gaussian of this multiplier on a sum to which a client adds at
+    most C, the norm of all its clamped numbers together.
+
+    Parameters
+    ----------
+    ranges : sequence of ValueRange
+        One a metric; others are not released.
+    noise_multiplier : float
+    hardened : bool
+        As of `DPFedAvg`.
+
+    Raises
+    ------
+    FedsimError
+        If there is no metric.
+    """
+
+    ranges: Sequence[ValueRange]
+    noise_multiplier: float
+    hardened: bool = True
+
+    def plan(self, cohort: Cohort, fraction: float) -> ReleasePlan[Clipping]:
+        """What one evaluation releases, by this fraction of a cohort's population."""
+        return ReleasePlan(
+            level="client",
+            sampler=evaluation_sampler(cohort, fraction),
+            bound=Clipping(joint_norm(self.ranges)),
+            noise=Independent(self.noise_multiplier, self.hardened),
+        )
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of the numbers that an evaluation releases."""
+        return tuple(name for one in self.ranges for name in one.shown)
 
 
 @dataclass(frozen=True, kw_only=True)

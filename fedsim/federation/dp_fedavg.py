@@ -24,7 +24,7 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
-from fedsim.federation.client_metrics import MetricsAggregator, OpenEvaluation, TrainMetrics
+from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.extras import Extra, NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
@@ -212,16 +212,15 @@ evaluate_metrics_aggr_fn
         self.participants = Participants(
             plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
-        evaluators: dict[str, Any] = {
-            "participants": self.participants, "every": metrics.every, "keys": keys,
+        evaluation: dict[str, Any] = {
+            "participants": self.participants, "metrics": metrics, "keys": keys,
             "fraction": metrics.fraction(fraction_evaluate, protects=self.protects),
+            "aggregator": evaluate_metrics_aggr_fn,
         }  # fmt: skip
         self.evaluation = (
-            OpenEvaluation(
-                **evaluators, aggregator=evaluate_metrics_aggr_fn, quantiles=metrics.quantiles
-            )
+            ClientEvaluation(**evaluation)
             if metrics.private is None
-            else PrivateEvaluation(**evaluators, metrics=metrics.private, rounds=self._accounting)
+            else PrivateEvaluation(**evaluation, rounds=self._accounting)
         )
         train_metrics = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
         self.extras = _extras_of(
