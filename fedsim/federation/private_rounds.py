@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
@@ -90,10 +89,7 @@ class PrivateRounds(ResumableStrategy):
     _failures: Failures
 
     def __init__(self) -> None:
-        self.rounds_done = 0
-        self.stopped: str | None = None
         self.report: RoundReport | None = None
-        self.result: Result | None = None
         self._pending: ServerSum | None = None
         self._mechanism_state: State = {}
         # Of a row, and what it is made of, as a checkpoint says it; None before the first round.
