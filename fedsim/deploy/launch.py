@@ -63,7 +63,7 @@ def run_simulation(
         sized = resources(config.partition.clients, engine.cpus_per_worker, engine.gpus_per_worker)
         run_id = simulation.operator.submit(app, federation_config=sized)
         with _ended_by(server):
-            _follow(simulation.operator, run_id, alive=simulation.check)
+            _follow(simulation.operator, run_id, simulation.check)
         return _read(resolved, RunDirectory(directory))
 
 
@@ -103,7 +103,7 @@ def run_deployment(
         operator = rehearsal.operator
         run_id = operator.submit(write_app(Path(app), resolved.config.to_tree()))
         with _ended_by(server):
-            _follow(operator, run_id, alive=rehearsal.tend)
+            _follow(operator, run_id, rehearsal.tend)
         return _read(resolved, RunDirectory(directory))
 
 
@@ -129,7 +129,7 @@ def _submit(
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     written = earlier or RunDirectory(federation.runs / f"{config.name}-{run_id}")
     rows = _Rows(resolved, written, Callbacks.numbered(callbacks))
-    _follow(operator, run_id, look=rows.look)
+    _follow(operator, run_id, rows.look)
     if not written.path.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))
     if out is not None:
@@ -149,16 +149,10 @@ def _ended_by(server: CallbackServer) -> Iterator[None]:
             raise
 
 
-def _follow(
-    operator: Operator,
-    run_id: int,
-    *,
-    look: Callable[[], None] = lambda: None,
-    alive: Callable[[], None] = lambda: None,
-) -> None:
+def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
     """Follow a run to its end."""
     try:
-        status = operator.follow(run_id, look, alive=alive)
+        status = operator.follow(run_id, look)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise

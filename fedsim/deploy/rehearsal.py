@@ -14,19 +14,12 @@ import tomli_w
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import (
-    Processes,
-    Running,
-    Supervisor,
-    free_ports,
-    program,
-    wait_for_port,
-)
+from fedsim.deploy.processes import Processes, Running, Service, free_ports, program
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
-class Rehearsal(Supervisor):
+class Rehearsal(Processes):
     """Processes of a federation, on loopback, that end with this one.
 
     Parameters
@@ -189,16 +182,14 @@ class Simulation(Processes):
             connection = {"superlink": {"default": CONNECTION, CONNECTION: link}}
             (home / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
             self.operator = Operator(home, CONNECTION)
-            self._superlink = self.start(
-                "superlink",
-                [
-                    *(program("flower-superlink"), "--simulation", "--insecure"),
-                    *("--host", "127.0.0.1", "--port", str(port)),
-                    "--disable-runtime-dependency-installation",
-                ],
-                {**(variables or {}), "FLWR_HOME": str(self.directory)},
+            command = (
+                *(program("flower-superlink"), "--simulation", "--insecure"),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                "--disable-runtime-dependency-installation",
             )
-            wait_for_port(self._superlink, port)
+            home_variable = {"FLWR_HOME": str(self.directory)}
+            service = Service("superlink", command, {**(variables or {}), **home_variable}, port)
+            self._superlink = self.keep_up(service)
         except BaseException:
             self.close()
             raise
