@@ -36,6 +36,7 @@ from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
     plan_of_keywords,
     refuse_flowers_keywords,
+    refuse_shares,
     refuse_void_settings,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
@@ -264,6 +265,7 @@ def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
 ) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
     """The plan of a round's sum, and what makes the round's aggregation."""
+    refuse_shares(plan, placement)
     bound = plan.bound
     if isinstance(bound, RobustMean):
         bound.check(plan.sampler.expected_size)

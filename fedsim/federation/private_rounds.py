@@ -28,7 +28,6 @@ from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import (
     refuse_running_statistics,
-    refuse_shares,
     refuse_too_many,
 )
 from fedsim.mechanisms import Mechanism, State
@@ -259,11 +258,10 @@ class PrivateRounds(ResumableStrategy):
         Raises
         ------
         FedsimError
-            If the mechanism, the placement of its noise or the budget does not fit the model.
+            If the mechanism or the budget does not fit the model.
         """
         layout = self.take_layout(tensors(arrays))
         self.mechanism.sensitivity(self._mechanism_state, layout)
-        refuse_shares(self.plan, self.placement)
         self._accounting.check()
         if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()
