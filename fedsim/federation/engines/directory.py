@@ -76,9 +76,6 @@ class ConsecutiveNodes(Mapping[int, int]):
     def __len__(self) -> int:
         return self.count
 
-    def __contains__(self, client: object) -> bool:
-        return client in range(self.count)
-
 
 @runtime_checkable
 class KnowsClients(Protocol):
@@ -146,30 +143,27 @@ class ClientDirectory:
         self._looked = True
         return self._look(grid, patience)
 
-    def wait(self, grid: Grid, clients: int, timeout: float | None = None) -> Mapping[int, int]:
+    def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
         """`look`, again and again until there are so many clients or the time is up.
 
         Parameters
         ----------
         clients : int
             How many clients to wait for.
-        timeout : float, optional
-            Seconds to wait for them; the directory's own by default.
 
         Raises
         ------
         FedsimError
             If there are fewer clients when the time is up.
         """
-        limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self.timeout
         self._looked = True
         while len(present := self.look(grid)) < clients:
             if time.monotonic() >= deadline:
                 connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
                     f"{len(present)} of the {clients} clients have said who they are after "
-                    f"{limit:g} s ({connected} nodes are connected); engine.node-timeout "
+                    f"{self.timeout:g} s ({connected} nodes are connected); engine.node-timeout "
                     "(Availability.node_timeout of DPFedAvg) says how long to wait."
                 )
             time.sleep(0.1)
