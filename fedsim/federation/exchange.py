@@ -175,11 +175,12 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
         if block.rows is not None:
             trained = instructions.vector[: layout.d] + block.rows[index]
             content[instructions.keys.arrays] = array_record(to_arrays(trained, layout, server))
-        content["metrics"] = MetricRecord(
-            {name: _scalar(name, values[index]) for name, values in block.metrics.items()}
-        )
+        reported = {name: float(values[index]) for name, values in block.metrics.items()}
+        content["metrics"] = metric_record(reported)
         yield Message(content, reply_to=request)
 
 
-def _scalar(name: str, value: np.float64) -> int | float:
-    return int(value) if name == "num-examples" else float(value)
+def metric_record(reported: Mapping[str, float]) -> MetricRecord:
+    """What a client reports, as Flower's clients do: its number of examples is a whole number."""
+    whole = {name: int(value) for name, value in reported.items() if name == "num-examples"}
+    return MetricRecord({**reported, **whole})

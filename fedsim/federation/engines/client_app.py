@@ -26,6 +26,7 @@ from fedsim.federation.aggregation.shares import (
     share_entries,
     share_reply,
 )
+from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
 from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
@@ -99,7 +100,7 @@ def client_app(
         _, arrays = _arrays(message)
         vector = trainer.layout.flatten(arrays.to_torch_state_dict())
         (block,) = trainer.evaluate(vector, ids, _round(message))
-        metrics = _metrics(_reported(block.metrics))
+        metrics = metric_record(_reported(block.metrics))
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @app.query()
@@ -121,7 +122,7 @@ def _parameters(message: Message, context: Context, trainer: Trainer) -> RecordD
     named = row.unflatten(local.theta[0])
     for entry in row.entries:
         reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
-    return RecordDict({key: reply, "metrics": _metrics(_reported(local.metrics))})
+    return RecordDict({key: reply, "metrics": metric_record(_reported(local.metrics))})
 
 
 def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
@@ -215,11 +216,6 @@ def _round(message: Message) -> int:
 def _reported(metrics: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, float]:
     """What the one client of a block reports."""
     return {name: float(column[0]) for name, column in metrics.items()}
-
-
-def _metrics(values: dict[str, float]) -> MetricRecord:
-    count = int(values.pop("num-examples"))
-    return MetricRecord({"num-examples": count, **values})
 
 
 class TimeIsUp(BaseException):
