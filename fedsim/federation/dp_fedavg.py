@@ -86,9 +86,9 @@ class DPFedAvg(PrivateRounds):
     seed : int or Randomness, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee has to hold outside a simulation.
-        Noise is keyed by a digest of all that determines what is released too, so that two runs
-        of one seed share none: the settings given here, or what ``Randomness(seed, release)`` says.
-        By the former, runs whose clients do other work must have other seeds.
+        With a whole number, noise is keyed by it and by a digest of the settings given here: two
+        runs of one seed that differ in these share none, and runs whose clients do other work must
+        have other seeds. `Randomness` brings a digest of all that determines what is released.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
         Applied to the noisy mean; by default it is added unchanged. Of Flower's strategies,
         those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...

@@ -92,6 +92,7 @@ def test_objects_that_differ_in_what_they_hold_only_have_different_keys_too(one)
     [
         {},
         {"noise_multiplier": 1},
+        {"seed": Randomness(1)},
         {"delta": 1e-6},
         {"max_epsilon": 50.0},
         {"availability": Availability(max_failed_rounds=9)},
