@@ -114,8 +114,8 @@ class LocalGrid(Closed, OwnGrid):
         self._node_config = dict(node_config or {})
         self._run = empty_run(run_id)
         self._contexts: dict[int, Context] = {}
-        # Messages that wait for their clients, and when each expires, by `_clock`.
-        self._pushed: dict[str, tuple[Message, float]] = {}
+        self._pushed: dict[str, Message] = {}
+        self._expires: dict[str, float] = {}
         # Seconds that clients have worked, one after another, which do not age a waiting message.
         self._worked = 0.0
         self._serial = itertools.count(1)
@@ -262,8 +262,8 @@ class LocalGrid(Closed, OwnGrid):
         age = time.time() - metadata.created_at - waited
         # Flower's strategies put one RecordDict into all of a round's messages. The arrays' bytes,
         # which nobody can change, are shared.
-        delivered = deliver(message, copy.deepcopy(message.content))
-        self._pushed[message_id] = delivered, self._clock() + metadata.ttl - age
+        self._pushed[message_id] = deliver(message, copy.deepcopy(message.content))
+        self._expires[message_id] = self._clock() + metadata.ttl - age
         return message_id
 
     def _clock(self) -> float:
@@ -272,8 +272,8 @@ class LocalGrid(Closed, OwnGrid):
 
     def _reply(self, message_id: str) -> Message:
         # Taken out: like Flower's, a reply can be pulled once.
-        message, expires = self._pushed.pop(message_id, (None, 0.0))
-        left = expires - self._clock()
+        message = self._pushed.pop(message_id, None)
+        left = self._expires.pop(message_id, 0.0) - self._clock()
         if message is None or left < 0:
             reply = unavailable(message_id, self._run.run_id)
         else:
