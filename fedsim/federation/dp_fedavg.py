@@ -179,6 +179,7 @@ evaluate_metrics_aggr_fn
         self.mechanism = summed.bound
 
         server_optimizer = server_optimizer or ServerSGD()
+        # By the names that the digest of a strategy without a config has.
         others = {
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "secure": secure,
@@ -193,17 +194,18 @@ evaluate_metrics_aggr_fn
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
         self.ledger = ledger
         self._accounting = Accounting(
-            plan,
-            delta,
-            max_epsilon,
-            stopping,
-            ledger,
-            seed.release if isinstance(seed, Randomness) else None,
-            placement,
-            self.randomness,
-            {} if secure is None else secure.public,
+            plan=plan,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            stopping=stopping,
+            ledger=ledger,
+            release=seed.release if isinstance(seed, Randomness) else None,
+            placement=placement,
+            randomness=self.randomness,
+            public={} if secure is None else secure.public,
         )
-        # Which clients' budgets are spent shows who was drawn, and may not where that is secret.
+        # Where the cohort is secret nobody's budget is asked or believed: that one is spent shows
+        # who was drawn.
         self._budgets = ClientTraining() if plan.private else clients
         most = availability.max_failed_rounds
         self._failures = Failures(None if self.protects else min(most, plan.rounds or most))
