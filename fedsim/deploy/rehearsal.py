@@ -194,8 +194,11 @@ class Simulation(Processes):
             self.close()
             raise
 
-    def check(self) -> None:
-        """See that the SuperLink is alive.
+    def start_all(self) -> None:
+        """Nothing: Flower starts the virtual clients of a run with it."""
+
+    def tend(self) -> None:
+        """See that the SuperLink is alive, without which a run is lost.
 
         Raises
         ------

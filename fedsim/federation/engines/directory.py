@@ -145,8 +145,8 @@ class ClientDirectory:
             self._number(nodes)
         # A federation whose clients say who they are has no use for the others' numbers,
         # which would collide with a client's id.
-        known = self._client_of or self._number_of
-        return self._known((node, known[node]) for node in nodes if node in known)
+        claims = self._client_of or self._number_of
+        return self._known((node, claims[node]) for node in nodes if node in claims)
 
     def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
         """`look`, again and again until there are so many clients or the time is up.
