@@ -26,7 +26,7 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
 
     from fedsim.cohorts import CyclicCohort
     from fedsim.federation.engines.process import use_one_thread
-    from fedsim.federation.noise_sources import NoiseSources
+    from fedsim.federation.aggregation.server_sum import NoiseSources
     from fedsim.mechanisms import Clipping, Releaser
     from fedsim.mechanisms.base import State
     from fedsim.privacy.plan import ReleasePlan
