@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim import datasets, partitions
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
@@ -155,18 +155,21 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
 
 
 class DatasetCache:
-    """`load_dataset` for many runs: what one ``[data]`` table names is read once."""
+    """`load_dataset` for many runs: what one ``[data]`` table names is read once.
+
+    For runs that protect it and for others apart: what is refused, and what is found in it, differ.
+    """
 
     def __init__(self) -> None:
-        self._loaded: dict[tuple[tuple[str, Scalar], ...], Dataset] = {}
+        self._loaded: dict[object, Dataset] = {}
 
     def load(self, config: RunConfig) -> Dataset:
         """The examples that a config names."""
         flat = config.to_run_config().items()
         table = tuple((key, value) for key, value in flat if key.startswith("data."))
-        if table not in self._loaded:
-            self._loaded[table] = load_dataset(config)
-        return self._loaded[table]
+        if (key := (config.protects, table)) not in self._loaded:
+            self._loaded[key] = load_dataset(config)
+        return self._loaded[key]
 
 
 def load_dataset(config: RunConfig) -> Dataset:

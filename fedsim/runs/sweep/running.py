@@ -217,14 +217,17 @@ _SERVERS_OWN = (
 
 def _shared_work(run: SweepRun) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all but the numbers that each may have."""
-    config = run.config
-    if config.client.private or config.client.state != "reset" or config.client.work:
+    config, client, trained_by = run.config, run.config.client, algorithm(run.config)
+    if client.mechanism.name != "none" or client.state != "reset" or client.work:
         # Ledgers, state and amounts of work belong to the clients of one run.
         return (run.label,)
-    free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
+    free = {f"client.{name.replace('_', '-')}" for name in trained_by.numbers()}
     # Frozen parameters are the trainer's, and start from the seed.
     frozen = config.model.trainable or config.adapter.name != "none"
     return (
+        config.protects,  # which examples are usable, and how many classes there are
+        # An algorithm may be made for the run, and the bound of its updates.
+        "" if trained_by == client.make() else str(config.mechanism.to_tree()),
         config.seed if frozen else None,
         *(
             (key, value)
