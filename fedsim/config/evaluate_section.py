@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from fedsim.config.privacy_sections import Multiplier
 from fedsim.config.tables import ConfigTable
@@ -55,10 +55,9 @@ def _evenly(value: object) -> str:
 
 
 @dataclass(frozen=True, init=False)
-class EvaluateSection(ConfigTable):
+class EvaluateSection(ConfigTable, table="evaluate"):
     """How often the model is evaluated."""
 
-    table: ClassVar[str] = "evaluate"
     every: Annotated[
         int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")
     ] = 1

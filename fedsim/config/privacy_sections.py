@@ -24,7 +24,6 @@ TargetEpsilon: TypeAlias = Annotated[
 class BoundingSection(Choice):
     """How rows are bounded before they enter one noisy sum, at either level."""
 
-    kind: ClassVar[str] = "mechanism"
     name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
     per_layer: Annotated[
         bool, Doc("Whether every layer is bounded, summed and noised on its own.")
@@ -45,10 +44,9 @@ class BoundingSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class MechanismSection(BoundingSection):
+class MechanismSection(BoundingSection, table="mechanism"):
     """How an update is bounded before it enters the one noisy sum."""
 
-    table: ClassVar[str] = "mechanism"
     private_scalar: Annotated[
         str,
         Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
@@ -62,11 +60,9 @@ class MechanismSection(BoundingSection):
 
 
 @dataclass(frozen=True, init=False)
-class NoiseSection(Choice):
+class NoiseSection(Choice, table="noise"):
     """Which noise a release carries, how much of it, and what privacy it must give."""
 
-    table: ClassVar[str] = "noise"
-    kind: ClassVar[str] = "noise"
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[str, Doc("What is added to the sum.")] = "independent"
     multiplier: Annotated[
@@ -124,10 +120,9 @@ class NoiseSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class SecAggSection(ConfigTable):
+class SecAggSection(ConfigTable, table="secagg"):
     """Secure aggregation: the server learns the sum of clients' noisy shares, and no share."""
 
-    table: ClassVar[str] = "secagg"
     threshold: Annotated[
         int,
         Ge(0),
@@ -159,10 +154,9 @@ class SecAggSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class PrivacySection(ConfigTable):
+class PrivacySection(ConfigTable, table="privacy"):
     """What the privacy statement reports beside the guarantee of one client."""
 
-    table: ClassVar[str] = "privacy"
     group: Annotated[
         int,
         OUTSIDE_RELEASE,
@@ -187,19 +181,16 @@ class PrivacySection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class ClientMechanismSection(BoundingSection):
+class ClientMechanismSection(BoundingSection, table="client.mechanism"):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 
-    table: ClassVar[str] = "client.mechanism"
     filled: ClassVar[tuple[str, ...]] = ("weighting",)
 
 
 @dataclass(frozen=True, init=False)
-class ClientNoiseSection(Choice):
+class ClientNoiseSection(Choice, table="client.noise"):
     """The noise on a client's sums of per-example gradients."""
 
-    table: ClassVar[str] = "client.noise"
-    kind: ClassVar[str] = "noise"
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[
         str,

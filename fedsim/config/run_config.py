@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 
@@ -45,10 +45,9 @@ from fedsim.settings import Constraint, Doc, Ge, Gt, Le
 
 
 @dataclass(frozen=True, init=False)
-class CheckpointSection(ConfigTable):
+class CheckpointSection(ConfigTable, table="checkpoint"):
     """When a run writes a checkpoint, from which it can be resumed."""
 
-    table: ClassVar[str] = "checkpoint"
     every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for none at all.")] = 10
     seconds: Annotated[
         float, Ge(0), Doc("Seconds after which one is due in any round; 0 to count rounds only.")
@@ -63,10 +62,9 @@ class CheckpointSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class StopSection(ConfigTable):
+class StopSection(ConfigTable, table="stop"):
     """When a run ends before its last round."""
 
-    table: ClassVar[str] = "stop"
     metric: Annotated[
         str, Doc("The column of the metrics that must improve, or the run stops; empty for none.")
     ] = ""
@@ -83,10 +81,9 @@ class StopSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class LogSection(ConfigTable):
+class LogSection(ConfigTable, table="log"):
     """Where a run's rows go as they come, beside its directory."""
 
-    table: ClassVar[str] = "log"
     to: Annotated[
         str,
         Doc("tensorboard, mlflow, wandb, or several with commas: extras of fedsim."),
@@ -94,10 +91,9 @@ class LogSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class EngineSection(ConfigTable):
+class EngineSection(ConfigTable, table="engine"):
     """Where the clients run."""
 
-    table: ClassVar[str] = "engine"
     name: Annotated[
         Literal["local", "ray", "simulation", "deployment"],
         Doc(

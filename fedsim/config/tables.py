@@ -61,6 +61,9 @@ class ConfigTable:
 
     table: ClassVar[str] = ""
 
+    def __init_subclass__(cls, table: str = "") -> None:
+        cls.table = table
+
     def __init__(self, /, **tree: Any) -> None:
         settings = {setting.key: setting for setting in settings_of(type(self))}
         for key in tree:
@@ -127,7 +130,7 @@ class Choice(ConfigTable):
     Attributes
     ----------
     kind : str
-        As `fedsim.registry` calls it.
+        As `fedsim.registry` calls it; what the table is called, if nothing else is said.
     selector : str
         The key that names the thing.
     filled : tuple of str
@@ -141,6 +144,11 @@ class Choice(ConfigTable):
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
     filled: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, table: str = "") -> None:
+        super().__init_subclass__(table)
+        if "kind" not in vars(cls):
+            cls.kind = table.rpartition(".")[2]
 
     own: Mapping[str, Any] = field(init=False)
     options: Mapping[str, Scalar] = field(init=False)
