@@ -175,10 +175,6 @@ class Choice(ConfigTable):
         name: str = getattr(self, self.selector)
         return name
 
-    def values(self) -> dict[str, Any]:
-        """What the thing is made with: its settings by the names of its fields, or options."""
-        return dict(self.options if self.has_options(self.chosen) else self.own)
-
     def find(self) -> Callable[..., Any]:
         """The class or function that is named."""
         name = self.registered(self.chosen)

@@ -236,7 +236,7 @@ def found_size(
     return Size(max(most), "train" if most[0] > most[1] else "test")
 
 
-def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
+def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
     """Training arrays without labels or tokens outside ``sizes``, and a column of whose were.
 
     0 is in their place, so that nothing is ever looked up outside a model's rows; an array that
@@ -247,7 +247,7 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
     unusable = np.zeros(len(train["x"]), dtype=np.bool_)
     if marks is not None and marks.dtype.kind == "b":  # as a file says that was split by clients
         unusable |= marks
-    for name, size in (("y", sizes.get("classes", 0)), ("x", sizes.get("vocabulary", 0))):
+    for name, size in (("y", sizes["classes"].size), ("x", sizes["vocabulary"].size)):
         array, stop = train[name], 0
         for piece, counts in _pieces(array, train.get("mask") if name == "y" else None):
             start, stop = stop, stop + len(piece)

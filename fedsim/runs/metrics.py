@@ -16,7 +16,7 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import named_errors, replace
-from fedsim.runs.columns import Row
+from fedsim.runs.columns import Row, is_share
 
 
 class MetricsFile:
@@ -151,6 +151,11 @@ def brief(value: float | None, percent: bool = False) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def brief_metric(name: str, value: float) -> str:
+    """A metric as `brief` writes it, by its name a share of a hundred."""
+    return brief(value, is_share(name, [value]))
 
 
 def duration(seconds: float) -> str:

@@ -21,9 +21,9 @@ from fedsim.errors import FedsimError
 from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
-from fedsim.runs.columns import Row, display_name, is_share
+from fedsim.runs.columns import Row, display_name
 from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
-from fedsim.runs.metrics import brief
+from fedsim.runs.metrics import brief, brief_metric
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:
@@ -344,10 +344,7 @@ class RunResult:
         last: dict[str, float] = {}
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
-        facts = {
-            display_name(name): brief(value, is_share(name, [value]))
-            for name, value in last.items()
-        }
+        facts = {display_name(name): brief_metric(name, value) for name, value in last.items()}
         for statement in self.statements:
             if statement.private and statement.cost.releases:
                 level = f"{statement.words} at {statement.level} level"

@@ -31,6 +31,7 @@ from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
+from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION
 
@@ -240,10 +241,7 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
                 return None
             predicted.append(outputs.reshape(-1))
         elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
-            alone = outputs.shape[-1] == 1
-            predicted.append(
-                ((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1)
-            )
+            predicted.append(predicted_classes(outputs).reshape(-1))
         else:
             return None
         true.append(targets.reshape(-1))
