@@ -19,8 +19,8 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
-from fedsim.config.evaluate_section import EvaluateSection
 from fedsim.config.privacy_sections import (
+    EvaluateSection,
     MechanismSection,
     NoiseSection,
     PrivacySection,

@@ -9,8 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
 from fedsim.reports.page import ProgressBar, facts_table
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.columns import display_name, row_marks
-from fedsim.runs.metrics import brief_metric, duration
+from fedsim.runs.metrics import brief_metric, display_name, duration, row_marks
 
 BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
 

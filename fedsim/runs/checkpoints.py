@@ -39,8 +39,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
 from fedsim.rows.block import KEEP_SINCE
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")

@@ -21,9 +21,8 @@ from fedsim.errors import FedsimError
 from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
-from fedsim.runs.columns import Row, display_name
 from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
-from fedsim.runs.metrics import brief, brief_metric
+from fedsim.runs.metrics import Row, brief, brief_metric, display_name
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:

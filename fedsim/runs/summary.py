@@ -24,7 +24,7 @@ from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.lazy import function
-from fedsim.partitions.counts import by_largest_class, class_counts, class_shares
+from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory

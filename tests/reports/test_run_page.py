@@ -22,8 +22,7 @@ from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinne
 from fedsim.reports.page import facts_table, render, write
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
-from fedsim.runs.columns import QUANTILES, learning_columns, subject
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import QUANTILES, MetricsFile, learning_columns, subject
 from fedsim.runs.record import RunRecord
 from fedsim.runs.summary import whole_record
 from fedsim.runs.sweep import grid_runs, run_sweep

@@ -19,9 +19,8 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.privacy.claims import Stopping
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes, run_sweep
 from fedsim.training import Trainer
 

@@ -15,11 +15,11 @@ from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.columns import Row
 from fedsim.runs.data_split import DatasetCache, resolve_data
 from fedsim.runs.directory import Ending, RunDirectory, ending
 from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
+from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
