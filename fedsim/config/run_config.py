@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,13 @@ from fedsim.config.sections import (
     ServerSection,
     TaskSection,
 )
-from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, drop_switched
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    OUTSIDE_TRAINING,
+    Beside,
+    ConfigTable,
+    drop_switched,
+)
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
@@ -156,37 +162,45 @@ class RunConfig(ConfigTable):
     name: Annotated[
         str,
         OUTSIDE_RELEASE,
+        OUTSIDE_TRAINING,
         _NAME,
         Doc("Names the run's directory: letters, digits, '.', '_' and '-'."),
     ] = "fedsim-run"
-    title: Annotated[str, OUTSIDE_RELEASE, Doc("What reports call the run, in any words.")] = ""
+    title: Annotated[
+        str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Doc("What reports call the run, in any words.")
+    ] = ""
     seed: Annotated[
-        int, Doc("Of every draw: the same seed and config give the same model, byte for byte.")
+        int,
+        OUTSIDE_TRAINING,
+        Doc("Of every draw: the same seed and config give the same model, byte for byte."),
     ] = 1
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
     rounds: Annotated[
-        int, OUTSIDE_RELEASE, Ge(1), Le(1_000_000_000), Doc("How many rounds the server runs.")
+        int,
+        OUTSIDE_RELEASE,
+        OUTSIDE_TRAINING,
+        Ge(1),
+        Le(1_000_000_000),
+        Doc("How many rounds the server runs."),
     ] = 10
-    data: DataSection = field(default_factory=DataSection)
-    partition: PartitionSection = field(default_factory=PartitionSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    adapter: AdapterSection = field(default_factory=AdapterSection)
-    task: TaskSection = field(default_factory=TaskSection)
-    client: ClientSection = field(default_factory=ClientSection)
-    cohort: CohortSection = field(default_factory=CohortSection)
-    mechanism: MechanismSection = field(default_factory=MechanismSection)
-    noise: NoiseSection = field(default_factory=NoiseSection)
-    secagg: SecAggSection = field(default_factory=SecAggSection)
-    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE] = field(default_factory=PrivacySection)
-    server: ServerSection = field(default_factory=ServerSection)
-    devices: DevicesSection = field(default_factory=DevicesSection)
-    evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE] = field(default_factory=EvaluateSection)
-    checkpoint: Annotated[CheckpointSection, OUTSIDE_RELEASE] = field(
-        default_factory=CheckpointSection
-    )
-    stop: Annotated[StopSection, OUTSIDE_RELEASE] = field(default_factory=StopSection)
-    log: Annotated[LogSection, OUTSIDE_RELEASE] = field(default_factory=LogSection)
-    engine: Annotated[EngineSection, OUTSIDE_RELEASE] = field(default_factory=EngineSection)
+    data: DataSection
+    partition: Annotated[PartitionSection, OUTSIDE_TRAINING]
+    model: ModelSection
+    adapter: AdapterSection
+    task: TaskSection
+    client: ClientSection
+    cohort: Annotated[CohortSection, OUTSIDE_TRAINING]
+    mechanism: Annotated[MechanismSection, OUTSIDE_TRAINING]
+    noise: Annotated[NoiseSection, OUTSIDE_TRAINING]
+    secagg: Annotated[SecAggSection, OUTSIDE_TRAINING]
+    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    server: Annotated[ServerSection, OUTSIDE_TRAINING]
+    devices: Annotated[DevicesSection, OUTSIDE_TRAINING]
+    evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    checkpoint: Annotated[CheckpointSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    stop: Annotated[StopSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    log: Annotated[LogSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    engine: Annotated[EngineSection, OUTSIDE_RELEASE]
 
     def __init__(self, /, **tree: Any) -> None:
         super().__init__(**tree)

@@ -7,7 +7,7 @@ thing's file.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
@@ -287,8 +287,8 @@ class ClientSection(Choice, table="client"):
             "on a GPU last bits."
         ),
     ] = 0
-    mechanism: ClientMechanismSection = field(default_factory=ClientMechanismSection)
-    noise: ClientNoiseSection = field(default_factory=ClientNoiseSection)
+    mechanism: ClientMechanismSection
+    noise: ClientNoiseSection
 
     @property
     def private(self) -> bool:

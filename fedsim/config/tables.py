@@ -37,11 +37,14 @@ class NamesOf:
     kind: str
 
 
-class _OutsideRelease:
-    """Marks a key, or a table, that no change of which changes what a run releases."""
+OUTSIDE_RELEASE = object()
+"""Marks a key, or a table, no change of which changes what a run releases."""
 
+OUTSIDE_TRAINING = object()
+"""Marks one that no trainer reads: clients of runs that differ in it train in common blocks.
 
-OUTSIDE_RELEASE = _OutsideRelease()
+They are numbered by run, and their examples are those of its partition.
+"""
 
 
 @dataclass(frozen=True, init=False)
@@ -71,8 +74,8 @@ class ConfigTable:
                 raise self._unknown_among(key, list(settings))
         for key, setting in settings.items():
             value = setting.default
-            if key in tree:
-                value = _read(setting, tree[key], self.key(key))
+            if key in tree or is_table(setting):
+                value = _read(setting, tree.get(key, {}), self.key(key))
             object.__setattr__(self, setting.name, value)
         for setting in settings.values():
             self._require_effect(setting)

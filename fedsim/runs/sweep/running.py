@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.release_keys import split_settings
+from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import end_on_signal
@@ -207,14 +207,6 @@ def _reached(directory: RunDirectory) -> RunState | None:
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
-# Tables that no trainer reads. Clients are numbered by run, and their examples are those of its
-# partition; whatever other table differs, the runs are made apart.
-_SERVERS_OWN = (
-    "partition", "cohort", "mechanism", "noise", "secagg", "privacy", "server", "devices",
-    "evaluate", "checkpoint", "stop", "log",
-)  # fmt: skip
-
-
 def _shared_work(run: SweepRun) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all but the numbers that each may have."""
     config, client, trained_by = run.config, run.config.client, algorithm(run.config)
@@ -229,11 +221,7 @@ def _shared_work(run: SweepRun) -> tuple[object, ...]:
         # An algorithm may be made for the run, and the bound of its updates.
         "" if trained_by == client.make() else str(config.mechanism.to_tree()),
         config.seed if frozen else None,
-        *(
-            (key, value)
-            for key, value in config.to_run_config().items()
-            if "." in key and key.split(".")[0] not in _SERVERS_OWN and key not in free
-        ),
+        *(setting for setting in training_settings(config) if setting[0] not in free),
     )
 
 
