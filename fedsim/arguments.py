@@ -167,6 +167,24 @@ def check_arguments(function: F) -> F:
     return typing.cast(F, checked)
 
 
+def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """The keywords that a callable names, and whether it takes any others too.
+
+    Raises
+    ------
+    FedsimError
+        If nothing is known of them.
+    """
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"{thing!r} is no Python function or class with known parameters."
+        ) from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def require(name: str, value: Any, allowed: Expected) -> None:
     """Refuse a value that does not fit.
 

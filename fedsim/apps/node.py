@@ -136,7 +136,8 @@ def trainer_for(context: Context) -> Trainer:
 
 def mechanism_for(context: Context) -> Mechanism:
     """The mechanism with which a node bounds its own update, where it is asked to."""
-    return mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+    bound: Mechanism = mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+    return bound
 
 
 def _trainer(config: RunConfig, client: int, data: str) -> Trainer:

@@ -155,7 +155,7 @@ _NAME = Constraint(
 )
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class RunConfig(ConfigTable):
     """Everything that determines a run. See the README for a commented example."""
 

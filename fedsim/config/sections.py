@@ -207,7 +207,7 @@ class TaskSection(Choice, table="task"):
         return read_named(self.metrics, "task.metrics")
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class ClientSection(Choice, table="client"):
     """What a client does with its examples."""
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedsim import registry
-from fedsim.arguments import shown
-from fedsim.config.values import Scalar, parameters_of, read_options, read_options_of
+from fedsim.arguments import keywords_of, shown
+from fedsim.config.values import Scalar, read_options, read_options_of
 from fedsim.errors import FedsimError
 from fedsim.settings import Setting, read_setting, read_settings, settings_of
 from fedsim.synonyms import closest_key
@@ -216,8 +216,8 @@ class Choice(ConfigTable):
                     f"{key} is '{self.chosen}', of which there are no objects: it must be a class "
                     "that is not abstract, or a function."
                 )
-            names = parameters_of(thing)
-            given = {k: v for k, v in filled.items() if names is None or k in names}
+            named, others = keywords_of(thing)
+            given = {k: v for k, v in filled.items() if others or k in named}
             made = thing(**self.settings_for(thing, tuple(filled)), **given)
         registry.require_kind(self.kind, made, key, self.chosen)
         return made
