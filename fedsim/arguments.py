@@ -107,7 +107,7 @@ def expected(annotation: Any) -> Expected:
     words = f"an object of {_public_name(origin)}"
     if not getattr(origin, "_is_protocol", False):
         return Expected(words, _is(origin))
-    methods = [name for name, method in vars(origin).items() if _is_own(name, method)]
+    methods = [name for name, member in vars(origin).items() if name[0] != "_" and callable(member)]
     return Expected(words, lambda value: all(hasattr(value, method) for method in methods))
 
 
@@ -122,10 +122,6 @@ def _public_name(kind: type) -> str:
         kind.__module__,
     )
     return f"{package}.{kind.__qualname__}"
-
-
-def _is_own(name: str, method: object) -> bool:
-    return callable(method) and not name.startswith("_")
 
 
 def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:

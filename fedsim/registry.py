@@ -267,23 +267,6 @@ def require_kind(kind: str, made: Any, key: str, name: str) -> None:
         raise FedsimError(f"{key} is '{name}'; it must name a {KINDS[kind].base}.")
 
 
-def load(key: str, name: str) -> Callable[..., Any]:
-    """Import the callable ``module:name`` that the config's ``key`` says.
-
-    ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
-    or anything importable.
-
-    Raises
-    ------
-    FedsimError
-        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
-        or there is no such module or callable. Errors of the user's own code come through as
-        they are.
-    """
-    with current_directory_importable():
-        return _find(key, name)
-
-
 @contextmanager
 def current_directory_importable() -> Iterator[None]:
     """Let this thread find the user's files first, as they are under ``python file.py``."""
@@ -316,7 +299,20 @@ _first = _FoundFirst()
 sys.meta_path.insert(sys.meta_path.index(PathFinder), _first)
 
 
-def _find(key: str, name: str) -> Callable[..., Any]:
+@current_directory_importable()
+def load(key: str, name: str) -> Callable[..., Any]:
+    """Import the callable ``module:name`` that the config's ``key`` says.
+
+    ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
+    or anything importable.
+
+    Raises
+    ------
+    FedsimError
+        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
+        or there is no such module or callable. Errors of the user's own code come through as
+        they are.
+    """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
         raise FedsimError(

@@ -252,19 +252,16 @@ def read_ranges(text: str) -> dict[str, Ends]:
 
 def _read_range(part: str) -> tuple[str, Ends]:
     written = _RANGE.fullmatch(part)
-    with_numbers = written is not None and all(map(_is_number, written.groups()[1:]))
-    if written is None or not with_numbers or not float(written[2]) < float(written[3]):
+    name, *ends = written.groups() if written else ("", "nan", "nan")
+    try:
+        low, high = map(float, ends)
+    except ValueError:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
         raise NotAllowedError(
             "names with their ranges, the smaller number first, such as 'loss(0,5), rmse(0,10)'"
         )
-    return written[1], (float(written[2]), float(written[3]))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+    return name, (low, high)
 
 
 def _evenly(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
-from fedsim.reports.page import ProgressBar, facts_table
+from fedsim.reports.page import ProgressBar, render
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.metrics import brief_metric, display_name, duration, row_marks
 
@@ -80,7 +80,7 @@ class Live(Callback):
             cells["clients failed"] = describe_reasons(reasons_in([self._failures]))
         if status.ended is not None:
             cells["ended"] = f"{status.ended}. {status.why}".strip()
-        return facts_table(cells)
+        return render("facts.html", facts=cells)
 
     def _left(self, status: RunStatus) -> str:
         done = status.round - self._first

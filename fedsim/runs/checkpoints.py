@@ -118,8 +118,7 @@ class RunState:
 
     def parted(self) -> tuple[dict[str, Tensor], str]:
         """Its tensors, by names of their own, and JSON for the rest."""
-        values = {state_field.name: getattr(self, state_field.name) for state_field in fields(self)}
-        return split_tree({"format": FORMAT, **values})
+        return split_tree({"format": FORMAT, **vars(self)})
 
     @classmethod
     def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:

@@ -154,24 +154,6 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
     return mean, std
 
 
-class DatasetCache:
-    """`load_dataset` for many runs: what one ``[data]`` table names is read once.
-
-    For runs that protect it and for others apart: what is refused, and what is found in it, differ.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: dict[object, Dataset] = {}
-
-    def load(self, config: RunConfig) -> Dataset:
-        """The examples that a config names."""
-        flat = config.to_run_config().items()
-        table = tuple((key, value) for key, value in flat if key.startswith("data."))
-        if (key := (config.protects, table)) not in self._loaded:
-            self._loaded[key] = load_dataset(config)
-        return self._loaded[key]
-
-
 def load_dataset(config: RunConfig) -> Dataset:
     """The examples that a config names."""
     data = config.data

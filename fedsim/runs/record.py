@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
 
 from fedsim import regular_files
@@ -18,7 +19,6 @@ from fedsim.config import Scalar
 from fedsim.config.plan import stopping, with_config_figures
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
 from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
@@ -330,7 +330,7 @@ class RunResult:
         cells |= self._facts()
         if self.directory is not None:
             cells["directory"] = self.directory.path
-        table: str = function("fedsim.reports.page:facts_table")(cells)
+        table: str = resolve_name("fedsim.reports.page:render")("facts.html", facts=cells)
         return table
 
     @property

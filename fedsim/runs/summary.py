@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.lazy import function
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
@@ -74,7 +74,7 @@ def leave_report(
 
 
 def _page(record: RunRecord) -> str:
-    html: str = function("fedsim.reports.run_page:run_page")(record)
+    html: str = resolve_name("fedsim.reports.run_page:run_page")(record)
     return html
 
 

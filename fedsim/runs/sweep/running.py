@@ -10,12 +10,13 @@ from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import split_settings, training_settings
+from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.data_split import load_dataset, resolve_data
 from fedsim.runs.directory import Ending, RunDirectory, ending
 from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
@@ -40,12 +41,20 @@ class _Sweep:
 
     out: Path
     observer: Observer | None
-    datasets: DatasetCache = field(default_factory=DatasetCache)
+    datasets: dict[object, Dataset] = field(default_factory=dict)
 
     def resolve(self, run: SweepRun) -> Resolved:
         """Resolve a run, with data that are read once for all of them."""
-        data = resolve_data(run.config, load=self.datasets.load)
+        data = resolve_data(run.config, load=self._load)
         return resolve(run.config, out=self.out / run.label, data=data)
+
+    def _load(self, config: RunConfig) -> Dataset:
+        """What a ``[data]`` table names: for runs that protect it, other examples are refused."""
+        flat = config.to_run_config().items()
+        table = tuple((key, value) for key, value in flat if key.startswith("data."))
+        if (key := (config.protects, table)) not in self.datasets:
+            self.datasets[key] = load_dataset(config)
+        return self.datasets[key]
 
 
 def run_sweep(
