@@ -88,12 +88,25 @@ class Leaning(SGD):
         super().step(state, gradient, at)
         state["theta"] *= self.reach
 """
+WAVES = """
+import torch
+
+class Waves(torch.nn.Module):
+    def __init__(self, input_shape, num_classes):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(input_shape[0], 16))
+        self.fc = torch.nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        return self.fc((x @ self.frequencies).cos())
+"""
 
 
 @pytest.mark.parametrize(
     ("settings", "over"),
     [
         ({"data.name": "four.npz"}, "noise.multiplier=1.0,0.0"),
+        ({"model.name": "waves:Waves"}, "seed=1,2"),
         (
             {"client.name": "leaning:Leaning", "client.options.lr": 0.1},
             "mechanism.clip-norm=1.0,0.5",
@@ -109,13 +122,19 @@ class Leaning(SGD):
             "client.lr=0.1,0.2",
         ),
     ],
-    ids=["examples that are protected or not", "an algorithm made for a bound", "no guarantee"],
+    ids=[
+        "examples that are protected or not",
+        "a model with buffers of its seed",
+        "an algorithm made for a bound",
+        "no guarantee",
+    ],
 )
 def test_runs_that_would_train_otherwise_share_no_block(
     settings: dict[str, Any], over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("leaning.py").write_text(LEANING)
+    Path("waves.py").write_text(WAVES)
     x = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
     # The training examples have a class that the test examples lack.
     np.savez("four.npz", x_train=x, y_train=np.arange(200) % 4, x_test=x, y_test=np.arange(200) % 3)

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.datasets import Dataset
@@ -298,15 +300,35 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
 
 def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
     runs = [(session, LocalGrid(session.resolved.trainer)) for session in sessions]
-    if len(runs) == 1:
-        ((session, grid),) = runs
+    resolved = [session.resolved for session in sessions]
+    if len(runs) > 1 and _hold_the_same(resolved):
+        return in_step([session.rounds(grid) for session, grid in runs], resolved)
+    failed: dict[int, Exception] = {}
+    for index, (session, grid) in enumerate(runs):
         try:
             run_to_end(session.rounds(grid), grid, session.timeout(grid))
         except Exception as error:
-            return {0: error}
-        return {}
-    return in_step(
-        [session.rounds(grid) for session, grid in runs], [session.resolved for session in sessions]
+            failed[index] = error
+    return failed
+
+
+def _hold_the_same(runs: Sequence[Resolved]) -> bool:
+    """Whether what no client trains is the same in these runs' models: one trainer has one.
+
+    A user's model may draw its buffers, or parameters that it freezes, from its run's seed.
+    """
+    first, *others = (
+        {
+            name: values
+            for name, values in (*run.model.named_parameters(), *run.model.named_buffers())
+            if name not in run.initial_arrays
+        }
+        for run in runs
+    )
+    return all(
+        first.keys() == other.keys()
+        and all(torch.equal(values, other[name]) for name, values in first.items())
+        for other in others
     )
 
 
