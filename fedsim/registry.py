@@ -191,28 +191,12 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     return points
 
 
-def refuse_plugin(kind: str, name: str, key: str) -> None:
-    """Refuse the name of an installed plugin that is not allowed here.
-
-    Raises
-    ------
-    FedsimError
-    """
+def unknown_name(kind: str, name: str, key: str) -> FedsimError:
+    """That a key names nothing of a kind, and what there is of it, or a plugin not allowed here."""
     for point in _entry_points():
         if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
             why = allowed_code.now().refusal(point.module)
-            raise FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
-
-
-def unknown_name(kind: str, name: str, key: str) -> FedsimError:
-    """That a key names nothing of a kind, and what there is of it.
-
-    Raises
-    ------
-    FedsimError
-        If it is the name of a plugin that is not allowed here.
-    """
-    refuse_plugin(kind, name, key)
+            return FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
     known, text = names(kind), repr(name)
     text = text if len(text) <= 100 else f"{text[:97]}..."
     return FedsimError(

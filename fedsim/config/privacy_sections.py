@@ -323,7 +323,3 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     unprotected: Annotated[
         bool, Doc("Allow metrics of clients' data, without noise, in a private run.")
     ] = False
-
-    def declared_ranges(self) -> dict[str, Ends]:
-        """Lower and upper ends by metrics' names."""
-        return read_ranges(self.ranges)

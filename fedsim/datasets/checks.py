@@ -163,7 +163,9 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
         )
     # Protected ones that are too large stay so, or turn negative: both are found unusable.
     if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
-        raise FedsimError(_too_large(key, int(array.max()), where))
+        raise FedsimError(
+            f"{where} has the label {array.max()} in {key}; labels must be below {MOST_CLASSES:,}."
+        )
     with np.errstate(over="ignore"):  # what is too large is infinite, and refused as that
         return array.astype(wanted)
 
@@ -261,10 +263,6 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
             made[name][start:stop][wrong] = 0
             unusable[start:stop] |= wrong.reshape(len(piece), -1).any(axis=1)
     return made | {UNUSABLE: unusable} if unusable.any() else made
-
-
-def _too_large(key: str, value: int, where: str) -> str:
-    return f"{where} has the label {value} in {key}; labels must be below {MOST_CLASSES:,}."
 
 
 def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:

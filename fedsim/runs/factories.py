@@ -26,7 +26,7 @@ from fedsim.config.plan import (
     made_noise,
     stopping,
 )
-from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
+from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
@@ -108,7 +108,7 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
     if event is None:
         return None
     evaluate, known = config.evaluate, {"loss": None, **metrics(config)}
-    declared = evaluate.declared_ranges()
+    declared = read_ranges(evaluate.ranges)
     for name in declared:
         if name not in known:
             raise FedsimError(
