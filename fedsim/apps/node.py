@@ -69,7 +69,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     settings = config.data
     # What a config declares of files holds for every client's: of arrays all but how they are
     # saved.
-    declared = settings.values() if settings.registered(settings.name) == "files" else {}
+    declared = settings.own if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
     protected = config.protects
