@@ -27,8 +27,7 @@ from fedsim.privacy.laws import (
     Sampler,
     declared_population,
 )
-from fedsim.privacy.laws.correlated import CorrelatedLaw
-from fedsim.privacy.laws.extended import ExtendedLaw, Extension
+from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
