@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import MeasuredNoise, Moved, Scale, in_units, shaped
+from fedsim.audit.bound_checks import MeasuredNoise, Scale, in_units, length_moved, shaped
 from fedsim.audit.checks import Finding, Floats, Gathered, invariant
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import (
@@ -157,7 +157,7 @@ class Evidence:
         return [target.observe(clients, self.seed + k) for k in range(number)]
 
     @property
-    def added(self) -> Moved | Finding:
+    def added(self) -> Finding:
         """Each client's own coordinate holds what it added: nothing, or one row, never more."""
         moving = self.moving[0]
         rounds = 1 if shaped(moving.states) else len(moving.moves)
@@ -168,7 +168,7 @@ class Evidence:
         )
 
     @property
-    def several(self) -> Moved | Finding:
+    def several(self) -> Finding:
         """Several canaries at once, of many lengths."""
         target = self.target
         half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
@@ -197,7 +197,7 @@ class Evidence:
 
     def _added(
         self, compared: Iterable[tuple[Observation, int, int]], looked: str, silent: int = 0
-    ) -> Moved | Finding:
+    ) -> Finding:
         """The most that clients added to their own coordinates, in standard deviations of noise.
 
         Parameters
@@ -220,7 +220,7 @@ class Evidence:
             if not added.max() <= most:
                 most = float(added.max())
                 whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
-        return Moved(looked, most, whose, allowed, self.measured)
+        return length_moved(looked, most, whose, allowed, self.measured)
 
     @property
     def failing(self) -> Mapping[str, Floats] | None:

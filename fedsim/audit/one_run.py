@@ -22,7 +22,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from fedsim.audit.checks import Floats
-from fedsim.audit.claim import Claim, common_claim
+from fedsim.audit.claim import LEAST_P, Claim, common_claim
 from fedsim.audit.clients import EXAMPLES, Canaries, reach
 from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
@@ -31,7 +31,6 @@ from fedsim.randomness import Purpose, Randomness
 Coins = npt.NDArray[np.bool_]
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
-LEAST_P = 1e-12
 HALVINGS = 20
 EPSILON_HALVINGS = 30
 

@@ -173,14 +173,12 @@ class Observations:
         models = np.stack([run.models for run in released])
         names = sorted({name for run in released for name in run.statistics})
         rounds = models.shape[1]
-        numbers = [
-            np.stack([run.statistics.get(name, np.zeros(rounds)) for name in names], axis=-1)
-            if names
-            else np.zeros((rounds, 0))
-            for run in released
-        ]
+        numbers = np.zeros((len(released), rounds, len(names)))
+        for run, of_run in zip(released, numbers, strict=True):
+            for name, values in run.statistics.items():
+                of_run[:, names.index(name)] = values
         sampled = [run.sampled for run in released if run.sampled is not None]
-        return cls(np.diff(models, axis=1, prepend=0.0), np.stack(numbers), sampled)
+        return cls(np.diff(models, axis=1, prepend=0.0), numbers, sampled)
 
     @property
     def table(self) -> Floats:

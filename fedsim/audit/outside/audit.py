@@ -38,7 +38,7 @@ from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import TwoWorlds, distinguish
-from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
+from fedsim.audit.verdict import Verdict, risk_of_attack
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
@@ -94,7 +94,7 @@ class TargetAudit:
         attacks = self._attacks()
         runs = self.runs or self._affordable_runs(2 * len(attacks))
         silent = self._silent_runs()
-        risk = (1 - confidence) * (1 - SHARE_OF_CHECKS) / len(attacks)
+        risk = risk_of_attack(confidence, len(attacks), checked=True)
         results: list[AttackResult] = []
         two_worlds: list[TwoWorlds] = []
         for number, attack in enumerate(attacks, start=1):
