@@ -255,7 +255,7 @@ class AtomicPair(DominatingPair):
 
     def _sums(self, places: npt.NDArray[np.intp], size: int) -> list[Array]:
         """Masses of ``upper`` and ``lower`` by these places of the atoms, ``[size]`` each."""
-        return [np.bincount(places, mass, size) for mass in self._atoms()[1:]]
+        return [np.bincount(places, mass, size).astype(float) for mass in self._atoms()[1:]]
 
 
 def _weighted_std(values: Array, weight: Array) -> float:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law, is_shipped
 from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
 from fedsim.privacy.pld import discretised
 from fedsim.privacy.records import to_json
@@ -152,7 +152,7 @@ def as_data(law: Law, noise_multiplier: float) -> Law:
     FedsimError
         If the law gives something else than a curve and pairs.
     """
-    if type(law).__module__.partition(".")[0] == "fedsim":
+    if is_shipped(law):
         return law
     try:
         return _evaluated(law, noise_multiplier)
