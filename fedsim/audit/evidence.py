@@ -32,6 +32,8 @@ from fedsim.privacy.plan import of_user
 MOST_ROUNDS = 1000
 RUNS = 2
 MORE_DRAWS, FEW_PARAMETERS = 4, 8
+FEWEST_RELEASES = 4 * FEW_PARAMETERS
+"""Fewer releases of a small model have a likelihood ratio that is no chi-square."""
 VALUES = 2**18
 SMALL, LARGE = 512, 2048
 FEW = 3
@@ -136,7 +138,8 @@ class Evidence:
     @cached_property
     def _small(self) -> tuple[Target, list[Observation]]:
         few = self.target.with_model(parameters(FEW_PARAMETERS))
-        seeds = range(self.seed + RUNS, self.seed + RUNS + MORE_DRAWS)
+        number = max(MORE_DRAWS, -(-FEWEST_RELEASES // len(self.runs[0].moves)))
+        seeds = range(self.seed + RUNS, self.seed + RUNS + number)
         return few, [few.observe(few.silent_clients(), seed) for seed in seeds]
 
     @property
