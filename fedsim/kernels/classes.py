@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.building import library
+from fedsim.kernels.building import declare, library
 from fedsim.lazy import Tensor, torch
 
 Floats = npt.NDArray[np.float32]
@@ -26,7 +26,7 @@ LN_2 = 0.6931471805599453
 SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 _POINTER, _NUMBER, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t
-_ARGUMENTS = (_POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _SIZE, _POINTER)
+_ARGUMENTS = {"gradients": (_POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _SIZE, _POINTER)}
 
 
 class _Batches(ctypes.Structure):
@@ -162,7 +162,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
     """Say what the function takes, and compare what it gives with what numpy gives."""
-    compiled.gradients.argtypes, compiled.gradients.restype = _ARGUMENTS, None
+    declare(compiled, _ARGUMENTS)
     random = np.random.default_rng(0)
     # Some far below the largest, and with a gap between the batches.
     block = (10 * random.standard_cauchy((3, 7, 11))).astype(np.float32)
