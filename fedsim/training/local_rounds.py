@@ -198,8 +198,7 @@ class LocalRounds:
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
                 | {k: v[positions] for k, v in named.items()}
                 | self._mask(len(members)),
-                group.carried.rows,
-                torch.from_numpy(group.carried.present).to(start.device),
+                group.carried,
             )
             if self.compression is not None:
                 vectors = received.vectors[positions % len(received.vectors)]

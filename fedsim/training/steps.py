@@ -255,16 +255,13 @@ class Steps:
         self.weight = torch.from_numpy(batches.weight).to(stepper.device, stepper.dtype)
         self.losses: list[Tensor] = []
 
-    def run(
-        self, start: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> EndState:
+    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
         """All steps, from packed parameters ``start [n, D]``, perhaps one row for all.
 
-        ``carried`` replaces the entries of the initial state of those clients that are ``present
-        [n]``.
+        What clients have ``carried`` from earlier rounds replaces entries of the initial state.
         """
         steps = self.batches.steps
-        state = self.start(start.clone(), numbers, carried, present)
+        state = self.start(start.clone(), numbers, carried)
         active = len(steps)
         groups: list[EndState] = []
         with exact(self.stepper.device):
@@ -280,15 +277,12 @@ class Steps:
         groups.reverse()  # those with most steps come first, and end last
         return EndState.joined(groups)
 
-    def start(
-        self, theta: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> State:
+    def start(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
         """The initial state; parameters as of `run`."""
         state = self.stepper.algorithm.init(theta, numbers)
         for name in self.stepper.carried:
-            if name in carried and name in state:
-                mask = present.view(-1, *[1] * (state[name].dim() - 1))
-                state[name] = torch.where(mask, carried[name].to(state[name]), state[name])
+            if name in state:
+                state[name] = carried.instead_of(state[name], name)
         return state
 
     def step(self, state: State, index: int, active: int) -> None:

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
+from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
@@ -100,8 +101,8 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
                 ended = Steps(trainer.stepper, batches, t).run(
                     start.expand(n, -1).clone(),
                     {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
-                    {}, torch.ones(n, dtype=torch.bool, device="cuda"),
-                )  # fmt: skip
+                    CarriedState(np.ones(n, dtype=np.bool_), {}),
+                )
                 assert {found.device.type for found in (ended.theta, *ended.reports.values())} == {
                     "cuda"
                 }
