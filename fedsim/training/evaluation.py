@@ -11,23 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.process import thread_pool
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import MeanOf, Metric
-from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
-from fedsim.training.paths.choice import Path
+from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import EVALUATION, Seeds, exact
 from fedsim.training.steps import Stepper
-from fedsim.training.structure.reading import Structure, read
+from fedsim.training.structure.reading import read
 
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
@@ -41,17 +40,12 @@ class Evaluation:
 
     Parameters
     ----------
-    model : nn.Module
+    trained : TrainedModel
     stepper : Stepper
-    loss : callable
     metrics : mapping of name to Metric
     data : ClientData
         Test examples, or those they train on.
     client_state : PersistentState
-    trained : Structure or None
-        What was read of the model as it trains.
-    draws : bool
-        Whether the model draws in evaluation.
 
     Attributes
     ----------
@@ -64,17 +58,15 @@ class Evaluation:
 
     def __init__(
         self,
-        model: nn.Module,
+        trained: TrainedModel,
         stepper: Stepper,
-        loss: Loss,
         metrics: Mapping[str, Metric],
         data: ClientData,
         client_state: PersistentState,
-        trained: Structure | None,
-        draws: bool,
     ) -> None:
-        self.model, self.stepper, self.loss, self.metrics = model, stepper, loss, metrics
-        self.data, self.client_state, self.trained, self.draws = data, client_state, trained, draws
+        self.trained, self.stepper, self.data = trained, stepper, data
+        self.metrics, self.client_state = metrics, client_state
+        self.draws = trained.draws.evaluation
         self._call_size = CallSize()
 
     def blocks(
@@ -86,13 +78,13 @@ class Evaluation:
             self.data.require_usable(ids.tolist())
             theta = self.client_state.evaluated(vector, ids)
             paths, by_chunk = self._paths
-            self.model.eval()
+            self.trained.model.eval()
             values = evaluate_clients(
                 paths,
                 theta,
                 self.data,
                 [self.data.indices[i] for i in ids],
-                {"loss": MeanOf(self.loss), **self.metrics},
+                {"loss": MeanOf(self.trained.loss), **self.metrics},
                 Seeds([randomness] * len(ids), ids, round) if self.draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
@@ -104,11 +96,16 @@ class Evaluation:
         """What evaluates, once for each thread, and whether metrics see one chunk at a time."""
         stepper = self.stepper
         shapes = stepper.data.empty(stepper.dtype)
-        reading = read(self.model.eval(), self.loss, *shapes, declared=True)
+        model, loss, structure = (
+            self.trained.model,
+            self.trained.loss,
+            self.trained.reading.structure,
+        )
+        reading = read(model.eval(), loss, *shapes, declared=True)
         path = stepper.path
         # The trained path may run another graph than the model has in evaluation.
-        if self.trained is None or reading.model is None or not self.trained.same(reading.model):
-            path = PlainPath(self.model, stepper.packing, self.loss)
+        if structure is None or reading.model is None or not structure.same(reading.model):
+            path = PlainPath(model, stepper.packing, loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
         by_example = reading.loss is not None and all(map(reading.reads, functions))
         if not isinstance(path, Program | FuncPath) or self.draws or self.data.x.is_cuda:

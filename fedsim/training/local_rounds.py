@@ -14,18 +14,15 @@ from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_STATE
-from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
-from fedsim.training.paths.program import Program
+from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import Probe, gradient_methods
-from fedsim.training.side_effects import HiddenDraws
 from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
-from fedsim.training.structure.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -80,36 +77,23 @@ class LocalRounds:
     @classmethod
     def of(
         cls,
+        trained: TrainedModel,
         stepper: Stepper,
-        model: nn.Module,
-        loss: Loss,
         client_state: PersistentState,
         payload: Payload,
         workload: Workload,
         compression: Compression | None,
-        *,
-        draws: HiddenDraws,
-        reading: Reading,
         privacy: ExamplePrivacy | None,
-        program: Program | None,
     ) -> Self:
         """Of clients that protect their examples, or do not; parameters as a trainer has them."""
+        model, draws = trained.model, trained.draws.training
         if privacy is None:
-            plain = PlainStepFactory(stepper, workload, draws.training)
+            plain = PlainStepFactory(stepper, workload, draws)
             return cls(model, client_state, payload, plain, compression, None)
-        packing, data = stepper.packing, stepper.data
-        drawing = draws.training or draws.evaluation
-        methods = gradient_methods(model, packing, loss, reading, program, drawing)
-        method = Probe(model, packing, loss, draws, data, reading).fastest(methods)
-        private = PrivateStepFactory(
-            stepper,
-            workload,
-            privacy,
-            method,
-            draws.training,
-            keeps_state=client_state.kind == "client",
-        )
-        releases = ExampleReleases(privacy, model, stepper, workload.work, loss, method)
+        method = Probe(trained).fastest(gradient_methods(trained))
+        keeps_state = client_state.kind == "client"
+        private = PrivateStepFactory(stepper, workload, privacy, method, draws, keeps_state)
+        releases = ExampleReleases(privacy, trained, stepper, workload.work, method)
         return cls(model, client_state, payload, private, compression, releases)
 
     def __post_init__(self) -> None:

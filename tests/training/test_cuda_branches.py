@@ -34,8 +34,6 @@ from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
-from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.program import lowered
 from fedsim.training.side_effects import exact
 from fedsim.training.steps import Steps
 
@@ -121,9 +119,7 @@ class Branches(nn.Linear):
 def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
     clients = make_data([3, 3], features=36, shape=(1, 6, 6))
     trainer = make_trainer(model, ALGORITHMS["sgd"], clients, "plain")
-    plain = PlainPath(trainer.model, trainer.packing, trainer.loss)
-    program = lowered(trainer.reading, trainer.packing)
-    chosen = choose("auto", plain, trainer.reading, program, clients, torch.device("cuda"))
+    chosen = choose("auto", trainer.trained, torch.device("cuda"))
     assert chosen.name == path
 
 
