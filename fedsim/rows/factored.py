@@ -45,11 +45,6 @@ class Squares:
     sizes: Tensor | None = None
     depth: int = 0
 
-    @property
-    def sizes_(self) -> Tensor:
-        """The sizes, or the values."""
-        return self.values if self.sizes is None else self.sizes
-
 
 @dataclass(frozen=True, eq=False)
 class LinearPart:
@@ -196,7 +191,7 @@ class OuterRows:
         norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
         doubtful: list[list[int]] = []
         if cancels:
-            sizes = torch.stack([squares.sizes_ for squares in every]).sum(0)
+            sizes = torch.stack([s.values if s.sizes is None else s.sizes for s in every]).sum(0)
             depth = max(squares.depth for squares in every) + DEPTH
             least = max(LEAST, 2.0**22 * depth * 2.0**-52)
             # NaN is not finite, and no doubt: such a row contributes nothing.

@@ -82,12 +82,8 @@ class PersistentState:
                     "as the model; it must be 'reset' or 'client'."
                 )
             self.store = ServerState({})
-        elif kind == "reset":
-            self.store = StateStore()
         else:
-            raise FedsimError(
-                f"client.state is '{kind}'; it must be 'reset', 'client' or 'server'."
-            )
+            self.store = StateStore()
 
     @property
     def required(self) -> bool:

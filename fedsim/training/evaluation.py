@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,19 @@ CLIENTS = 256  # of a block
 CALL_BYTES = 2**26  # of the inputs and outputs of one call
 
 
+@dataclass
+class CallSize:
+    """How many chunks go through a model at once: one, until the size of an output is known."""
+
+    chunks: int = 1
+
+    def learn(self, *tensors: Tensor) -> None:
+        """Follow from what a call took and gave, each with a chunk to a row."""
+        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
+        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
+
+
+@dataclass
 class Evaluation:
     """Evaluates clients with what each of them has.
 
@@ -54,20 +67,13 @@ class Evaluation:
         keep to itself, threads would share. The numbers are those of one thread.
     """
 
-    threads = 1
-
-    def __init__(
-        self,
-        trained: TrainedModel,
-        stepper: Stepper,
-        metrics: Mapping[str, Metric],
-        data: ClientData,
-        client_state: PersistentState,
-    ) -> None:
-        self.trained, self.stepper, self.data = trained, stepper, data
-        self.metrics, self.client_state = metrics, client_state
-        self.draws = trained.draws.evaluation
-        self._call_size = CallSize()
+    trained: TrainedModel
+    stepper: Stepper
+    metrics: Mapping[str, Metric]
+    data: ClientData
+    client_state: PersistentState
+    threads: int = field(default=1, init=False)
+    _call_size: CallSize = field(default_factory=CallSize, init=False)
 
     def blocks(
         self, vector: Tensor, client_ids: Ints, round: int, randomness: Randomness
@@ -76,7 +82,7 @@ class Evaluation:
         for first in range(0, len(client_ids), CLIENTS):
             ids = client_ids[first : first + CLIENTS]
             self.data.require_usable(ids.tolist())
-            theta = self.client_state.evaluated(vector, ids)
+            theta, draws = self.client_state.evaluated(vector, ids), self.trained.draws.evaluation
             paths, by_chunk = self._paths
             self.trained.model.eval()
             values = evaluate_clients(
@@ -85,7 +91,7 @@ class Evaluation:
                 self.data,
                 [self.data.indices[i] for i in ids],
                 {"loss": MeanOf(self.trained.loss), **self.metrics},
-                Seeds([randomness] * len(ids), ids, round) if self.draws else None,
+                Seeds([randomness] * len(ids), ids, round) if draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
             )
@@ -108,7 +114,11 @@ class Evaluation:
             path = PlainPath(model, stepper.packing, loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
         by_example = reading.loss is not None and all(map(reading.reads, functions))
-        if not isinstance(path, Program | FuncPath) or self.draws or self.data.x.is_cuda:
+        if (
+            not isinstance(path, Program | FuncPath)
+            or self.trained.draws.evaluation
+            or self.data.x.is_cuda
+        ):
             return [path], not by_example
         # A call puts a client's parameters into the modules of its path for as long as it lasts.
         tensors = [*path.model.parameters(), *path.model.buffers()]
@@ -165,13 +175,14 @@ def evaluate_clients(
 
     @torch.no_grad()  # which a thread does not inherit
     def called(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
-        x = data.inputs(all_indices[call], theta.dtype)
-        if len(theta) == 1:  # the same for all clients: not copied for each chunk
-            points = theta.expand(len(owner[call]), -1)
+        x, whose = data.inputs(all_indices[call], theta.dtype), torch.from_numpy(owner[call])
+        # The same for all clients is not copied for each chunk.
+        points = theta.expand(len(x), -1) if len(theta) == 1 else theta[whose.to(theta.device)]
+        if isinstance(path, PlainPath):
+            counts = real[call].sum(axis=1).tolist()
+            outputs = path.outputs(points, x, counts, None if drawn is None else drawn[call])
         else:
-            points = theta[torch.from_numpy(owner[call]).to(theta.device)]
-        counts = real[call].sum(axis=1).tolist()
-        outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
+            outputs = path.outputs(points, x)
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
     with exact(data.x.device), thread_pool(len(paths)) as pool:
@@ -192,21 +203,10 @@ def evaluate_clients(
             start = calls[-1].stop
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
-        values = (
-            metric.finish(state[name]) if size else 0.0
-            for state, size in zip(states, sizes, strict=True)
-        )
-        result[name] = np.array(list(values), dtype=np.float64)
+        ended = zip(states, sizes, strict=True)
+        values = [metric.finish(state[name]) if size else 0.0 for state, size in ended]
+        result[name] = np.array(values, dtype=np.float64)
     return result
-
-
-def _outputs(
-    path: Path, points: Tensor, x: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
-) -> Tensor:
-    if isinstance(path, PlainPath):
-        return path.outputs(points, x, counts, seeds)
-    assert seeds is None
-    return path.outputs(points, x)
 
 
 def _take(
@@ -238,15 +238,3 @@ def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
         for client_seeds, count in zip(drawn.tolist(), chunks, strict=True)
         for seed in client_seeds[:count]
     ]
-
-
-@dataclass
-class CallSize:
-    """How many chunks go through a model at once: one, until the size of an output is known."""
-
-    chunks: int = 1
-
-    def learn(self, *tensors: Tensor) -> None:
-        """Follow from what a call took and gave, each with a chunk to a row."""
-        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
-        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))

@@ -37,7 +37,8 @@ from torch import Tensor
 from fedsim.clients.base import Dense, State, Step
 from fedsim.rows.packing import LINE
 from fedsim.training.gradients import Factor, Factored, Parts
-from fedsim.training.paths.choice import is_captured
+from fedsim.training.paths.func import FuncPath
+from fedsim.training.paths.program import Program
 from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
@@ -65,8 +66,10 @@ class GraphRecorder(Protocol):
 
 
 def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
-    """Steps from graphs on a GPU, where `fedsim.training.paths.choice` says that there are any."""
-    if stepper.device.type == "cuda" and is_captured(stepper.path):
+    """Steps from graphs, on a GPU and where all kernels of a step are those of a whole block."""
+    path = stepper.path
+    of_block = isinstance(path, FuncPath) or (isinstance(path, Program) and not path.convolutions)
+    if stepper.device.type == "cuda" and of_block:
         rows = min(block_size, max(1, stepper.data.population))
         return StepGraphs(stepper, CudaRecorder(stepper.device), rows)
     return None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
@@ -52,12 +51,17 @@ class LocalRounds:
 
     Attributes
     ----------
-    model : nn.Module
+    trained : TrainedModel
+    stepper : Stepper
     client_state : PersistentState
     payload : Payload
-    factory : PlainStepFactory or PrivateStepFactory
+    workload : Workload
     compression : Compression or None
         Of what clients send.
+    privacy : ExamplePrivacy or None
+        Of clients that protect their examples.
+    factory : PlainStepFactory or PrivateStepFactory
+        Makes their batches and steps.
     releases : ExampleReleases or None
         Where they write down what they release of their examples; None where they release
         nothing, or where another trainer has written it down.
@@ -65,40 +69,32 @@ class LocalRounds:
         The algorithm's numbers as the server sends them, in the place of its own.
     """
 
-    model: nn.Module
+    trained: TrainedModel
+    stepper: Stepper
     client_state: PersistentState
     payload: Payload
-    factory: PlainStepFactory | PrivateStepFactory
+    workload: Workload
     compression: Compression | None
-    releases: ExampleReleases | None
+    privacy: ExamplePrivacy | None
+    factory: PlainStepFactory | PrivateStepFactory = field(init=False)
+    releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
     _started: dict[int, int] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(
-        cls,
-        trained: TrainedModel,
-        stepper: Stepper,
-        client_state: PersistentState,
-        payload: Payload,
-        workload: Workload,
-        compression: Compression | None,
-        privacy: ExamplePrivacy | None,
-    ) -> Self:
-        """Of clients that protect their examples, or do not; parameters as a trainer has them."""
-        model, draws = trained.model, trained.draws.training
-        if privacy is None:
-            plain = PlainStepFactory(stepper, workload, draws)
-            return cls(model, client_state, payload, plain, compression, None)
-        method = Probe(trained).fastest(gradient_methods(trained))
-        keeps_state = client_state.kind == "client"
-        private = PrivateStepFactory(stepper, workload, privacy, method, draws, keeps_state)
-        releases = ExampleReleases(privacy, trained, stepper, workload.work, method)
-        return cls(model, client_state, payload, private, compression, releases)
-
     def __post_init__(self) -> None:
+        trained, stepper, workload = self.trained, self.stepper, self.workload
+        draws = trained.draws.training
+        if self.privacy is None:
+            self.factory = PlainStepFactory(stepper, workload, draws)
+        else:
+            method = Probe(trained).fastest(gradient_methods(trained))
+            keeps = self.client_state.kind == "client"
+            self.factory = PrivateStepFactory(
+                stepper, workload, self.privacy, method, draws, keeps_state=keeps
+            )
+            self.releases = ExampleReleases(self.privacy, trained, stepper, workload.work, method)
         # All of its modules; then, to go through them for each block would take longer than a step.
-        self.model.train()
+        trained.model.train()
 
     def blocks(
         self, client_ids: Ints, round: int, randomness: Randomness, size: int
@@ -167,8 +163,8 @@ class LocalRounds:
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
         unsent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
         result = BlockResult(start, self._metrics(clients), unsent)
-        if not self.model.training:
-            self.model.train()
+        if not self.trained.model.training:
+            self.trained.model.train()
         for batches in self._batches(clients):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
@@ -237,10 +233,10 @@ class LocalRounds:
     @property
     def algorithm(self) -> LocalAlgorithm:
         """The clients' algorithm."""
-        return self.factory.stepper.algorithm
+        return self.stepper.algorithm
 
     def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
-        sizes = [self.factory.stepper.data.size(i) for i in clients.client_ids.tolist()]
+        sizes = [self.stepper.data.size(i) for i in clients.client_ids.tolist()]
         metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
         if self.factory.reports_loss:
             metrics["loss"] = np.zeros(len(clients))

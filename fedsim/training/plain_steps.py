@@ -25,7 +25,7 @@ from fedsim.training.batches import Batches, Floats, Ints, Workload, plan_batche
 from fedsim.training.client_state import CarriedState
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import Seeds, lent_generator
+from fedsim.training.side_effects import Seeds
 from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
 # To draw for more clients at once gains nothing; so many examples of steps take a MiB.
@@ -134,7 +134,7 @@ class SequentialSteps(Steps):
         # Real examples come first.
         is_real = self.batches.weight[k, :steps] != 0
         counts = is_real.sum(axis=1).tolist()
-        generator = nullcontext() if self.seeds is None else lent_generator()
+        generator = nullcontext() if self.seeds is None else torch.random.fork_rng(devices=[])
         with generator, path.bound(algorithm.point(state)):
             for together in self._gathered(steps):
                 index, weight = self.index[k, together], self.weight[k, together]

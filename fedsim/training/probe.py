@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.models.parameters import call_with
-from fedsim.rows.layout import Layout
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import (
@@ -31,7 +30,7 @@ from fedsim.training.paths.examples import (
     is_recurrent,
 )
 from fedsim.training.paths.factored import Hooked, ProgramRows, owned_by_layers, product_layers
-from fedsim.training.side_effects import HiddenDraws, exact, seeded
+from fedsim.training.side_effects import exact, seeded
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     if structure is not None and read_loss is not None:
         module = structure.module
         if program is not None and program.by_example:
-            methods.append(ProgramRows(program))
+            methods.append(ProgramRows(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(Hooked(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
@@ -96,7 +95,7 @@ class Probe:
                     "leave a trace in the next one's gradient; with example-level privacy a model "
                     "and a loss must leave their buffers and attributes as they are."
                 )
-            if self._draws.evaluation:
+            if self.trained.draws.evaluation:
                 methods = methods[-1:]  # no two of them could be compared
             found: GradientMethod | None = None
             why = ""
@@ -124,7 +123,7 @@ class Probe:
         """The mode of training, or the one in which a model does not draw."""
         structure = self.trained.reading.structure
         for module in (self.trained.model, *((structure.module,) if structure else ())):
-            module.train(drawing or not self._draws.training)
+            module.train(drawing or not self.trained.draws.training)
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
         """Two batches that have nothing in common, and that the model takes.
@@ -133,7 +132,7 @@ class Probe:
         tried.
         """
         generator = torch.Generator().manual_seed(SEED)
-        x, y = self.trained.data.empty(self._layout.dtype)
+        x, y = self.trained.data.empty(self.trained.packing.layout.dtype)
         pairs: list[tuple[_Batch, _Batch]] = []
         failure: BaseException | None = None
         for positive in (False, True):
@@ -161,18 +160,10 @@ class Probe:
         ) from failure
 
     @property
-    def _draws(self) -> HiddenDraws:
-        return self.trained.draws
-
-    @property
-    def _layout(self) -> Layout:
-        return self.trained.packing.layout
-
-    @property
     def _theta(self) -> Tensor:
         """Somewhere near the initial parameters: layers that start at zero hide what they do."""
         generator = torch.Generator().manual_seed(SEED)
-        row = self._layout.flatten(dict(self.trained.model.named_parameters()))
+        row = self.trained.packing.layout.flatten(dict(self.trained.model.named_parameters()))
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         return self.trained.packing.pack((row + 0.05 * noise.to(row))[None])[0]
 
@@ -200,7 +191,7 @@ class Probe:
         for j in WATCHED:
             changed = self._run(others.with_example(j, batch))
             self._require_same(results, changed, j, j, "what the other examples are")
-            if not self._draws.evaluation:
+            if not self.trained.draws.evaluation:
                 try:
                     alone = self._run(batch.only(j), drawing=False)
                 except (Exception, SystemExit) as error:
@@ -236,13 +227,13 @@ class Probe:
     ) -> str:
         """What is wrong with a method; empty if nothing is."""
         rows, losses = self._rows(method, batch)
-        if rows.shape != (EXAMPLES, self._layout.d):
+        if rows.shape != (EXAMPLES, self.trained.packing.layout.d):
             return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
         for j in WATCHED:
             changed, their_losses = self._rows(method, others.with_example(j, batch))
             if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
                 return "an example's gradient has other bits beside other examples"
-        if method is reference or self._draws.evaluation:
+        if method is reference or self.trained.draws.evaluation:
             return ""
         still, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):

@@ -185,7 +185,7 @@ class Trainer:
             self.personal.places(statistics) if statistics else None,
         )
         self.stepper.captured = captured_steps(self.stepper, self.block_size)
-        self.rounds = LocalRounds.of(
+        self.rounds = LocalRounds(
             self.trained,
             self.stepper,
             self.client_state,

@@ -213,12 +213,6 @@ def _row_bytes(packing: Packing) -> int:
     return packing.width * packing.layout.dtype.itemsize
 
 
-def is_captured(path: Path) -> bool:
-    """Whether a GPU's steps on a path are captured: all kernels of a step must be a block's."""
-    dense = isinstance(path, Program) and not path.convolutions
-    return dense or isinstance(path, FuncPath)
-
-
 def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
     """What the layered path computes with: "eager" or "compiled".
 

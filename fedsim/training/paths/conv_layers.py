@@ -54,9 +54,8 @@ class ConvLayer:
 
 
 def is_plain(module: nn.Conv2d) -> bool:
-    """Whether a convolution is trained as a whole, and its padding, if any, is of zeros."""
-    trained = all(parameter.requires_grad for parameter in module.parameters())
-    return trained and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    """Whether a convolution's padding is of zeros, so many on each side."""
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,8 @@ def forward(
         weight = channels_last(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
         # The places are the windows' winners, from which `_of_winners` takes the gradients.
-        if compiled and layer.pool is not None and _has_kernels(layer, x):
-            convolved, outputs, places = _pooled_by_image(layer.module, layer.pool, x, weight, bias)
-        else:
-            convolved, outputs, places = _operations(layer.module, layer.pool, x, weight, bias)
+        pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations
+        convolved, outputs, places = pooled(layer, x, weight, bias)
         outputs = torch.relu_(outputs)
         passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
         x = outputs
@@ -135,9 +132,9 @@ Pooled = tuple[torch.Size, Tensor, Tensor | None]
 """The shape of what is convolved, what is pooled of it, and the places."""
 
 
-def _pooled_by_image(
-    module: nn.Conv2d, pool: nn.MaxPool2d, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Pooled:
+def _pooled_by_image(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
+    module, pool = layer.module, layer.pool
+    assert pool is not None
     images, patches = _images(module, x)
     windows = Windows(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
     rows = weight.permute(0, 2, 3, 1).flatten(2)
@@ -146,9 +143,8 @@ def _pooled_by_image(
     return torch.Size((len(x), module.out_channels, *patches.places)), outputs, places
 
 
-def _operations(
-    module: nn.Conv2d, pool: nn.MaxPool2d | None, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Pooled:
+def _operations(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
+    module, pool = layer.module, layer.pool
     convolved = F.conv2d(
         x, weight, bias, module.stride, module.padding, module.dilation, module.groups
     )

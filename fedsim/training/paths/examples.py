@@ -63,7 +63,18 @@ class GradientMethod(ABC):
 
     ``name`` is what it is called; ``evidence`` how it is known that a row is one example's, for
     ledgers and statements.
+
+    Attributes
+    ----------
+    model : nn.Module
+        What runs: the graph that was read, or the user's own module.
+    packing : Packing
+    loss : callable
     """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
 
     name: ClassVar[str]
     evidence: ClassVar[str]
@@ -109,9 +120,6 @@ class Vmapped(GradientMethod):
     A model and a loss are given one example: what they could mix is not there.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
     state: OwnState
 
     name = "vmapped"
@@ -146,9 +154,6 @@ class OneByOne(GradientMethod):
     and attributes, and what the model draws for it is seeded for it alone.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
     state: OwnState
     draws: bool
 
@@ -188,10 +193,6 @@ class Unrolled(GradientMethod):
     for it. The copy is what `fedsim.training.probe` compares with the model: that Opacus's layers
     compute what torch's do is not taken for granted.
     """
-
-    model: nn.Module
-    packing: Packing
-    loss: Loss
 
     name = "unrolled"
     evidence = BY_STRUCTURE
