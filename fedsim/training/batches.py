@@ -74,21 +74,20 @@ class Workload:
 
     def steps(self, client_ids: Ints) -> Floats:
         """Gradient evaluations of each client in a round, ``[n]``."""
-        steps = [work.steps_of(size) for work, size in self._each_of(client_ids)]
-        return np.array(steps, dtype=np.float64)
+        return self._of_each(client_ids, LocalWork.steps_of)
 
     def examples(self, client_ids: Ints) -> Floats:
         """How many examples each client goes through in a round, ``[n]``."""
-        examples = [work.examples_of(size) for work, size in self._each_of(client_ids)]
-        return np.array(examples, dtype=np.float64)
+        return self._of_each(client_ids, LocalWork.examples_of)
 
-    def _each_of(self, client_ids: Ints) -> Iterator[tuple[LocalWork, int]]:
-        """Each client's work, and how many examples it has."""
-        for client in client_ids.tolist():
-            work = self.work
-            if self.counts is not None:
-                work = work.counted(int(self.counts[client]))
-            yield work, self.data.size(client)
+    def _of_each(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
+        """A number of each client's work and how many examples it has, ``[n]``."""
+        work, counts, size = self.work, self.counts, self.data.size
+        if counts is None:
+            numbers = [number(work, size(k)) for k in client_ids.tolist()]
+        else:
+            numbers = [number(work.counted(int(counts[k])), size(k)) for k in client_ids.tolist()]
+        return np.array(numbers, dtype=np.float64)
 
 
 @dataclass(frozen=True)

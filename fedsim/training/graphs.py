@@ -99,7 +99,8 @@ class StepGraphs:
         n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
             # Graphs know their buffers by address: larger buffers are others.
-            self._forget()
+            self.graphs.clear()
+            self._buffers.clear()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
         buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
@@ -197,10 +198,6 @@ class StepGraphs:
         for to, tensor in saved:
             to.copy_(tensor)
         return result, tuple(structure)
-
-    def _forget(self) -> None:
-        self.graphs.clear()
-        self._buffers.clear()
 
 
 def _entries(buffered: State) -> State:

@@ -227,6 +227,7 @@ class Unrolled(GradientMethod):
             layer; the probe takes the next method then.
         """
         from opacus.grad_sample import GradSampleModule
+        from opacus.layers import DPGRU, DPLSTM, DPRNN
 
         copied = copy.deepcopy(self.model)
         for name, module in list(copied.named_modules()):
@@ -238,8 +239,8 @@ class Unrolled(GradientMethod):
         watched = GradSampleModule(copied, loss_reduction="sum")
         for module in watched.iterate_submodules(copied):
             trained = any(p.requires_grad for p in module.parameters(recurse=False))
-            known = type(module) in GradSampleModule.GRAD_SAMPLERS or _is_unrolled(module)
-            if trained and not known:
+            known = type(module) in GradSampleModule.GRAD_SAMPLERS
+            if trained and not known and not isinstance(module, DPRNN | DPGRU | DPLSTM):
                 raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
         return copied
 
@@ -283,9 +284,3 @@ def _unrolled(layer: Any) -> nn.Module:
         theirs[name].data.copy_(parameter.data)
         theirs[name].requires_grad_(parameter.requires_grad)
     return unrolled.train(layer.training)
-
-
-def _is_unrolled(module: nn.Module) -> bool:
-    from opacus.layers import DPGRU, DPLSTM, DPRNN
-
-    return isinstance(module, DPRNN | DPGRU | DPLSTM)
