@@ -68,10 +68,6 @@ class Workload:
             )
         return cls(work, data, np.asarray(counts, dtype=np.int64))
 
-    def counts_of(self, client_ids: Ints) -> Ints | None:
-        """These clients' own numbers, ``[n]``."""
-        return None if self.counts is None else self.counts[client_ids]
-
     def steps(self, client_ids: Ints) -> Floats:
         """Gradient evaluations of each client in a round, ``[n]``."""
         return self._of_each(client_ids, LocalWork.steps_of)

@@ -80,13 +80,14 @@ class PlainStepFactory:
             If a client has an example whose label or token is none.
         """
         self.stepper.data.require_usable(client_ids.tolist())
+        counts = self.workload.counts
         return plan_batches(
             self.workload.work,
             [self.stepper.data.indices[i] for i in client_ids],
             client_ids,
             randomness,
             round,
-            self.workload.counts_of(client_ids),
+            None if counts is None else counts[client_ids],
         )
 
     def steps(self, batches: Batches, clients: RoundClients) -> Steps:

@@ -39,6 +39,8 @@ from fedsim.rows.packing import channels_last
 SPARSE = 40
 
 Result = TypeVar("Result")
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of a layer's inputs, its weight and a bias, of those that are wanted."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,11 @@ def gradients_by_name(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Gradients of a layer's inputs, where they are wanted, and of its parameters by name."""
     # Which is faster depends on how much pooling throws away.
-    made = _of_winners if compiled and _sparse(past) else _of_places
-    inputs, weight, bias = made(past, delta, below)
+    if compiled and _sparse(past):
+        inputs, weight, bias = _of_winners(past, delta, below)
+    else:
+        delta = _before_pooling(past, delta)
+        inputs, weight, bias = _products(past, delta, below, parameters=True)
     named = {f"{past.layer.name}.weight": weight, f"{past.layer.name}.bias": bias}
     return inputs, {name: part for name, part in named.items() if part is not None}
 
@@ -205,9 +210,7 @@ def _sparse(past: ConvActivations) -> bool:
     return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
 
 
-def _of_winners(
-    past: ConvActivations, delta: Tensor, below: bool
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
+def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
     """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
     module, places = past.layer.module, past.places
     assert places is not None
@@ -249,15 +252,6 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
 _patches = functools.cache(Patches)
 
 
-def _of_places(
-    past: ConvActivations, delta: Tensor, below: bool
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The same, by products over all places."""
-    inputs, weight, bias = _products(past, _before_pooling(past, delta), below, parameters=True)
-    assert weight is not None
-    return inputs, weight, bias
-
-
 def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
     """Gradients of all that is convolved, from those of the windows."""
     if past.layer.pool is None:
@@ -272,26 +266,22 @@ def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
     return gradients
 
 
-def _products(
-    past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the inputs, the weight and a bias, of those that are wanted."""
+def _products(past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool) -> Gradients:
+    """The same by products over all places, of those that are wanted."""
     module = past.layer.module
     biased = module.bias is not None
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (
-        torch.ops.aten.convolution_backward.default(
-            delta,
-            past.x,
-            past.weight,
-            [module.out_channels] if biased else None,
-            module.stride,
-            module.padding,
-            module.dilation,
-            False,
-            [0, 0],
-            module.groups,
-            [below, parameters, parameters and biased],
-        )
+    gradients: Gradients = torch.ops.aten.convolution_backward.default(
+        delta,
+        past.x,
+        past.weight,
+        [module.out_channels] if biased else None,
+        module.stride,
+        module.padding,
+        module.dilation,
+        False,
+        [0, 0],
+        module.groups,
+        [below, parameters, parameters and biased],
     )
     return gradients
 

@@ -128,17 +128,13 @@ class Vmapped(GradientMethod):
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        with self.state.restored():
-            gradients, losses = self._all(named, x, y)
-        parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
-        return DenseRows(torch.cat(parts, dim=1)[None]), losses
-
-    def _all(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         of_examples: Any = vmap(
             grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different"
         )
-        gradients, losses = of_examples(named, x, y)
-        return gradients, losses
+        with self.state.restored():
+            gradients, losses = of_examples(named, x, y)
+        parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
+        return DenseRows(torch.cat(parts, dim=1)[None]), losses
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = call_with(self.model, named, x.unsqueeze(0))
