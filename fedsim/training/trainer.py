@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -263,19 +263,19 @@ class Trainer:
         """Let clients keep what `state` gave, and nothing else."""
         self.client_state.store.restore(states)
 
-    def on(self, path: PathName, block_size: int = 0) -> Trainer:
+    def on(self, path: PathName, block_size: int = 0) -> Self:
         """The same clients on another path, without state."""
         state: StateKind = "client" if self.client_state.required else "reset"
         return self._copy(path=path, block_size=block_size, state=state)
 
-    def copy_for(self, device: str) -> Trainer:
+    def copy_for(self, device: str) -> Self:
         """The same clients on another device, by the same path, in blocks of the same size."""
-        model, path = copy.deepcopy(self.model), cast(PathName, self.path.name)
-        copied = self._copy(model=model, path=path, device=device, state=self.client_state.kind)
+        model, state = copy.deepcopy(self.model), self.client_state.kind
+        copied = self._copy(model=model, path=self.path.name, device=device, state=state)
         copied.rounds.releases = None  # the original writes down what it releases (`charge`)
         return copied
 
-    def _copy(self, **changes: Any) -> Trainer:
+    def _copy(self, **changes: Any) -> Self:
         return type(self)(**(self._settings() | changes))
 
     def _settings(self) -> dict[str, Any]:
