@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import draw_poisson
-from fedsim.privacy.laws.shuffle import ShuffledPasses, draw_passes
+from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
@@ -169,9 +168,12 @@ def plan_batches(
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)
                 for i in members[rows].tolist()
             ]
-            own = works[members[rows[0]]]
-            sampler = own.passes(examples.shape[1], one_order=one_order)
-            _fill(own, sampler, examples, draws, round, index, weight, rows)
+            own, size = works[members[rows[0]]], examples.shape[1]
+            sampler, number_of_steps = own.passes(size, one_order=one_order), own.steps_of(size)
+            orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
+            passes = np.take_along_axis(examples[:, None], orders, axis=2)
+            index[rows] = examples[:, :1, None]
+            _fill(index, weight, rows, passes, own.batch_of(size), number_of_steps)
         yield Batches(members, index, weight, steps)
 
 
@@ -243,27 +245,14 @@ def _groups(
         yield B, members[order], steps[order]
 
 
-def _fill(
-    work: LocalWork,
-    sampler: ShuffledPasses | Full,
-    examples: Ints,
-    draws: Sequence[Draws],
-    round: int,
-    index: Ints,
-    weight: Floats,
-    rows: Ints,
-) -> None:
-    """Batches of clients with ``examples [k, N]`` into these rows of ``[n, S, B]``.
+def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, steps: int) -> None:
+    """Cut shuffled ``passes [k, P, N]`` of clients into batches, in these rows of ``[n, S, B]``.
 
     A pass at a time, for all of them at once.
     """
-    size = examples.shape[1]
-    batch, steps = work.batch_of(size), work.steps_of(size)
-    full, short = divmod(size, batch)
-    orders = draw_passes(sampler, draws, round, -(-steps // sampler.steps))
-    index[rows] = examples[:, :1, None]
-    for number, first in enumerate(range(0, steps, sampler.steps)):
-        shuffled = np.take_along_axis(examples, orders[:, number], axis=1)
+    full, short = divmod(passes.shape[2], batch)
+    for number, first in enumerate(range(0, steps, full + (short > 0))):
+        shuffled = passes[:, number]
         complete = min(full, steps - first)
         whole = shuffled[:, : complete * batch].reshape(-1, complete, batch)
         index[rows, first : first + complete] = whole[:, :, :1]
