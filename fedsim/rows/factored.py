@@ -102,7 +102,7 @@ class LinearPart:
     def _split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """A vector like a row, as ``[..., outputs, inputs]`` and the bias's (empty without)."""
         outputs, inputs = self.delta.shape[-1], self.x.shape[-1]
-        weight, bias = vector.split([outputs * inputs, outputs * self.bias], dim=-1)
+        weight, bias = vector[..., : outputs * inputs], vector[..., outputs * inputs :]
         return weight.view(*vector.shape[:-1], outputs, inputs), bias
 
     def _inner(self, delta: Tensor, x: Tensor, vector: Tensor) -> Tensor:

@@ -233,8 +233,5 @@ def _take(
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
     """A seed for each chunk, client by client."""
     drawn = seeds.of_step(EVALUATION, len(chunks), int(chunks.max(initial=1)))
-    return [
-        seed
-        for client_seeds, count in zip(drawn.tolist(), chunks, strict=True)
-        for seed in client_seeds[:count]
-    ]
+    of_clients: list[int] = drawn[np.arange(drawn.shape[1]) < chunks[:, None]].tolist()
+    return of_clients
