@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,11 +90,10 @@ class ClientData:
         device = torch.device(device)
         if self.x.device == device and self.y.device == device:
             return self
-        mean, std, mask = (
-            None if t is None else t.to(device) for t in (self.mean, self.std, self.mask)
-        )
-        x, y = self.x.to(device), self.y.to(device)
-        return ClientData(x, y, self.indices, mean, std, mask, self.unusable)
+        tensors: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)
+        }
+        return replace(self, **tensors)
 
     def require_usable(self, client_ids: Iterable[int]) -> None:
         """Raise FedsimError if a client has an example that is none."""

@@ -188,25 +188,11 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with lent_generator(), _seeded_gpu(seed, device) if device.type == "cuda" else nullcontext():
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.cuda.device(device) if gpus else nullcontext():
         torch.default_generator.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def lent_generator() -> Iterator[None]:
-    """With torch's generator of the CPU for one's own use; after it, it is as it was."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-@contextmanager
-def _seeded_gpu(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device]), torch.cuda.device(device):
-        torch.cuda.manual_seed(seed)
+        if gpus:
+            torch.cuda.manual_seed(seed)
         yield
 
 
@@ -251,22 +237,16 @@ class Seeds:
 
     def of_client(self, position: int, steps: int) -> Ints:
         """Seeds for all steps of one of the clients, ``[steps]``."""
-        seeds = [
-            draws.integers(2**63, dtype=np.uint64) for draws in self._draws(position, range(steps))
-        ]
-        return np.array(seeds, dtype=np.uint64).astype(np.int64)
+        return self._seeds(position, range(steps), 1)[:, 0]
 
     def of_step(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
-        seeds = np.empty((active, count), dtype=np.uint64)
-        for position in range(active):
-            (draws,) = self._draws(position, range(step, step + 1))
-            seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64)
-        return seeds.astype(np.int64)
+        one_step = range(step, step + 1)
+        return np.concatenate([self._seeds(k, one_step, count) for k in range(active)])
 
-    def _draws(self, position: int, steps: range) -> Iterator[np.random.Generator]:
-        """One step's generator after another, each good until the next is asked for."""
-        return self.randomness[position].generators(
+    def _seeds(self, position: int, steps: range, count: int) -> Ints:
+        """Of one of the clients, ``[steps, count]``."""
+        generators = self.randomness[position].generators(
             Purpose.DROPOUT,
             level="example",
             round=self.round,
@@ -274,6 +254,9 @@ class Seeds:
             parts=steps,
             stream=self._stream,
         )
+        # Each generator is good until the next is asked for.
+        seeds = [draws.integers(2**63, size=count, dtype=np.uint64) for draws in generators]
+        return np.array(seeds, dtype=np.uint64).astype(np.int64)
 
     @cached_property
     def _stream(self) -> Stream:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
@@ -112,11 +111,6 @@ class PlainPath:
 
         ``seeds [n]`` are those of what the model draws for each client.
         """
-        if self._binds(theta):
-            b = _real(weight[0])
-            with seeded(seeds[0] if seeds else None, theta.device):
-                parts, real = self.gradient_of_one(theta, x[0, :b], y[0, :b], weight[0, :b])
-            return parts, F.pad(real.to(weight), (0, weight.shape[1] - b)).unsqueeze(0)
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
@@ -124,7 +118,7 @@ class PlainPath:
             # touched.
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
-                b = _real(weight[k])
+                b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
                 client_losses = self.loss(
                     call_with(self.model, leaves, self._placed(x[k, :b])), y[k, :b]
                 )
@@ -144,13 +138,9 @@ class PlainPath:
         }
         return Parts(stacked, self.packing), losses
 
-    def _binds(self, theta: Tensor) -> bool:
-        """Whether the model's parameters are views of a block's one row for a gradient."""
-        return len(theta) == 1 and not theta.is_cuda
-
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
-        """For many gradients at ``theta [1, D]``: bind the model's parameters once, if at all."""
-        return self._binding.at(theta) if self._binds(theta) else nullcontext()
+        """For many gradients of one client on a CPU, at ``theta [1, D]``: bind parameters once."""
+        return self._binding.at(theta)
 
     @cached_property
     def _binding(self) -> ParameterBinding:
@@ -228,8 +218,3 @@ class PlainPath:
                 if value.dim() == 4:
                     named[name] = value.contiguous(memory_format=torch.channels_last)
         return named
-
-
-def _real(weight: Tensor) -> int:
-    """How many examples a batch has; padding comes after them."""
-    return int(torch.count_nonzero(weight))
