@@ -42,6 +42,11 @@ def checked_split(
     FedsimError
         If an array is not what it must be, or they do not belong together.
     """
+    if not isinstance(arrays, Mapping):
+        raise FedsimError(
+            f"{where}: its {split} examples are {type(arrays).__name__}; they must be a mapping of "
+            "names ('x', 'y', ...) to arrays."
+        )
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
         raise FedsimError(f"{where} lacks {missing[0]}_{split}.")

@@ -269,11 +269,12 @@ def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dty
     """Multiplications of a client's local work, on average over the first clients."""
     data, work = workload.data, workload.work
     sizes = [data.size(client) for client in range(min(data.population, CLIENTS))]
-    examples = data.first(2)
-    if examples is None or not any(sizes):
+    one = data.one_example(protected=True)  # how many processes there are tells of nobody
+    if one is None or not any(sizes):
         return 0.0
     gradients = sum(work.steps_of(n) * min(work.batch_size or n, n) for n in sizes) / len(sizes)
-    return gradients * multiplications(model, data.inputs(examples, dtype))
+    two = torch.zeros(2, dtype=torch.int64, device=one.x.device)
+    return gradients * multiplications(model, one.inputs(two, dtype))
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ class SequentialSteps(Steps):
         is_real = self.batches.weight[k, :steps] != 0
         counts = is_real.sum(axis=1).tolist()
         generator = nullcontext() if self.seeds is None else torch.random.fork_rng(devices=[])
-        with generator, path.bound(algorithm.point(state)):
+        with generator, path.state.restored(), path.bound(algorithm.point(state)):
             for together in self._gathered(steps):
                 index, weight = self.index[k, together], self.weight[k, together]
                 x, y = data.inputs(index, dtype), data.targets(index, dtype)

@@ -45,7 +45,7 @@ SEED = 1
 def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     """All that a model's structure allows, from the fastest to the one that takes everything."""
     model, packing, loss, program = trained.model, trained.packing, trained.loss, trained.program
-    state = OwnState(model, loss)
+    state = OwnState(model, loss, packing.slices)
     structure, read_loss = trained.reading.structure, trained.reading.loss
     methods: list[GradientMethod] = []
     recurrent: list[GradientMethod] = []
@@ -84,7 +84,7 @@ class Probe:
         if not len(x):
             return methods[0]  # no client has an example whose gradient could be taken
         with exact(x.device):
-            state = OwnState(self.trained.model, self.trained.loss)
+            state = OwnState(self.trained.model, self.trained.loss, self.trained.packing.slices)
             with state.restored():
                 batch, others = self._made_up()
                 self._require_separate(batch, others)
@@ -171,10 +171,16 @@ class Probe:
     def _run(self, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor | None, Tensor]:
         """Outputs, if they are one tensor with a row for each example, and losses ``[B]``."""
         self._train(drawing)
-        named = self.trained.packing.named(self._theta)
+        theta, before = self._theta, self._theta
+        named = self.trained.packing.named(theta)
         with seeded(SEED, batch.x.device):
             outputs = call_with(self.trained.model, named, batch.x.clone())
             losses = self.trained.loss(outputs, batch.y)
+        if not torch.equal(theta, before):
+            raise FedsimError(
+                "the model or its loss writes to parameters that are trained as examples go "
+                "through; with example-level privacy only the noisy step may."
+            )
         if not isinstance(losses, Tensor) or losses.shape != batch.y.shape[:1]:
             shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise FedsimError(

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.models.normalization import statistics_of
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.training.data import ClientData
 
@@ -64,8 +63,8 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     model : nn.Module
         Left as it is.
     x : Tensor ``[4, ...]`` or None
-        Examples of its data; without any, or where the model does not take them, what its modules
-        are known to draw decides.
+        Inputs of its data's kind; without any, or where the model does not take them, what its
+        modules are known to draw decides.
 
     Raises
     ------
@@ -89,24 +88,20 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     return HiddenDraws(training or known, evaluation)
 
 
-def examples_to_try(data: ClientData, dtype: torch.dtype, *, private: bool) -> Tensor | None:
-    """Inputs ``[4, ...]`` for `hidden_draws`; None without any data.
+def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
+    """Inputs ``[4, ...]`` of the data's kind for `hidden_draws`; None without any data.
 
-    ``private``: examples are protected, and inputs are made up, as the probe's are: what is found,
-    and may be refused, must not tell of anybody.
+    Nobody's own: what is found, and may be refused, must not tell of anybody.
     """
-    examples = data.first(4)
-    if examples is None or not private:
-        return None if examples is None else data.inputs(examples, dtype)
+    if not len(data.x):
+        return None
     x, _ = data.empty(dtype)
     return torch.cat([x.new_zeros(2, *x.shape[1:]), x.new_ones(2, *x.shape[1:])])
 
 
 def scratch_copy(model: nn.Module) -> nn.Module:
-    """A model to try things on: all that it writes to is its own, the parameters are shared."""
-    written = {*statistics_of(model)}
-    shared = {id(p): p for name, p in model.named_parameters() if name not in written}
-    return copy.deepcopy(model, shared)
+    """A model to try things on: all that it may write to is its own, parameters too."""
+    return copy.deepcopy(model)
 
 
 def _known_to_draw(module: nn.Module) -> bool:

@@ -48,7 +48,7 @@ from fedsim.training.data import ClientData
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program, lowered
-from fedsim.training.side_effects import HiddenDraws, examples_to_try, hidden_draws
+from fedsim.training.side_effects import HiddenDraws, hidden_draws, made_up_inputs
 from fedsim.training.structure.reading import Reading, read
 
 _log = logging.getLogger(__name__)
@@ -148,8 +148,7 @@ class TrainedModel:
         statistics : bool
             Whether the model writes down statistics of its batches.
         private : bool
-            Whether clients protect their examples: nothing is then tried on these, and no loss is
-            taken at its word.
+            Whether clients protect their examples: no loss is then taken at its word.
 
         Raises
         ------
@@ -157,7 +156,7 @@ class TrainedModel:
             If the model keeps something that would carry one client's data to another.
         """
         dtype = packing.layout.dtype
-        draws = hidden_draws(model, examples_to_try(data, dtype, private=private))
+        draws = hidden_draws(model, made_up_inputs(data, dtype))
         reading = read(model.train(), loss, *data.empty(dtype), declared=not private)
         plain_only = draws.training or draws.evaluation or statistics
         program = None if plain_only else lowered(reading, packing, kernel)
@@ -167,8 +166,8 @@ class TrainedModel:
 def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Path:
     """The path a setting asks for, or the rule's.
 
-    The rule tries func on some of the data's own examples before it settles on it. A model that may
-    look across a batch has the plain path only.
+    The rule tries func on made-up examples of the data's kind before it settles on it. A model that
+    may look across a batch has the plain path only.
 
     Raises
     ------
@@ -248,14 +247,14 @@ def _can_compile() -> bool:
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
     """Whether the path can take the model: `vmap` knows no branches on values, for one."""
-    dtype, examples = path.packing.layout.dtype, data.first(4)
-    if examples is None:
+    dtype, one = path.packing.layout.dtype, data.one_example(protected=True)
+    if one is None:
         return True
-    index = examples.view(2, 2)
+    index = torch.zeros(2, 2, dtype=torch.int64, device=one.x.device)
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
         path.gradient(
-            theta, data.inputs(index, dtype), data.targets(index, dtype), theta.new_zeros(2, 2)
+            theta, one.inputs(index, dtype), one.targets(index, dtype), theta.new_zeros(2, 2)
         )
     except RuntimeError as error:
         _log.warning("torch.func cannot take this model (%s); it trains client by client", error)

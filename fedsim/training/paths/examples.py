@@ -162,7 +162,9 @@ class OneByOne(GradientMethod):
         # Drawn from a generator that is seeded for the client; unused by a model that draws not.
         seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
         for j, seed in enumerate(seeds):
-            leaves = {k: v.detach().requires_grad_() for k, v in self.packing.named(theta).items()}
+            # An example's own: a forward that writes to its parameters leaves the next one's alone.
+            named = self.packing.named(theta.clone())
+            leaves = {k: v.detach().requires_grad_() for k, v in named.items()}
             with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])

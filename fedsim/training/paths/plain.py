@@ -27,6 +27,7 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
+from fedsim.training.own_state import OwnState
 from fedsim.training.side_effects import seeded
 
 Views = dict[str, Tensor]
@@ -90,7 +91,8 @@ class ParameterBinding:
 class PlainPath:
     """Autograd, client by client: each batch as it is, without padding.
 
-    So it takes models and losses that look across a batch, too.
+    So it takes models and losses that look across a batch, too. What they keep from one call to the
+    next is put back before another client's (`state`): no bound would hold for what it carries.
     """
 
     model: nn.Module
@@ -117,7 +119,8 @@ class PlainPath:
             # A leaf for each parameter, cut from the row: the model's own parameters are not
             # touched.
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
-            with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
+            seed = seeds[k] if seeds else None
+            with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
                 client_losses = self.loss(
                     call_with(self.model, leaves, self._placed(x[k, :b])), y[k, :b]
@@ -141,6 +144,11 @@ class PlainPath:
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """For many gradients of one client on a CPU, at ``theta [1, D]``: bind parameters once."""
         return self._binding.at(theta)
+
+    @cached_property
+    def state(self) -> OwnState:
+        """What each client's work begins from; what cannot be copied stays as it is."""
+        return OwnState(self.model, self.loss, self.packing.slices, strict=False)
 
     @cached_property
     def _binding(self) -> ParameterBinding:
@@ -192,7 +200,9 @@ class PlainPath:
         outputs: list[Tensor] = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
             real = inputs if counts is None else inputs[: counts[k]]
-            with seeded(seeds[k] if seeds else None, theta.device):
+            # A model that writes to its parameters must not write to those that are evaluated.
+            point = point if self.state.quiet else point.clone()
+            with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
                 of_real = call_with(self.model, self._named(point), self._placed(real))
             missing = of_real.new_zeros(len(inputs) - len(real), *of_real.shape[1:])
             outputs.append(torch.cat([of_real, missing]) if len(missing) else of_real)
