@@ -20,7 +20,7 @@ Kind = Literal["release", "evaluation", "torn"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
-Place = tuple[Kind, str | None, str, int | None, int | None]
+Place = tuple[Kind, str | None, str | None, int | None, int | None]
 DECLARED = "declared"
 """Among an entry's public facts: the user answers for this part of the plan."""
 
@@ -68,7 +68,8 @@ class Entry:
     fragment : str
         What was written of a torn line.
     run : str or None
-        Which run's directory a release belongs to, in a ledger that several runs share.
+        Which run's directory a release belongs to, in a ledger that several runs share; or, of a
+        strategy without a release digest, an HMAC of what keys its draws.
     sum : str or None
         HMAC of the exact sum that was released, under a key beside the ledger. It and ``run`` are
         noted beside the hashed part of a line, so that equal runs have equal heads.
@@ -142,7 +143,7 @@ class Entry:
     @property
     def place(self) -> Place | None:
         """The kind, run, round and client of a release; None where nothing identifies it."""
-        if self.release is None or self.kind == "torn":
+        if (self.release is None and self.run is None) or self.kind == "torn":
             return None
         return (self.kind, self.run, self.release, self.round, self.client)
 

@@ -25,7 +25,7 @@ from fedsim.runs.directory import RunDirectory, ending
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated
-from fedsim.runs.split_record import refuse_other_split
+from fedsim.runs.split_record import holds_other_examples, refuse_other_split
 
 _log = logging.getLogger("fedsim")
 
@@ -190,7 +190,9 @@ def _text(value: Scalar | None) -> str:
 
 
 def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
-    """Whether the run there has released something that this config, with its objects, does not."""
+    """Whether the run there is not of this config with its objects: of its releases or examples."""
+    if holds_other_examples(resolved, directory.path):
+        return True
     if not directory.ledger.exists():
         return False
     made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
