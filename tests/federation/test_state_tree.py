@@ -29,6 +29,7 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy import Ledger
 from fedsim.privacy.laws import FullLaw
+from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, RunFailedError, adam, sgd
 
 D, CLIENTS = 30, 20
@@ -280,7 +281,7 @@ def test_a_round_that_is_made_again_is_the_same_or_has_noise_of_its_own(
         ledger = tmp_path / f"{seed}.jsonl"
         return DPFedAvg(
             mechanism=Clipping(1.0), cohort=FullCohort(CLIENTS), noise_multiplier=5.0,
-            seed=seed, release=release, ledger=ledger,
+            seed=Randomness(seed, release), ledger=ledger,
         )  # fmt: skip
 
     for seed in (1, None):
