@@ -205,7 +205,11 @@ def _print_further(
     """Print what follows an answer: groups, extrapolated figures, declarations, attacks."""
     question = answer.question
     if (owned := read.group if group is None else group) != 1:
-        console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
+        # As `Statement.of_group`: a user's own sampler may draw rows of one owner together.
+        made = () if read.ledger is None else read.ledger.charged
+        chained = read.declared_by_user or any(entry.declared_by_user for entry in made)
+        cost = group_cost(answer.events, owned, question.delta, chained=chained)
+        console.print(cost.sentence(question.level))
     figure = read.extrapolated if extrapolated else None
     for sentence in ([] if figure is None else [figure.sentence()]) + list(read.declared):
         console.print(sentence)
