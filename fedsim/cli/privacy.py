@@ -349,15 +349,18 @@ def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
-    entries = ledger.charged
+    before, entries = ledger.history.before, ledger.history.of_this_run
     every = max(1, math.ceil(len(entries) / 10))
-    history = History()
+    history = History(before)
+    if before:
+        epsilon = history.accountant.epsilon(delta)
+        table.add_row(f"{history.releases:,}", "before", _number(epsilon))
     for number, entry in enumerate(entries, start=1):
         history.charge(entry)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
             epsilon = stopping.after(entry.round or 0).epsilon(history, delta)
-            table.add_row(f"{history.accountant.releases:,}", label, _number(epsilon))
+            table.add_row(f"{history.releases:,}", label, _number(epsilon))
     return table
 
 

@@ -38,7 +38,7 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.lazy import Tensor
+from fedsim.lazy import Tensor, function
 from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import archive, archived, replace
 from fedsim.privacy.manifest import LEDGER_KEY, MANIFEST, Manifest, private_key, signature
@@ -243,6 +243,7 @@ class RunDirectory:
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
         if not any(path.exists() for path in kinds):
             return
+        function("fedsim.runs.record:charge_planned")(self.path)
         key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
         files = (self.config, self.data_split, *key, *kinds)
         archive(*(path for path in files if path.exists()))
