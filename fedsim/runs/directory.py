@@ -72,7 +72,8 @@ class RunDirectory:
     Parameters
     ----------
     path : path
-        Need not exist; nothing is written before `claim`.
+        Need not exist; nothing is written before `claim`. Not the empty string, which `Path` would
+        take for the current directory.
 
     Attributes
     ----------
@@ -81,6 +82,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise FedsimError("a run's directory is ''; it must name one, which may be '.'.")
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
