@@ -82,7 +82,7 @@ def run(
     resume : bool
         Whether to resume the run that is in ``out`` from its last checkpoint, or from its start if
         it has none; without a run there a new one starts. Only keys that cannot affect a release
-        may differ from that run's.
+        may differ from that run's. On a federation ``out`` may be left out.
     callbacks : iterable of Callback
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
@@ -114,6 +114,7 @@ def run(
     callbacks = _checked(callbacks)
     dataset = None if data is None else dataset_of(data)
     overrides = ObjectOverrides(model, dataset, partition, strategy)
+    _refuse_flags(config, out, overwrite=overwrite, resume=resume)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
@@ -233,6 +234,23 @@ def _checked(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
                 "from fedsim.Callback."
             )
     return callbacks
+
+
+def _refuse_flags(
+    config: RunConfig, out: str | PathLike[str] | None, *, overwrite: bool, resume: bool
+) -> None:
+    """Refuse flags that could not do what they say."""
+    if overwrite and resume:
+        raise FedsimError(
+            "resume=True continues the run that overwrite=True would replace; give one of them."
+        )
+    # A federation finds the last run of a name itself.
+    if out is None and (overwrite or (resume and not config.engine.federation)):
+        flag, does = ("overwrite", "replaces") if overwrite else ("resume", "continues")
+        raise FedsimError(
+            f"{flag}=True {does} the run in a directory, and out= names none; the command's is "
+            f"out='runs/{config.name}'."
+        )
 
 
 def _archive_client_state(config: RunConfig) -> None:
