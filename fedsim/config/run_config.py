@@ -153,6 +153,23 @@ _NAME = Constraint(
 )
 
 
+OBJECTS = ("model", "data", "partition", "strategy")
+"""What of a run may be an object from Python, in the place of what a config's tables name."""
+
+_MARK = Constraint(
+    lambda mark: all(given in OBJECTS for given in objects_in(mark)),
+    f"what a run has written there: names among {', '.join(OBJECTS)}, each with what it was",
+)
+
+
+def objects_in(mark: str) -> list[str]:
+    """The names in `RunConfig.objects`, as in ``model=Linear 1f09a2c4, strategy=FedAdam 90ab12cd``.
+
+    Each has the object's class and the start of a digest of what may be known of it.
+    """
+    return [given.partition("=")[0] for given in mark.split(", ")] if mark else []
+
+
 @dataclass(frozen=True, init=False)
 class RunConfig(ConfigTable):
     """Everything that determines a run. See the README for a commented example."""
@@ -167,6 +184,15 @@ class RunConfig(ConfigTable):
     seed: Annotated[
         int, Doc("Of every draw: the same seed and config give the same model, byte for byte.")
     ] = 1
+    objects: Annotated[
+        str,
+        OUTSIDE_RELEASE,
+        _MARK,
+        Doc(
+            "Written by a run that was given objects from Python, without which it cannot be "
+            "repeated: model=, data=, partition=, strategy=. Empty, the tables say all."
+        ),
+    ] = ""
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
     rounds: Annotated[
         int, OUTSIDE_RELEASE, Ge(1), Le(1_000_000_000), Doc("How many rounds the server runs.")
@@ -259,6 +285,11 @@ class RunConfig(ConfigTable):
         for key, value in changes.items():
             _assign(tree, key, value)
         return cls.parse(tree)
+
+    def to_tree(self) -> dict[str, Any]:
+        """As of any table; without ``objects`` where there are none."""
+        tree = super().to_tree()
+        return tree if self.objects else {k: v for k, v in tree.items() if k != "objects"}
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flat mapping with dotted keys, as Flower wants it; options of one's own are a string."""

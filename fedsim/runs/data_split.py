@@ -78,9 +78,10 @@ def resolve_data(
     ------
     FedsimError
         If there are none, they cannot be split this way, or a private run would find or show what
-        it must not.
+        it must not; or if the config is of a run with objects that are not given.
     """
     overrides = overrides or ObjectOverrides()
+    overrides.refuse_missing(config)
     data, device = config.data, device_of(config)
     private = config.protects
     dataset = (load or load_dataset)(config) if overrides.data is None else overrides.data

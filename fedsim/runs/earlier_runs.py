@@ -207,7 +207,7 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     if has_other_objects(directory, resolved):
         raise FedsimError(
             f"the run in {directory.path} has released something else than this one would; it must "
-            "be resumed with the model=, data= and partition= that it began with."
+            "be resumed with the model=, data=, partition= and strategy= that it began with."
         )
 
 

@@ -87,8 +87,9 @@ def run(
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
         Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
-        config.toml then reproduces the run only with them. ``data`` may be a dict of arrays or a
-        pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts them.
+        config.toml names them (``objects``), and is refused without them. ``data`` may be a dict of
+        arrays or a pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts
+        them.
     strategy : Strategy, optional
         A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), used instead of
         [server]; on the same engines. Cohorts, bounds and noise stay the config's.
@@ -126,7 +127,7 @@ def run(
         if grid is not None:
             stack.enter_context(grid)
         if directory is not None:
-            text = _written(resolved.config, directory).to_toml()
+            text = _written(resolved, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
                 move_client_ledgers(directory, resolved)
@@ -275,11 +276,14 @@ def _needs_state_dir(config: RunConfig) -> bool:
     return on_this_machine and not client.state_dir and (client.private or client.state == "client")
 
 
-def _written(config: RunConfig, directory: RunDirectory) -> RunConfig:
-    """The config of config.toml: without a ``client.state-dir`` in this very directory.
+def _written(resolved: Resolved, directory: RunDirectory) -> RunConfig:
+    """The config of config.toml: with its objects, without a state-dir in this very directory.
 
     Then it describes the same run in another place, and the directory can be moved.
     """
+    config = resolved.config
+    if (mark := resolved.overrides.mark) != config.objects:
+        config = config.replace(objects=mark)
     if config.client.state_dir != str(directory.clients.absolute()):
         return config
     return config.replace(**{"client.state-dir": ""})

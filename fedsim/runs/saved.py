@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
+from fedsim.config.run_config import objects_in
 from fedsim.datasets import Dataset, Split, dataset_of
 from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
@@ -212,7 +213,7 @@ class SavedRun:
     @cached_property
     def trained(self) -> nn.Module:
         """The bare model at the end of the run; personal parameters have their initial values."""
-        if self.template is None and "model" in self.record.summary.get("objects", ()):
+        if self.template is None and "model" in self._objects:
             path = str(self.directory.path)
             raise FedsimError(
                 f"{path} was trained from an object, model=, which its config does not name; give "
@@ -311,11 +312,12 @@ class SavedRun:
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
         config, path = self.config, str(self.directory.path)
-        of_cpu = config.replace(**{"engine.device": "cpu"})
-        objects = self.record.summary.get("objects")
-        if objects is None and has_other_objects(self.directory, resolve(of_cpu)):
-            objects = ["data"]  # or another: an interrupted run has no summary, but releases
-        if "data" in (objects or ()):
+        of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
+        objects = self._objects
+        if "objects" not in self.record.summary and not objects:
+            # Of an earlier version, and interrupted: its releases tell.
+            objects = ["data"] if has_other_objects(self.directory, resolve(of_cpu)) else []
+        if "data" in objects:
             raise FedsimError(
                 f"{path} was trained from an object, data=, which its config does not name; name a "
                 f"data set, or give an object, in Python: fedsim.load({path!r}).evaluate(...)."
@@ -368,13 +370,23 @@ class SavedRun:
         """
         files = ("model.weights", "model.weights-for", "adapter.weights")
         unset = dict.fromkeys(files, "") | {"engine.device": "cpu", "client.kernel": "auto"}
-        return self.config.replace(**unset)
+        return self.config.replace(**unset, objects="")
+
+    @property
+    def _objects(self) -> Sequence[str]:
+        """Names of the objects from Python that the run had; older runs' configs lack them."""
+        return self.record.summary.get("objects") or objects_in(self.config.objects)
 
     @cached_property
     def _dataset(self) -> Dataset:
         """The run's data set or, if the run has noted its shape, one of that without examples."""
         if (shape := self.record.summary.get("data")) is not None:
             return _shaped(self.config.data.name, shape)
+        if "data" in self._objects:
+            raise FedsimError(
+                f"{self.directory.path} was interrupted and was trained from an object, data=, "
+                "whose shape is written at a run's end; resume it in Python with data=."
+            )
         return resolve_data(self._config).dataset
 
 
