@@ -39,7 +39,7 @@ from fedsim.config.sections import (
     TaskSection,
 )
 from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, drop_switched
-from fedsim.config.values import Scalar, read_value, write_options
+from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
 
@@ -153,21 +153,10 @@ _NAME = Constraint(
 )
 
 
-OBJECTS = ("model", "data", "partition", "strategy")
-"""What of a run may be an object from Python, in the place of what a config's tables name."""
-
 _MARK = Constraint(
     lambda mark: all(given in OBJECTS for given in objects_in(mark)),
     f"what a run has written there: names among {', '.join(OBJECTS)}, each with what it was",
 )
-
-
-def objects_in(mark: str) -> list[str]:
-    """The names in `RunConfig.objects`, as in ``model=Linear 1f09a2c4, strategy=FedAdam 90ab12cd``.
-
-    Each has the object's class and the start of a digest of what may be known of it.
-    """
-    return [given.partition("=")[0] for given in mark.split(", ")] if mark else []
 
 
 @dataclass(frozen=True, init=False)

@@ -113,10 +113,9 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
 
 def _objects(record: RunRecord) -> Scalar:
     """Which objects from Python the run had, and what they were."""
-    given = record.summary.get("objects")
-    if given and "objects" not in record.config:
+    if record.objects and "objects" not in record.config:
         # Of an earlier version, which did not write what they were: it stands alone.
-        return f"{', '.join(given)} of {record.path}"
+        return f"{', '.join(record.objects)} of {record.path}"
     return record.config.get("objects", "")
 
 

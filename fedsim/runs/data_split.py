@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,6 +154,17 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
         found.append(values.view(-1, 1, 1) if values is not None and images else values)
     mean, std = found
     return mean, std
+
+
+def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
+    """A data set of that shape without an example: all that building a model asks for."""
+    x, y = (
+        torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
+        for key in ("x", "y")
+    )
+    mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
+    split = Split(x, y)
+    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
 
 
 class DatasetCache:

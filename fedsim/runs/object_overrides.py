@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.arguments import shown
 from fedsim.config import RunConfig
-from fedsim.config.run_config import objects_in
+from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
 from fedsim.settings import check_settings

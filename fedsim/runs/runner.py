@@ -36,6 +36,7 @@ from fedsim.runs.earlier_runs import (
     resumed_config,
 )
 from fedsim.runs.factories import state_dir
+from fedsim.runs.named_files import note_files, refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
@@ -134,6 +135,7 @@ def run(
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
                 write_record(resolved, directory.path)
+                note_files(directory.path, resolved.config)
         if not resume:
             _archive_client_state(resolved.config)
         if grid is not None:
@@ -162,6 +164,7 @@ def _prepared(
     if directory is not None:
         if resume:
             config = resumed_config(config, directory, overrides)
+            refuse_other_files(directory.path, config)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     if overrides.digest() and config.engine.name in FLOWER_RUNTIMES:

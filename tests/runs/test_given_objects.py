@@ -15,7 +15,7 @@ from torch import nn
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.config.run_config import objects_in
+from fedsim.config.values import objects_in
 from fedsim.datasets import Dataset, Split
 from fedsim.errors import FedsimError
 from fedsim.partitions import IID
