@@ -147,7 +147,13 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     said = f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
     if many == 1:
         said = f"{len(records)} runs of one config, which differ in their seeds only."
-    repeated = [group for group in groups if len(group.seeds) < len(group.records)]
+    repeated = [
+        group
+        for group in groups
+        if len(group.seeds) < len(group.records)
+        # Of which each run has noise and samples of its own.
+        and group.records[0].config.get("noise.entropy") != "system"
+    ]
     if repeated:
         said += (
             f" Of {', '.join(group.label for group in repeated)} several have the same seed: they "

@@ -68,6 +68,8 @@ def test_runs_of_one_seed_are_called_no_replicates(tmp_path: Path) -> None:
     assert "over seeds" not in page
     seeds = records(tmp_path / "other", {"seed": 1}, {"seed": 2})
     assert "no replicates" not in compare_page(seeds)
+    private = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.entropy": "system"}
+    assert "no replicates" not in compare_page(records(tmp_path / "system", private, private))
 
 
 def test_a_single_run_has_no_deviation(tmp_path: Path) -> None:
