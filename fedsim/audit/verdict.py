@@ -214,7 +214,7 @@ def audit(
             model = (one_run or target).with_model(_same_names(target.start, d))
             guessed = guess_coins(model, canaries, risk, seed)
     first = attacks[0] if attacks else guessed
-    claim = Claim((target.event.over(rounds),)) if first is None else first.claim
+    claim = Claim((target.event.over(rounds),), target.delta) if first is None else first.claim
     return Verdict(claim, tuple(attacks), tuple(results), confidence, guessed)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast, get_type_hints
 
 import typer
 from click import Context, Parameter
+from click import Path as PathType
 from click.exceptions import Abort
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.console import Group as Lines
@@ -144,8 +145,20 @@ class _DroppingStream:
         return getattr(self._stream, name)
 
 
+class _NamedPath(PathType):
+    """A path that is named: `Path("")`, of a variable that is unset, is the current directory."""
+
+    def convert(self, value: Any, param: Parameter | None, ctx: Context | None) -> Any:
+        """The path."""
+        if value == "":
+            name = (param.opts[0] if param is not None else "").replace("_", "-")
+            name = name if name.startswith("-") else name.upper()
+            raise FedsimError(f"{name} is empty; it must name a path, which may be '.'.")
+        return super().convert(value, param, ctx)
+
+
 class Command(TyperCommand):
-    """A command that shows the help of each `typer.Argument`.
+    """A command that shows the help of each `typer.Argument`, and takes no path without a name.
 
     Click 8.5 has a help of its own for arguments, and overwrites with it the one that typer 0.20
     noted; Flower allows no newer typer.
@@ -164,6 +177,8 @@ class Command(TyperCommand):
             if isinstance(param, TyperArgument) and param.name is not None:
                 (argument,) = hints[param.name].__metadata__
                 param.help = argument.help
+            if isinstance(param.type, PathType):
+                param.type = _NamedPath()
         super().__init__(name, callback=callback, params=params, **settings)
 
 

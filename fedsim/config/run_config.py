@@ -45,7 +45,7 @@ from fedsim.config.tables import (
     ConfigTable,
     drop_switched,
 )
-from fedsim.config.values import Scalar, read_value, write_options
+from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
 
@@ -155,6 +155,12 @@ _NAME = Constraint(
 )
 
 
+_MARK = Constraint(
+    lambda mark: all(given in OBJECTS for given in objects_in(mark)),
+    f"what a run has written there: names among {', '.join(OBJECTS)}, each with what it was",
+)
+
+
 @dataclass(frozen=True, init=False, kw_only=True)
 class RunConfig(ConfigTable):
     """Everything that determines a run. See the README for a commented example."""
@@ -174,6 +180,15 @@ class RunConfig(ConfigTable):
         OUTSIDE_TRAINING,
         Doc("Of every draw: the same seed and config give the same model, byte for byte."),
     ] = 1
+    objects: Annotated[
+        str,
+        OUTSIDE_RELEASE,
+        _MARK,
+        Doc(
+            "Written by a run that was given objects from Python, without which it cannot be "
+            "repeated: model=, data=, partition=, strategy=. Empty, the tables say all."
+        ),
+    ] = ""
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
     rounds: Annotated[
         int,
@@ -269,6 +284,11 @@ class RunConfig(ConfigTable):
         for key, value in changes.items():
             _assign(tree, key, value)
         return cls.parse(tree)
+
+    def to_tree(self) -> dict[str, Any]:
+        """As of any table; without ``objects`` where there are none."""
+        tree = super().to_tree()
+        return tree if self.objects else {k: v for k, v in tree.items() if k != "objects"}
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flat mapping with dotted keys, as Flower wants it; options of one's own are a string."""

@@ -14,6 +14,9 @@ from fedsim.settings import read_settings, settings_of
 
 Scalar = bool | int | float | str
 
+OBJECTS = ("model", "data", "partition", "strategy")
+"""What of a run may be an object from Python, in the place of what a config's tables name."""
+
 # Numbers as people type them, and TOML does not.
 _BARE_POINT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -137,3 +140,11 @@ def read_options_of(
         if parameter.default is parameter.empty and key not in {*given, *filled}:
             raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
     return given
+
+
+def objects_in(mark: str) -> list[str]:
+    """The names in `RunConfig.objects`, as in ``model=Linear 1f09a2c4, strategy=FedAdam 90ab12cd``.
+
+    Each has the object's class and the start of a digest of what may be known of it.
+    """
+    return [given.partition("=")[0] for given in mark.split(", ")] if mark else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +29,8 @@ from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 
 EXAMPLES = "num-examples"
+
+_log = logging.getLogger("fedsim")
 
 
 @dataclass(kw_only=True)
@@ -56,6 +60,7 @@ class PrivateEvaluation(ClientEvaluation):
         keyed = self.rounds.randomness
         release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
         self._randomness = Randomness(keyed.seed, release)
+        self._has_told = False
 
     @property
     def accounting(self) -> Accounting:
@@ -71,6 +76,19 @@ class PrivateEvaluation(ClientEvaluation):
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """The noisy sum, written to the ledger before it is released."""
         return MetricsRelease(self, server_round)
+
+    def tell_unreported(self, reported: Collection[str]) -> None:
+        """Warn once of metrics that are noise alone, of all that clients have ``reported``.
+
+        It decides nothing: what is released, and what that costs, does not follow from replies.
+        """
+        missing = [one.name for one in self.released.ranges if one.name not in reported]
+        if missing and reported and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "no client reports %s, so that what is released of it is noise alone, and is "
+                "charged; replies have %s.", ", ".join(missing), ", ".join(sorted(reported)),
+            )  # fmt: skip
 
 
 class MetricsRelease:
@@ -89,12 +107,14 @@ class MetricsRelease:
         layout = Layout.of({"metrics": torch.empty(size, dtype=torch.float64)})
         self._releaser = Releaser(evaluation.plan, layout)
         self._total = self._releaser.start({})
+        self._reported: set[str] = set()
 
     def add(self, reply: Reply) -> None:
         """Add what clients report; those without examples add zeros."""
         block = reply.block
         if not len(block.client_ids):
             return
+        self._reported |= block.metrics.keys()
         examples = block.metrics.get(EXAMPLES, np.ones(len(block.client_ids)))
         values = {name: np.where(examples > 0, v, np.nan) for name, v in block.metrics.items()}
         rows = joint_rows(self._ranges, values, len(examples))
@@ -108,6 +128,7 @@ class MetricsRelease:
         BudgetSpentError
             As `release` does.
         """
+        self._evaluation.tell_unreported(self._reported)
         sums = split_sums(self._ranges, self.release())
         means = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
         names = [name for name in sorted(means) if not math.isnan(means[name])]

@@ -47,6 +47,11 @@ class SeedGroup:
     point: Mapping[str, Scalar]
     records: Sequence[RunRecord]
 
+    @property
+    def seeds(self) -> set[Scalar]:
+        """The seeds of the runs."""
+        return {record.config.get("seed", "") for record in self.records}
+
     def ends(self, column: str) -> list[float]:
         """The last number of each run in a column, of those that have one."""
         values = (record.last(column) for record in self.records)
@@ -75,7 +80,8 @@ def compare_page(records: Sequence[RunRecord]) -> str:
         "compare.html",
         title=f"{len(records)} runs compared",
         summary=_summary(records, groups),
-        several_seeds=any(len(group.records) > 1 for group in groups),
+        several_seeds=any(len(group.seeds) > 1 for group in groups),
+        several_runs=any(len(group.records) > 1 for group in groups),
         several_private=sum(record.last("epsilon") is not None for record in records) > 1,
         results=_results(groups),
         curves=_curves(groups),
@@ -89,6 +95,7 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
     by_settings: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
     for record in records:
         settings = {key: value for key, value in record.config.items() if _counts(key)}
+        settings["objects"] = _objects(record)
         by_settings.setdefault(tuple(sorted(settings.items())), []).append(record)
     settings_of = [dict(settings) for settings in by_settings]
     keys = list(dict.fromkeys(key for settings in settings_of for key in settings))
@@ -108,6 +115,14 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
         )
         for group, label in zip(groups, labels, strict=True)
     ]
+
+
+def _objects(record: RunRecord) -> Scalar:
+    """Which objects from Python the run had, and what they were."""
+    if record.objects and "objects" not in record.config:
+        # Of an earlier version, which did not write what they were: it stands alone.
+        return f"{', '.join(record.objects)} of {record.path}"
+    return record.config.get("objects", "")
 
 
 def _counts(key: str) -> bool:
@@ -135,9 +150,27 @@ def _value(value: Scalar | None) -> str:
 
 def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
+    said = f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
     if many == 1:
-        return f"{len(records)} runs of one config, which differ in their seeds only."
-    return f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
+        said = f"{len(records)} runs of one config, which differ in their seeds only."
+    repeated = [
+        group
+        for group in groups
+        if len(group.seeds) < len(group.records)
+        # Of which each run has noise and samples of its own.
+        and group.records[0].config.get("noise.entropy") != "system"
+    ]
+    if repeated:
+        said += (
+            f" Of {', '.join(group.label for group in repeated)} several have the same seed: they "
+            "repeat one run, or differ in what no config says, and are no replicates of each other."
+        )
+    if any(_objects(group.records[0]) for group in groups):
+        said += (
+            " Objects from Python are told apart by class, settings and shapes, not by a model's "
+            "initial values or by the examples in data."
+        )
+    return said
 
 
 def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _GENERATOR = '<meta name="generator" content="fedsim'
+_KIND = re.compile('<meta name="fedsim-page" content="([^"]*)">')
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -38,7 +40,9 @@ def render(template: str, **context: object) -> str:
     # Macros of a page number its charts.
     numbers = itertools.count(1)
     html = environment.get_template(template).render(
-        next_chart_id=lambda: f"chart-{next(numbers)}", **context
+        page_kind=template.removesuffix(".html"),
+        next_chart_id=lambda: f"chart-{next(numbers)}",
+        **context,
     )
     # Names of files that are no UTF-8 have characters that no page can have.
     return html.encode(errors="replace").decode()
@@ -96,13 +100,20 @@ def write(html: str, path: Path) -> None:
     Raises
     ------
     FedsimError
-        If there is a file that is no page of fedsim's.
+        If there is a file that is no page of fedsim's, or one of another kind.
     """
     if path.exists():
         with open(path, "rb", opener=regular_files.opener) as file:
-            if _GENERATOR.encode() not in file.read(4096):
-                raise FedsimError(
-                    f"{path} is there and is no page that fedsim made; choose another --out."
-                )
+            there = file.read(4096).decode(errors="replace")
+        if _GENERATOR not in there:
+            raise FedsimError(
+                f"{path} is there and is no page that fedsim made; choose another --out."
+            )
+        before, now = _KIND.search(there), _KIND.search(html)
+        if before and now and before[1] != now[1]:  # pages of earlier versions do not say it
+            raise FedsimError(
+                f"{path} is there and is a {before[1]} page, not a {now[1]} page; choose another "
+                "--out."
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, html.encode())

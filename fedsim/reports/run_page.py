@@ -62,7 +62,7 @@ def run_page(record: RunRecord) -> str:
         "run.html",
         title=record.name,
         subtitle=_subtitle(record),
-        description=description(config, record.released, record.summary.get("objects", ())),
+        description=description(config, record.released, record.objects),
         ending=ending_sentence(summary, record.rounds, config.get("rounds", "?")),
         notes=summary.get("notes", ()),
         tiles=_tiles(record),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,9 +79,10 @@ def resolve_data(
     ------
     FedsimError
         If there are none, they cannot be split this way, or a private run would find or show what
-        it must not.
+        it must not; or if the config is of a run with objects that are not given.
     """
     overrides = overrides or ObjectOverrides()
+    overrides.refuse_missing(config)
     data, device = config.data, device_of(config)
     private = config.protects
     dataset = (load or load_dataset)(config) if overrides.data is None else overrides.data
@@ -152,6 +154,17 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
         found.append(values.view(-1, 1, 1) if values is not None and images else values)
     mean, std = found
     return mean, std
+
+
+def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
+    """A data set of that shape without an example: all that building a model asks for."""
+    x, y = (
+        torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
+        for key in ("x", "y")
+    )
+    mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
+    split = Split(x, y)
+    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
 
 
 def load_dataset(config: RunConfig) -> Dataset:

@@ -7,6 +7,7 @@
     ledger.jsonl        every private release; clients' own are in clients/
     fingerprint.key     the run's key, 0600, by which it recognises its sums and files
     data-split.json     who held which examples, where data= or partition= was given from Python
+    named-files.json    where the files are that config.toml names by relative paths
     manifest.json       digests of the files when the run ended (see `Manifest`)
     ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
@@ -60,6 +61,8 @@ class Ending(NamedTuple):
 
 DATA_SPLIT = "data-split.json"
 
+NAMED_FILES = "named-files.json"
+
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
 
@@ -73,7 +76,8 @@ class RunDirectory:
     Parameters
     ----------
     path : path
-        Need not exist; nothing is written before `claim`.
+        Need not exist; nothing is written before `claim`. Not the empty string, which `Path` would
+        take for the current directory.
 
     Attributes
     ----------
@@ -82,6 +86,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise FedsimError("a run's directory is ''; it must name one, which may be '.'.")
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
@@ -102,7 +108,8 @@ class RunDirectory:
         self._of_ending = (self.done, self.summary, self.report, self.manifest, self.signature)
         self._own = (
             *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
-            *(self.checkpoint, self.tensorboard, self.clients, self.data_split, *self._of_ending),
+            *(self.checkpoint, self.tensorboard, self.clients, self.data_split),
+            *(self.path / NAMED_FILES, *self._of_ending),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -212,8 +219,10 @@ class RunDirectory:
                 begun = True
             yield
         except BaseException:
-            if begun and self._files() == [self.config.name]:
-                self.config.unlink()
+            written_first = (self.config, self.path / NAMED_FILES)
+            if begun and {*self._files()} <= {path.name for path in written_first}:
+                for path in written_first:
+                    path.unlink(missing_ok=True)
             self._lock.release(remove=not (self._files() or self.archive.exists()))
             for directory in new_directories:
                 try:

@@ -16,7 +16,7 @@ from fedsim.config.plan import declares_stops, stopping
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
+from fedsim.privacy import Entry, Ledger
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.durable import archived
 from fedsim.privacy.plan_state import resumed_plan
@@ -210,7 +210,7 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     if has_other_objects(directory, resolved):
         raise FedsimError(
             f"the run in {directory.path} has released something else than this one would; it must "
-            "be resumed with the model=, data= and partition= that it began with."
+            "be resumed with the model=, data=, partition= and strategy= that it began with."
         )
 
 
@@ -241,7 +241,15 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
         ledgers.append(directory.ledger)
     if not ledgers:
         return
-    Ledger.read(directory.ledger, declared=resolved.plan.event())
+    past = Ledger.read(directory.ledger).history
+    try:
+        past.after(Entry(event=resolved.plan.event()))
+    except FedsimError as error:
+        raise FedsimError(
+            f"cohort.name = {shown(resolved.config.cohort.name)}; it must be one whose cost can be "
+            f"added to that of the earlier runs in {directory.path}, which count with this one: "
+            f"{error} Set it to one of theirs, or choose another --out."
+        ) from None
     for path in ledgers:
         config = path.with_name(directory.config.name)
         if config.exists():

@@ -26,6 +26,7 @@ from fedsim.config.release_keys import keys_outside_release
 from fedsim.config.run_config import nested
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA
+from fedsim.runs.named_files import PATHS
 from fedsim.runs.saved import SavedRun
 
 PEFT = "peft"
@@ -189,9 +190,6 @@ def _new_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-# These hold paths on the operator's machine: of a path, the last part is kept.
-_PATHS = ("data.name", "model.weights", "adapter.weights", "client.work", "devices.trace")
-
 _EXAMPLES_TOO = (
     "Clients protect their examples too: what that has cost follows from who took part, which is "
     "not told here."
@@ -255,6 +253,6 @@ def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     outside = keys_outside_release()
     for key, value in config.to_run_config().items():
         if key not in outside and not (simulated and key == "seed"):
-            is_path = key in _PATHS and "/" in str(value)
-            shown[key] = Path(str(value)).name if is_path else value
+            is_path = key in PATHS and "/" in str(value)
+            shown[key] = Path(str(value)).name if is_path else value  # not where it is
     return nested(shown)

@@ -18,6 +18,7 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.config.plan import stopping, with_config_figures
 from fedsim.config.run_config import read_config
+from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED, Stopping
@@ -94,6 +95,12 @@ class RunRecord:
     def name(self) -> str:
         """What the run is called."""
         return str(self.config.get("title") or self.config.get("name") or self.path.name)
+
+    @property
+    def objects(self) -> list[str]:
+        """Names of the objects from Python that the run had; older runs' configs lack them."""
+        of_summary: list[str] = self.summary.get("objects", [])
+        return of_summary or objects_in(str(self.config.get("objects", "")))
 
     @property
     def rounds(self) -> int:

@@ -36,6 +36,7 @@ from fedsim.runs.earlier_runs import (
     resumed_config,
 )
 from fedsim.runs.factories import state_dir
+from fedsim.runs.named_files import note_files, refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
@@ -82,13 +83,14 @@ def run(
     resume : bool
         Whether to resume the run that is in ``out`` from its last checkpoint, or from its start if
         it has none; without a run there a new one starts. Only keys that cannot affect a release
-        may differ from that run's.
+        may differ from that run's. On a federation ``out`` may be left out.
     callbacks : iterable of Callback
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
         Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
-        config.toml then reproduces the run only with them. ``data`` may be a dict of arrays or a
-        pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts them.
+        config.toml names them (``objects``), and is refused without them. ``data`` may be a dict of
+        arrays or a pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts
+        them.
     strategy : Strategy, optional
         A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), used instead of
         [server]; on the same engines. Cohorts, bounds and noise stay the config's.
@@ -114,6 +116,7 @@ def run(
     callbacks = _checked(callbacks)
     dataset = None if data is None else dataset_of(data)
     overrides = ObjectOverrides(model, dataset, partition, strategy)
+    _refuse_flags(config, out, overwrite=overwrite, resume=resume)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
@@ -125,13 +128,14 @@ def run(
         if grid is not None:
             stack.enter_context(grid)
         if directory is not None:
-            text = _written(resolved.config, directory).to_toml()
+            text = _written(resolved, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
                 move_client_ledgers(directory, resolved)
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
                 write_record(resolved, directory.path)
+                note_files(directory.path, resolved.config)
         if not resume:
             _archive_client_state(resolved.config)
         if grid is not None:
@@ -160,6 +164,7 @@ def _prepared(
     if directory is not None:
         if resume:
             config = resumed_config(config, directory, overrides)
+            refuse_other_files(directory.path, config)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     if overrides.names and config.engine.name in FLOWER_RUNTIMES:
@@ -235,6 +240,23 @@ def _checked(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
     return callbacks
 
 
+def _refuse_flags(
+    config: RunConfig, out: str | PathLike[str] | None, *, overwrite: bool, resume: bool
+) -> None:
+    """Refuse flags that could not do what they say."""
+    if overwrite and resume:
+        raise FedsimError(
+            "resume=True continues the run that overwrite=True would replace; give one of them."
+        )
+    # A federation finds the last run of a name itself.
+    if out is None and (overwrite or (resume and not config.engine.federation)):
+        flag, does = ("overwrite", "replaces") if overwrite else ("resume", "continues")
+        raise FedsimError(
+            f"{flag}=True {does} the run in a directory, and out= names none; the command's is "
+            f"out='runs/{config.name}'."
+        )
+
+
 def _archive_client_state(config: RunConfig) -> None:
     """Archive the state that clients keep of an earlier run of this name: this is another run.
 
@@ -257,11 +279,14 @@ def _needs_state_dir(config: RunConfig) -> bool:
     return on_this_machine and not client.state_dir and (client.private or client.state == "client")
 
 
-def _written(config: RunConfig, directory: RunDirectory) -> RunConfig:
-    """The config of config.toml: without a ``client.state-dir`` in this very directory.
+def _written(resolved: Resolved, directory: RunDirectory) -> RunConfig:
+    """The config of config.toml: with its objects, without a state-dir in this very directory.
 
     Then it describes the same run in another place, and the directory can be moved.
     """
+    config = resolved.config
+    if (mark := resolved.overrides.mark(resolved.data.dataset)) != config.objects:
+        config = config.replace(objects=mark)
     if config.client.state_dir != str(directory.clients.absolute()):
         return config
     return config.replace(**{"client.state-dir": ""})

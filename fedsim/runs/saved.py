@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
-from fedsim.datasets import Dataset, Split, dataset_of
+from fedsim.datasets import Dataset, dataset_of
 from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
@@ -32,12 +32,14 @@ from fedsim.runs.data_split import (
     input_statistics,
     load_dataset,
     resolve_data,
+    shaped_dataset,
 )
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import has_other_objects
 from fedsim.runs.factories import LocalTraining
 from fedsim.runs.inference import InferenceModel
 from fedsim.runs.initial_model import initial_model, personal_parameters
+from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated, resolve
@@ -213,7 +215,7 @@ class SavedRun:
     @cached_property
     def trained(self) -> nn.Module:
         """The bare model at the end of the run; personal parameters have their initial values."""
-        if self.template is None and "model" in self.record.summary.get("objects", ()):
+        if self.template is None and "model" in self.record.objects:
             path = str(self.directory.path)
             raise FedsimError(
                 f"{path} was trained from an object, model=, which its config does not name; give "
@@ -310,11 +312,13 @@ class SavedRun:
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
         config, path = self.config, str(self.directory.path)
-        of_cpu = config.replace(**{"engine.device": "cpu"})
-        objects = self.record.summary.get("objects")
-        if objects is None and has_other_objects(self.directory, resolve(of_cpu)):
-            objects = ["data"]  # or another: an interrupted run has no summary, but releases
-        if "data" in (objects or ()):
+        of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
+        refuse_other_files(self.directory.path, config, ("data.name",))
+        objects = self.record.objects
+        if "objects" not in self.record.summary and not objects:
+            # Of an earlier version, and interrupted: its releases tell.
+            objects = ["data"] if has_other_objects(self.directory, resolve(of_cpu)) else []
+        if "data" in objects:
             raise FedsimError(
                 f"{path} was trained from an object, data=, which its config does not name; name a "
                 f"data set, or give an object, in Python: fedsim.load({path!r}).evaluate(...)."
@@ -367,25 +371,20 @@ class SavedRun:
         """
         files = ("model.weights", "model.weights-for", "adapter.weights")
         unset = dict.fromkeys(files, "") | {"engine.device": "cpu", "client.kernel": "auto"}
-        return self.config.replace(**unset)
+        return self.config.replace(**unset, objects="")
 
     @cached_property
     def _dataset(self) -> Dataset:
         """The run's data set or, if the run has noted its shape, one of that without examples."""
         if (shape := self.record.summary.get("data")) is not None:
-            return _shaped(self.config.data.name, shape)
+            return shaped_dataset(self.config.data.name, shape)
+        if "data" in self.record.objects:
+            raise FedsimError(
+                f"{self.directory.path} was interrupted and was trained from an object, data=, "
+                "whose shape is written at a run's end; resume it in Python with data=."
+            )
+        refuse_other_files(self.directory.path, self.config, ("data.name",))
         return resolve_data(self._config).dataset
-
-
-def _shaped(name: str, about: Mapping[str, Any]) -> Dataset:
-    """A data set of that shape without an example: all that building a model asks for."""
-    x, y = (
-        torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
-        for key in ("x", "y")
-    )
-    mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
-    split = Split(x, y)
-    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
 
 
 def _kind(values: Tensor) -> str:

@@ -29,6 +29,7 @@ from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
+from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult, charge_planned
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.tasks.metrics import predicted_classes
@@ -119,7 +120,9 @@ def whole_record(path: Path) -> RunRecord:
     try:
         if model_metadata(model).get("round") != record.rounds:
             return record  # what an earlier model got wrong is not what the last row is about
-        resolved = resolve(RunConfig.load(path / "config.toml"))
+        config = RunConfig.load(path / "config.toml")
+        refuse_other_files(path, config)
+        resolved = resolve(config)
         refuse_other_objects(RunDirectory(path), resolved)
         saved = load_file(regular_files.require(model))
         arrays = {name: saved[name] for name in resolved.initial_arrays}

@@ -14,6 +14,7 @@ from slow_cases import slow_but
 
 from fedsim.audit import ALONE, OPPOSED, RARE, Claim, StrategyTarget, World, audit
 from fedsim.audit.clients import Canaries, reach
+from fedsim.audit.evidence import ClientEvidence
 from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -30,6 +31,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.strategies import DPFedAvg
 
 POISSON = PoissonCohort(0.5, 20)
 
@@ -58,6 +60,16 @@ def test_a_planted_bug_is_caught(bug: Mechanism, world: World, rounds: int, runs
 def test_a_planted_bug_is_caught_under_sampling() -> None:
     buggy = strategies(LessNoise(1.0), POISSON)
     assert not audit(buggy, rounds=2, runs=200, worlds=(ALONE,), canaries=0, checks=False).accepted
+
+
+def test_without_an_attack_the_claim_is_at_the_runs_delta(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ClientEvidence, "checks", lambda self: [])
+    verdict = audit(lambda seed: DPFedAvg(
+        mechanism=Clipping(1.0), noise_multiplier=1.0, delta=1e-3, cohort=POISSON, seed=seed
+    ), rounds=2, worlds=(), canaries=0)  # fmt: skip
+    assert verdict.claim.delta == 1e-3
 
 
 @pytest.mark.slow

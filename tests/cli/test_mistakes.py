@@ -674,6 +674,14 @@ def test_a_command_that_makes_no_sense(line: str, refused: Callable[..., str]) -
     refused(*line.split())
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["run c.toml --out", "stats c.toml --out", "sweep c.toml --over seed=1 --out", "run", "report"],
+)
+def test_a_path_without_a_name_is_no_directory(line: str, refused: Callable[..., str]) -> None:
+    assert "is empty; it must name a path" in refused(*line.split(), "")
+
+
 def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., str]) -> None:
     assert refused("rnu").count("Did you mean 'run'?") == 1
     assert "c.toml is no run's directory" in refused("report", "c.toml")

@@ -74,6 +74,24 @@ def run(strategy: DPFedAvg, clients: Scored, rounds: int = 3) -> dict[int, Metri
     return result.evaluate_metrics_clientapp
 
 
+def test_a_metric_that_no_client_reports_is_named_once_and_charged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    misnamed = [ValueRange("acc", 0.0, 1.0)]
+    run(strategy_of(ledger, ranges=misnamed), Scored(), rounds=2)
+    assert sum(not entry.of_round for entry in Ledger.read(ledger).entries) == 2
+    told = [m for m in caplog.messages if "no client reports" in m]
+    assert len(told) == 1
+    assert "no client reports acc," in told[0]
+    assert "replies have accuracy, num-examples, secret." in told[0]
+
+
+def test_metrics_that_clients_report_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    run(strategy_of(), Scored(), rounds=1)
+    assert "no client reports" not in caplog.text
+
+
 @pytest.mark.slow
 def test_an_evaluation_is_the_mean_over_clients_with_noise_and_has_a_line(tmp_path: Path) -> None:
     clients, z = Scored(), 3.0

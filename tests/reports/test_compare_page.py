@@ -42,6 +42,36 @@ def test_runs_that_differ_in_seeds_and_places_only_stand_together(tmp_path: Path
     assert "standard deviation over seeds" in page
 
 
+def test_runs_of_other_objects_stand_apart_and_are_named(tmp_path: Path) -> None:
+    runs = records(
+        tmp_path,
+        {"seed": 1, "objects": "model=Linear 1f09a2c4"},
+        {"seed": 2, "objects": "model=Linear 1f09a2c4"},
+        {"seed": 1, "objects": "model=Sequential 00ab12cd"},
+        {"seed": 1},
+        {"seed": 1},
+    )
+    for run in runs[3:]:  # of an earlier version: what they had is not known
+        (run.path / "summary.json").write_text('{"format": 1, "objects": ["model"]}')
+    runs = read_all([run.path for run in runs[:4]])
+    linear, other, unknown = grouped(runs)
+    assert [len(group.records) for group in (linear, other, unknown)] == [2, 1, 1]
+    assert linear.label == "objects model=Linear 1f09a2c4"
+    assert len(grouped(read_all([tmp_path]))) == 4
+    assert "Objects from Python are told apart by class" in compare_page(runs)
+
+
+def test_runs_of_one_seed_are_called_no_replicates(tmp_path: Path) -> None:
+    same = records(tmp_path, {"seed": 1, "reached": 0.9}, {"seed": 1, "reached": 0.7})
+    page = compare_page(same)
+    assert "are no replicates of each other" in page
+    assert "over seeds" not in page
+    seeds = records(tmp_path / "other", {"seed": 1}, {"seed": 2})
+    assert "no replicates" not in compare_page(seeds)
+    private = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.entropy": "system"}
+    assert "no replicates" not in compare_page(records(tmp_path / "system", private, private))
+
+
 def test_a_single_run_has_no_deviation(tmp_path: Path) -> None:
     (group,) = grouped(records(tmp_path, {"seed": 1}))
     assert not group.mean_curve("test-accuracy", "x").low

@@ -19,6 +19,7 @@ from fedsim.federation import client_metrics
 from fedsim.privacy import Entry, Event
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinned
+from fedsim.reports.compare_page import compare_page
 from fedsim.reports.page import render, write
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
@@ -351,6 +352,17 @@ def test_nobody_elses_page_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="no page that fedsim made"):
         write("<p>", page)
     assert page.read_text() == "<h1>mine</h1>"
+
+
+def test_a_comparison_replaces_an_earlier_one_and_no_runs_report(tmp_path: Path) -> None:
+    record = RunRecord.read(left_run(tmp_path / "run", [{"round": 0, "test-loss": 1.0}]))
+    report, comparison = tmp_path / "report.html", tmp_path / "compare.html"
+    write(run_page(record), report)
+    for _ in range(2):
+        write(compare_page([record]), comparison)
+    with pytest.raises(FedsimError, match="is a run page, not a compare page; choose another"):
+        write(compare_page([record]), report)
+    assert report.read_text() == run_page(record)
 
 
 def test_what_is_drawn_is_told_in_words_and_in_a_table() -> None:

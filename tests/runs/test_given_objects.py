@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.serverapp.strategy import FedProx
+from flwr.serverapp.strategy import FedAdam, FedProx
 from torch import nn
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.config.values import objects_in
 from fedsim.datasets import Dataset, Split
 from fedsim.errors import FedsimError
 from fedsim.partitions import IID
+from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.strategies import RunFailedError
 
 CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
@@ -193,3 +195,73 @@ def test_a_data_set_that_was_put_together_wrongly_is_one_sentence(
     with pytest.raises(FedsimError, match=words):
         fedsim.run(config, data=made(**settings))
     assert fedsim.run(config, data=made()).ended == "finished"
+
+
+@pytest.mark.parametrize(
+    ("objects", "missing"),
+    [
+        ({"model": nn.Linear(64, 10)}, "model="),
+        ({"partition": IID(3, seed=5), "strategy": FedAdam(eta=0.1)}, "partition= and strategy="),
+    ],
+    ids=["model", "two"],
+)
+def test_the_config_of_a_run_with_objects_is_no_other_runs(
+    objects: dict[str, Any], missing: str, tmp_path: Path
+) -> None:
+    fedsim.run(CONFIG, out=tmp_path / "run", **objects)
+    again = RunConfig.load(tmp_path / "run" / "config.toml")
+    for flags in ({}, {"out": tmp_path / "again"}, {"out": tmp_path / "run", "resume": True}):
+        with pytest.raises(FedsimError, match=f"was given {missing} from Python, which its tables"):
+            fedsim.run(again, **flags)
+    assert not (tmp_path / "again").exists()
+    fedsim.run(again, out=tmp_path / "again", **objects)
+    assert RunConfig.load(tmp_path / "again" / "config.toml") == again
+    fedsim.run(again, out=tmp_path / "run", resume=True, **objects)
+    fedsim.run(again.replace(objects=""), out=tmp_path / "plain")
+    assert "objects" not in (tmp_path / "plain" / "config.toml").read_text()
+
+
+def test_a_run_with_a_strategy_is_evaluated_on_its_own_data(tmp_path: Path) -> None:
+    fedsim.run(CONFIG, out=tmp_path / "run", strategy=FedAdam(eta=0.1))
+    saved = fedsim.load(tmp_path / "run")
+    assert saved.evaluate()["loss"] == pytest.approx(saved.metrics[-1]["test-loss"])
+
+
+def numbers(count: int) -> Dataset:
+    split = Split(torch.zeros(count, 5), torch.zeros(count))
+    return Dataset("numbers", split, split)
+
+
+def test_what_is_known_of_objects_tells_them_apart_and_seeds_do_not() -> None:
+    def mark(**objects: Any) -> str:
+        return ObjectOverrides(**objects).mark(numbers(4))
+
+    assert mark() == ""
+    assert mark(model=nn.Linear(64, 10)) == mark(model=nn.Linear(64, 10))
+    assert mark(model=nn.Linear(64, 10)) != mark(model=nn.Linear(64, 10, bias=False))
+    assert mark(strategy=FedAdam(eta=0.1)) != mark(strategy=FedAdam(eta=0.2))
+    assert objects_in(mark(model=nn.Tanh(), strategy=FedAdam())) == ["model", "strategy"]
+
+
+def test_what_a_config_says_of_data_tells_nothing_of_how_many_examples_there_are() -> None:
+    one, other = (ObjectOverrides(data=data).mark(data) for data in (numbers(30), numbers(31)))
+    assert one == other != ""
+
+
+def test_a_mark_that_no_run_writes_is_refused() -> None:
+    with pytest.raises(FedsimError, match="objects = 'modell=x'; it must be what a run has"):
+        CONFIG.replace(objects="modell=x")
+
+
+def test_an_interrupted_run_on_other_data_is_not_taken_for_one_on_what_its_tables_name(
+    tmp_path: Path,
+) -> None:
+    x, y = np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32), np.arange(30) % 3
+    data = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    fedsim.run(CONFIG, data=data, out=tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    saved = fedsim.load(tmp_path / "run")
+    with pytest.raises(FedsimError, match="was trained from an object, data="):
+        saved.evaluate()
+    with pytest.raises(FedsimError, match="was interrupted and was trained from an object, data="):
+        saved.predict(x)

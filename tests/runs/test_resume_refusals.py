@@ -361,3 +361,20 @@ def test_what_releases_have_ended_was_not_to_end_there_all_along(lowered, tmp_pa
         resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.metric": ""})
     longer = resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.patience": 20})
     assert longer.ended == "finished"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"resume": True}, "resume=True continues the run in a directory, and out= names none"),
+        ({"overwrite": True}, "overwrite=True replaces the run in a directory, and out= names"),
+        ({"resume": True, "overwrite": True, "out": "x"}, "would replace; give one of them"),
+    ],
+)
+def test_flags_that_could_not_do_what_they_say(
+    flags: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(CONFIG, **flags)
+    assert not list(tmp_path.iterdir())

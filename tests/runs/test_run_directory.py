@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedsim import regular_files
+import fedsim
+from fedsim import RunConfig, regular_files
 from fedsim.errors import FedsimError
 from fedsim.runs.directory import RunDirectory
 
@@ -52,6 +53,12 @@ def test_a_directory_that_holds_a_run_is_refused_unless_it_may_be_overwritten(
         pass
     assert files(tmp_path) == before
     directory.check_free(overwrite=True)
+
+
+def test_the_empty_string_is_not_the_current_directory() -> None:
+    for use in (RunDirectory, fedsim.load, lambda out: fedsim.run(RunConfig(), out=out)):
+        with pytest.raises(FedsimError, match="directory is ''; it must name one"):
+            use("")
 
 
 def test_overwriting_archives_every_ledger_and_touches_no_other_file(tmp_path: Path) -> None:

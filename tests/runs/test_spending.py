@@ -247,7 +247,7 @@ def test_a_run_that_cannot_be_added_to_what_is_archived_is_refused_untouched(tmp
     fedsim.run(CLIENTS, out=tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     fixed = own(CLIENTS, cohort__name="fixed", cohort__size=5, cohort__rate="")
-    with pytest.raises(FedsimError, match="replace-one"):
+    with pytest.raises(FedsimError, match=r"cohort.name = 'fixed'.*replace-one.*another --out"):
         fedsim.run(fixed, out=tmp_path / "run", overwrite=True)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 

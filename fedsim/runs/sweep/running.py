@@ -23,6 +23,7 @@ from fedsim.runs.directory import Ending, RunDirectory, ending
 from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
+from fedsim.runs.named_files import note_files
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
@@ -247,6 +248,8 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             claims.enter_context(
                 directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
             )
+            if state is None:
+                note_files(directory.path, resolved.config)
             watching = {} if sweep.observer is None else {YOURS: _Watcher(run, sweep.observer)}
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = _run_sessions(sessions)
