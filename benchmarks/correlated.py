@@ -25,8 +25,8 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     import torch
 
     from fedsim.cohorts import CyclicCohort
+    from fedsim.federation.aggregation.server_sum import NoiseSources
     from fedsim.federation.engines.process import use_one_thread
-    from fedsim.federation.noise_sources import NoiseSources
     from fedsim.mechanisms import Clipping, Releaser
     from fedsim.mechanisms.base import State
     from fedsim.privacy.plan import ReleasePlan

@@ -111,7 +111,7 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
             app = write_app(Path(place) / "app", resolved.config.to_tree())
             operator = rehearsal.operator
             run_id = operator.submit(app)
-            status = operator.follow(run_id, alive=rehearsal.tend)
+            status = operator.follow(run_id, rehearsal.tend)
             if status != "finished:completed":
                 raise SystemExit(f"the run ended with {status}:\n{operator.log(run_id)}")
     count = sum(int(np.prod(array.shape)) for array in resolved.initial_arrays.values())

@@ -40,7 +40,7 @@ class TimedClient:
         began = time.perf_counter()
         reply = answer(message, self._context, self._client, self._threshold, lambda: self._vector)
         self.seconds += time.perf_counter() - began
-        return dict(reply.content[RECORD])
+        return dict(reply[RECORD])
 
 
 def measure(clients: int, weights: int, gone: int) -> tuple[float, float]:

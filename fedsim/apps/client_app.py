@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
 
+from fedsim.federation.engines.packed_messages import answer_packed
 from fedsim.federation.flower_internals import client_id
 
 if TYPE_CHECKING:
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 app = ClientApp()
 
 
-def _packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    from fedsim.federation.engines.packed_messages import answer_packed
-
-    return answer_packed(message, context, call_next)
-
-
 @app.query()
 def query(message: Message, context: Context) -> Message:
     """Say which client this node is."""
@@ -37,7 +31,7 @@ def query(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-@app.train(mods=[_packed])
+@app.train(mods=[answer_packed])
 def train(message: Message, context: Context) -> Message:
     """Train on this node's data, if its policy allows it."""
     with _admitted(context) as policy:
@@ -68,7 +62,7 @@ def _leave_metrics_out(reply: Message) -> None:
             del record[name]
 
 
-@app.evaluate(mods=[_packed])
+@app.evaluate(mods=[answer_packed])
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate on this node's data, if its policy allows it."""
     with _admitted(context) as policy:

@@ -52,7 +52,7 @@ class MetricsEvidence:
         noise = [[e.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for e in evaluations]
         plan = evaluations[0].plan
         units = np.array(noise) / (
-            plan.noise.multiplier * joint_norm(evaluations[0].metrics.ranges)
+            plan.noise.multiplier * joint_norm(evaluations[0].released.ranges)
         )
         columns = [slice(0, units.shape[-1])]
         return NoiseSample.of(units, columns)
@@ -62,7 +62,7 @@ class MetricsEvidence:
         """A strategy, and how far one client moves its evaluations, by what it reports."""
         quiet, loud = _evaluation(self.strategies(self.seed)), self.strategies(self.seed)
         evaluation = _evaluation(loud)
-        names = [one.name for one in evaluation.metrics.ranges]
+        names = [one.name for one in evaluation.released.ranges]
         moves = []
         for number, extreme in enumerate(EXTREMES, start=1):
             metrics = {"num-examples": np.ones(1), **{n: np.array([extreme]) for n in names}}
@@ -79,7 +79,7 @@ def _evaluation(strategy: DPFedAvg) -> PrivateEvaluation:
 
 def moved_metrics(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
     """Whether no client moves an evaluation by more than the sensitivity that its noise assumes."""
-    norm = joint_norm(_evaluation(strategy).metrics.ranges)
+    norm = joint_norm(_evaluation(strategy).released.ranges)
     lengths = [float(np.linalg.norm(move)) for move in moves]
     most = max(lengths)
     # Written so that NaN is a violation.

@@ -209,10 +209,10 @@ def up(
 
 def _run_services(services: Sequence[Service], logs: Path, message: str) -> None:
     """Run services until Ctrl-C or SIGTERM; their output goes to ``logs``."""
-    from fedsim.deploy.processes import Supervisor
+    from fedsim.deploy.processes import Processes
 
     console = Output()
-    with _until_interrupted(console), Supervisor(logs) as supervisor:
+    with _until_interrupted(console), Processes(logs) as supervisor:
         for service in services:
             supervisor.keep_up(service)
         console.print(f"{message} Logs are in {logs}.")

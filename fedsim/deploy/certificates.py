@@ -34,10 +34,10 @@ class Authority:
     certificate: x509.Certificate
 
     @classmethod
-    def create(cls, name: str = "fedsim federation", days: int = 3650) -> Authority:
+    def create(cls, days: int = 3650) -> Authority:
         """Make an authority that is valid from yesterday (clocks differ) for ``days`` days."""
         key = ec.generate_private_key(ec.SECP384R1())
-        subject = _name(name)
+        subject = _name("fedsim federation")
         builder = _builder(subject, subject, key.public_key(), days)
         usage = _key_usage(signs_certificates=True)
         certificate = (
@@ -82,9 +82,7 @@ class Authority:
             Certificate and private key, as PEM.
         """
         key = ec.generate_private_key(ec.SECP384R1())
-        builder = _builder(
-            _name(hosts[0]), self.certificate.subject, key.public_key(), days, days < 0
-        )
+        builder = _builder(_name(hosts[0]), self.certificate.subject, key.public_key(), days)
         authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         certificate = (
             builder.add_extension(
@@ -125,14 +123,10 @@ def write_public(path: Path, content: bytes) -> None:
 
 
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public_key: ec.EllipticCurvePublicKey,
-    days: int,
-    expired: bool = False,
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
-    start = now - _DAY if not expired else now + (days - 1) * _DAY
+    start = now + min(-1, days - 1) * _DAY  # a day before the end, where that is in the past
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

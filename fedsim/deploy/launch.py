@@ -52,19 +52,10 @@ def run_simulation(
     RunFailedError
         If the run failed, with its last error.
     """
-    config, engine = resolved.config, resolved.config.engine
+    engine, clients = resolved.config.engine, resolved.config.partition.clients
     allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
-    with (
-        _directory(out, config) as directory,
-        CallbackServer(callbacks) as server,
-        Simulation({OUT: str(directory), **allowed, **server.variables}) as simulation,
-    ):
-        app = write_app(simulation.directory / "app", config.to_tree())
-        sized = resources(config.partition.clients, engine.cpus_per_worker, engine.gpus_per_worker)
-        run_id = simulation.operator.submit(app, federation_config=sized)
-        with _ended_by(server):
-            _follow(simulation.operator, run_id, alive=simulation.check)
-        return _read(resolved, RunDirectory(directory))
+    sized = resources(clients, engine.cpus_per_worker, engine.gpus_per_worker)
+    return _run_here(resolved, out, callbacks, lambda here: Simulation(allowed | here), sized)
 
 
 def run_deployment(
@@ -87,23 +78,39 @@ def run_deployment(
     if resolved.config.engine.federation:
         federation = Federation.load(Path(resolved.config.engine.federation))
         return _submit(resolved, federation, out, callbacks)
-    policy = _own_policy(resolved.config)
+    policy, clients = _own_policy(resolved.config), resolved.config.partition.clients
+    modules = policy["modules"]
+    return _run_here(
+        resolved,
+        out,
+        callbacks,
+        lambda here: Rehearsal.temporary(clients, variables=here, policy=policy, modules=modules),
+    )
+
+
+def _run_here(
+    resolved: Resolved,
+    out: Path | None,
+    callbacks: Iterable[Callback],
+    flower: Callable[[dict[str, str]], Simulation | Rehearsal],
+    federation_config: str = "",
+) -> RunResult:
+    """Run a config in processes of Flower's on this machine, which end with the run.
+
+    ``flower`` starts them, given environment variables of the ServerApp.
+    """
+    config = resolved.config
     with (
-        _directory(out, resolved.config) as directory,
+        _directory(out, config) as directory,
         CallbackServer(callbacks) as server,
-        Rehearsal.temporary(
-            resolved.config.partition.clients,
-            variables={OUT: str(directory), **server.variables},
-            policy=policy,
-            modules=policy["modules"],
-        ) as rehearsal,
+        flower({OUT: str(directory), **server.variables}) as processes,
         tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
     ):
-        rehearsal.start_all()
-        operator = rehearsal.operator
-        run_id = operator.submit(write_app(Path(app), resolved.config.to_tree()))
+        processes.start_all()
+        operator, bundle = processes.operator, write_app(Path(app), config.to_tree())
+        run_id = operator.submit(bundle, federation_config=federation_config)
         with _ended_by(server):
-            _follow(operator, run_id, alive=rehearsal.tend)
+            _follow(operator, run_id, processes.tend)
         return _read(resolved, RunDirectory(directory))
 
 
@@ -129,7 +136,7 @@ def _submit(
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     written = earlier or RunDirectory(federation.runs / f"{config.name}-{run_id}")
     rows = _Rows(resolved, written, Callbacks.numbered(callbacks))
-    _follow(operator, run_id, look=rows.look)
+    _follow(operator, run_id, rows.look)
     if not written.path.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))
     if out is not None:
@@ -149,16 +156,10 @@ def _ended_by(server: CallbackServer) -> Iterator[None]:
             raise
 
 
-def _follow(
-    operator: Operator,
-    run_id: int,
-    *,
-    look: Callable[[], None] = lambda: None,
-    alive: Callable[[], None] = lambda: None,
-) -> None:
+def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
     """Follow a run to its end."""
     try:
-        status = operator.follow(run_id, look, alive=alive)
+        status = operator.follow(run_id, look)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise

@@ -82,21 +82,14 @@ class Operator:
         """What the run's ServerApp has printed."""
         return self._run("log", str(run_id), self.connection, "--show")
 
-    def follow(
-        self,
-        run_id: int,
-        look: Callable[[], None] = lambda: None,
-        *,
-        alive: Callable[[], None] = lambda: None,
-    ) -> str:
+    def follow(self, run_id: int, look: Callable[[], None] = lambda: None) -> str:
         """Wait for a run to end.
 
         Parameters
         ----------
         look : callable
-            Called several times a second meanwhile.
-        alive : callable
-            As often; raises if waiting has become useless.
+            Called several times a second meanwhile, and at the end; raises if waiting has become
+            useless.
 
         Returns
         -------
@@ -113,7 +106,6 @@ class Operator:
             with self._stream(run_id) as stream:
                 while stream.poll() is None:
                     look()
-                    alive()
                     time.sleep(0.1)
             try:
                 status, silent_since = self.status(run_id), None
@@ -125,10 +117,9 @@ class Operator:
                         "when it is up again, the same command with --resume continues from the "
                         "last checkpoint."
                     ) from None
+            look()
             if status.startswith("finished"):
-                look()
                 return status
-            alive()
             time.sleep(1.0)
 
     @contextmanager

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,20 +29,21 @@ from fedsim.errors import FedsimError
 from fedsim.process import Closed
 
 
+@dataclass(frozen=True, eq=False)
 class Running:
     """A process that was started, with its log.
 
     Attributes
     ----------
     name : str
+    process : subprocess.Popen
     log : Path
         What it printed.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.name = name
-        self.process = process
-        self.log = log
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def pid(self) -> int:
@@ -59,8 +60,40 @@ class Running:
         return "\n".join(text.splitlines()[-lines:])
 
 
+_PAUSE = 5.0
+_LASTED = 60.0
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that is to be up.
+
+    Attributes
+    ----------
+    name : str
+    command : tuple of str
+        Its words hold no secret: everybody on the machine can read them.
+    variables : mapping
+        Environment variables beside those of `fedsim.deploy.processes.environment`.
+    port : int
+        On which it listens, on this machine, when it is up; 0 for one that does not.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+
+    def among(self, variables: Mapping[str, str]) -> Service:
+        """The same with more environment variables."""
+        return replace(self, variables={**self.variables, **variables})
+
+
 class Processes(Closed):
     """A set of processes that ends with this one: by `close`, by Ctrl-C, or by its death.
+
+    Some of them are services (`keep_up`): those that end are started again by `tend`.
 
     Each process leads a group of its own, so that its children are ended with it. A janitor (see
     `tend_pipe`) knows of all of them, and cleans up when this process closes its pipe or is dead.
@@ -71,16 +104,21 @@ class Processes(Closed):
         For the logs; by default a temporary one that is removed in the end.
     grace : float
         Seconds from SIGTERM to SIGKILL.
+
+    Attributes
+    ----------
+    running : dict of str to Running
+        The services' processes, by their names.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, grace: float = 8.0
     ) -> None:
-        self._temporary = directory is None
-        self.directory = Path(
-            tempfile.mkdtemp(prefix="fedsim-") if directory is None else directory
-        )
+        self.directory = Path(directory or tempfile.mkdtemp(prefix="fedsim-"))
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.running: dict[str, Running] = {}
+        # How to start each service, when that was done last, and how often it has ended early.
+        self._services: dict[str, tuple[Service, float, int]] = {}
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
             [sys.executable, "-P", "-m", "fedsim.deploy.processes", str(grace)],
@@ -90,7 +128,7 @@ class Processes(Closed):
             start_new_session=True,
             text=True,
         )
-        if self._temporary:
+        if directory is None:
             self.remove_at_end(self.directory)
 
     def start(
@@ -135,6 +173,55 @@ class Processes(Closed):
             _stream(self._janitor.stdin).close()
             self._janitor.wait()
             _stream(self._janitor.stdout).close()
+
+    def keep_up(self, service: Service, *, wait: bool = True) -> Running:
+        """Start a service, again if it is there, and wait until it listens.
+
+        Raises
+        ------
+        FedsimError
+            If it ends before, with the end of its log.
+        """
+        self.take_down(service.name)
+        running = self._start(service, 0)
+        if wait and service.port:
+            wait_for_port(running, service.port)
+        return running
+
+    def take_down(self, name: str) -> None:
+        """End a service for good; nothing if there is none of this name."""
+        self._services.pop(name, None)
+        running = self.running.pop(name, None)
+        if running is not None:
+            self.stop(running)
+
+    def tend(self) -> None:
+        """Start again what has ended.
+
+        A SuperNode that was killed is taken back when the SuperLink has missed its heartbeat,
+        which takes up to a minute; until then it is refused, and ends again.
+
+        Raises
+        ------
+        FedsimError
+            If a service ends again and again, with the end of its log.
+        """
+        for name, (service, started, ended) in list(self._services.items()):
+            running = self.running[name]
+            if running.alive() or time.monotonic() - started < _PAUSE:
+                continue
+            # One that has lasted had been let in: it is a new failure.
+            ended = 0 if time.monotonic() - started > _LASTED else ended + 1
+            if ended > _TRIES:
+                raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
+            self.stop(running)
+            self._start(service, ended)
+
+    def _start(self, service: Service, ended: int) -> Running:
+        running = self.start(service.name, service.command, service.variables)
+        self.running[service.name] = running
+        self._services[service.name] = (service, time.monotonic(), ended)
+        return running
 
     def _tell(self, line: str) -> None:
         pipe = _stream(self._janitor.stdin)
@@ -257,134 +344,32 @@ def program(name: str) -> str:
     return location
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for opened in sockets:
-            opened.bind((host, 0))
+            opened.bind(("127.0.0.1", 0))
         return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()
 
 
-def wait_for_port(running: Running, port: int, host: str = "127.0.0.1", limit: float = 60) -> None:
-    """Wait until a process accepts connections.
+def wait_for_port(running: Running, port: int) -> None:
+    """Wait until a process accepts connections, at most a minute.
 
     Raises
     ------
     FedsimError
         If it ends or the time is up, with the end of its log.
     """
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and running.alive():
         try:
-            with socket.create_connection((host, port), timeout=1):
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
                 return
         except OSError:
             time.sleep(0.1)
     why = "did not listen" if running.alive() else f"ended (status {running.process.poll()}) before"
     raise FedsimError(f"{running.name} {why} on port {port}:\n{running.tail()}")
-
-
-_PAUSE = 5.0
-_LASTED = 60.0
-_TRIES = 20
-
-
-@dataclass(frozen=True)
-class Service:
-    """A process that is to be up.
-
-    Attributes
-    ----------
-    name : str
-    command : tuple of str
-        Its words hold no secret: everybody on the machine can read them.
-    variables : mapping
-        Environment variables beside those of `fedsim.deploy.processes.environment`.
-    port : int
-        On which it listens, on this machine, when it is up; 0 for one that does not.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    port: int = 0
-
-    def among(self, variables: Mapping[str, str]) -> Service:
-        """The same with more environment variables."""
-        return replace(self, variables={**self.variables, **variables})
-
-
-class Supervisor(Processes):
-    """Processes, of which some are services: those that end are started again.
-
-    Parameters are those of `Processes`.
-
-    Attributes
-    ----------
-    running : dict of str to Running
-        The services' processes, by their names.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, grace: float = 8.0
-    ) -> None:
-        super().__init__(directory, grace=grace)
-        self.running: dict[str, Running] = {}
-        # How to start each, when that was done last, and how often it has ended early.
-        self._services: dict[str, tuple[Service, float, int]] = {}
-
-    def keep_up(self, service: Service, *, wait: bool = True) -> Running:
-        """Start a service, again if it is there, and wait until it listens.
-
-        Raises
-        ------
-        FedsimError
-            If it ends before, with the end of its log.
-        """
-        self.take_down(service.name)
-        running = self._start(service, 0)
-        if wait and service.port:
-            wait_for_port(running, service.port)
-        return running
-
-    def take_down(self, name: str) -> None:
-        """End a service for good; nothing if there is none of this name."""
-        self._services.pop(name, None)
-        running = self.running.pop(name, None)
-        if running is not None:
-            self.stop(running)
-
-    def tend(self) -> None:
-        """Start again what has ended.
-
-        A SuperNode that was killed is taken back when the SuperLink has missed its heartbeat,
-        which takes up to a minute; until then it is refused, and ends again.
-
-        Raises
-        ------
-        FedsimError
-            If a service ends again and again, with the end of its log.
-        """
-        for name, (service, started, ended) in list(self._services.items()):
-            running = self.running[name]
-            if running.alive() or time.monotonic() - started < _PAUSE:
-                continue
-            # One that has lasted had been let in: it is a new failure.
-            ended = 0 if time.monotonic() - started > _LASTED else ended + 1
-            if ended > _TRIES:
-                raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
-            self.stop(running)
-            self._start(service, ended)
-
-    def _start(self, service: Service, ended: int) -> Running:
-        running = self.start(service.name, service.command, service.variables)
-        self.running[service.name] = running
-        self._services[service.name] = (service, time.monotonic(), ended)
-        return running
 
 
 if __name__ == "__main__":

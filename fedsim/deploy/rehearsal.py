@@ -14,19 +14,12 @@ import tomli_w
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import (
-    Processes,
-    Running,
-    Supervisor,
-    free_ports,
-    program,
-    wait_for_port,
-)
+from fedsim.deploy.processes import Processes, Running, Service, free_ports, program
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
-class Rehearsal(Supervisor):
+class Rehearsal(Processes):
     """Processes of a federation, on loopback, that end with this one.
 
     Parameters
@@ -128,19 +121,12 @@ class Rehearsal(Supervisor):
         if not self.federation.insecure:
             self.operator.register([self.federation.public_key(node) for node in chosen])
 
-    def start_node(
-        self,
-        node: int,
-        *,
-        port: int | None = None,
-        config: Mapping[str, str | int] | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
+    def start_node(self, node: int, *, port: int | None = None) -> None:
         """Start one SuperNode; it tries again until the SuperLink answers."""
         port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
-        for service in party.services(self._homes / f"node-{node}", port=port, config=config):
-            self.keep_up(service.among(variables or {}), wait=False)
+        for service in party.services(self._homes / f"node-{node}", port=port):
+            self.keep_up(service, wait=False)
 
     def start_all(self) -> None:
         """Register every SuperNode that the SuperLink does not know yet, and start them all."""
@@ -196,22 +182,23 @@ class Simulation(Processes):
             connection = {"superlink": {"default": CONNECTION, CONNECTION: link}}
             (home / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
             self.operator = Operator(home, CONNECTION)
-            self._superlink = self.start(
-                "superlink",
-                [
-                    *(program("flower-superlink"), "--simulation", "--insecure"),
-                    *("--host", "127.0.0.1", "--port", str(port)),
-                    "--disable-runtime-dependency-installation",
-                ],
-                {**(variables or {}), "FLWR_HOME": str(self.directory)},
+            command = (
+                *(program("flower-superlink"), "--simulation", "--insecure"),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                "--disable-runtime-dependency-installation",
             )
-            wait_for_port(self._superlink, port)
+            home_variable = {"FLWR_HOME": str(self.directory)}
+            service = Service("superlink", command, {**(variables or {}), **home_variable}, port)
+            self._superlink = self.keep_up(service)
         except BaseException:
             self.close()
             raise
 
-    def check(self) -> None:
-        """See that the SuperLink is alive.
+    def start_all(self) -> None:
+        """Nothing: Flower starts the virtual clients of a run with it."""
+
+    def tend(self) -> None:
+        """See that the SuperLink is alive, without which a run is lost.
 
         Raises
         ------

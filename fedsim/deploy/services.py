@@ -191,9 +191,7 @@ class Node:
         written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
         write_party(path, self, f"\n{written}")
 
-    def services(
-        self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
-    ) -> list[Service]:
+    def services(self, state: Path, *, port: int = 9094) -> list[Service]:
         """The SuperNode and the SuperExec of its app.
 
         Parameters
@@ -202,19 +200,16 @@ class Node:
             Flower's own files.
         port : int
             On which its app reaches it, on 127.0.0.1.
-        config : mapping, optional
-            Further node config, for an app of one's own.
         """
         warn_of_newer_flower()
         files, name = self.directory, f"supernode-{self.client}"
         # A node's own settings are its owner's; no run can change them.
-        settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
-        written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+        settings = f"partition-id={self.client} num-partitions={self.clients}"
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
         command = [*_module("flower_programs", "supernode"), f"{poll_seconds(self.clients):g}"]
         command += ["--grpc-rere"] if speaks_grpc() else []
         command += ["--superlink", self.superlink, "--isolation", "process", *secret]
-        command += ["--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--node-config", settings, "--host", "127.0.0.1", "--port", str(port)]
         if self.insecure:
             command += ["--insecure"]
         else:
@@ -244,7 +239,3 @@ def _private(directory: Path) -> str:
 def _file(path: Path) -> str:
     """A file that another process opens; one that lacks is that process's to name."""
     return str(regular_files.require(path) if path.exists() else path)
-
-
-def _word(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import Tensor
-
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.round_report import RoundReport
 from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.digest import digest_of
@@ -19,15 +16,13 @@ from fedsim.privacy.ledger_lines import GENESIS
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.rows.block import Ids
 
 Placement = Literal["server", "client"]
 """Where noise is drawn: once on the sum, or in the shares of the clients asked."""
 
 
 def keyed(
-    seed: int | None,
-    release: str | None,
+    seed: int | Randomness | None,
     plan: ReleasePlan[Bounded],
     placement: Placement,
     others: Mapping[str, object],
@@ -36,6 +31,10 @@ def keyed(
 
     ``others`` are settings that bear on what is released, where they are set.
     """
+    if isinstance(seed, Randomness):
+        if seed.release:
+            return seed
+        seed = seed.seed
     noise = plan.noise
     if isinstance(noise, Correlated):
         noise = replace(noise, participation=None)  # of a plan that may be extended
@@ -46,7 +45,7 @@ def keyed(
         "noise": noise,
         "placement": placement,
     } | {name: setting for name, setting in others.items() if setting is not None}
-    return Randomness(seed, release or digest_of(settings))
+    return Randomness(seed, digest_of(settings))
 
 
 @dataclass
@@ -233,45 +232,3 @@ class Accounting:
         # The first line is the header, which is no entry.
         heads, self.plan = self.ledger.heads, plan
         self.known = heads.index(state["head"]) if state["head"] in heads else 0
-
-
-ClientBudget = Callable[[Tensor, Ids, int], str | None]
-"""``(vector [d], client ids, round)`` to why their budgets do not allow the round, or None."""
-
-
-@dataclass(frozen=True)
-class ClientBudgets:
-    """When clients' own budgets, for the privacy of their examples, end a run.
-
-    Never one that is private at client level, where it would show who was drawn. This is no extra:
-    it stops a round before the ledger has its line, and takes and keeps nothing.
-
-    Attributes
-    ----------
-    ask : callable or None
-        Knows before clients are asked, where that may be.
-    one_ends_run : bool
-        Whether one client that says that its budget is spent ends the run; else it takes all of
-        several.
-    believed : bool
-        Whether the run goes by what clients say.
-    """
-
-    ask: ClientBudget | None
-    one_ends_run: bool
-    believed: bool
-
-    def exceeded(self, vector: Tensor, client_ids: Ids, server_round: int) -> str | None:
-        """Why these clients may not be asked for a round from ``vector [d]``, if so."""
-        return None if self.ask is None else self.ask(vector, client_ids, server_round)
-
-    def spent(self, report: RoundReport) -> str | None:
-        """Why the run ends after what clients have said in a round, if so."""
-        spent = report.reasons.get("budget", 0)
-        enough = spent > 0 if self.one_ends_run else 1 < spent == report.asked
-        if not (self.believed and enough):
-            return None
-        return (
-            f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
-            "asked"
-        )

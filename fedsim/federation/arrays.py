@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from fedsim.arguments import check_arguments, shown
@@ -77,6 +77,9 @@ class LazyArray(Array):
         """Bytes for the wire: the receiver finds a plain `Array`."""
         return self.plain().deflate()
 
+    def __deepcopy__(self, memo: object) -> LazyArray:
+        return LazyArray(self.tensor)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
@@ -121,34 +124,3 @@ def same_arrays(*records: ArrayRecord) -> ArrayRecord:
         for name, array in record.items():
             shells[name] = array
     return shells
-
-
-def own_content(content: RecordDict) -> RecordDict:
-    """A copy of records that its receiver may empty or change; the arrays' bytes are shared."""
-    copied = RecordDict()
-    for name, record in content.items():
-        if isinstance(record, ArrayRecord):
-            copied[name] = _own_arrays(record)
-        elif isinstance(record, ConfigRecord):
-            copied[name] = ConfigRecord({key: _own_value(value) for key, value in record.items()})
-        else:
-            copied[name] = MetricRecord({key: _own_value(value) for key, value in record.items()})
-    return copied
-
-
-def _own_arrays(record: ArrayRecord) -> ArrayRecord:
-    shells = ArrayRecord()
-    for name, array in record.items():
-        # New shells around the same bytes: assigning to `array.data` stays with its owner.
-        shells[name] = (
-            LazyArray(array.tensor)
-            if isinstance(array, LazyArray)
-            else Array(
-                dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=array.data
-            )
-        )
-    return shells
-
-
-def _own_value(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,10 @@ from flwr.serverapp import Grid
 
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
+from fedsim.federation.client_settings import ClientMetrics
 from fedsim.federation.exchange import Instructions, Recipients, Replies
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
-from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.participants import Participants
 from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
@@ -196,38 +196,36 @@ class MetricsSum(Protocol):
 
 
 @dataclass(kw_only=True)
-class ClientEvaluation(ABC):
-    """Has clients evaluate the model on their examples every so many rounds.
-
-    A subclass says which clients, and what aggregates their metrics.
+class ClientEvaluation:
+    """Has clients evaluate the model on their examples every so many rounds, and shows the means.
 
     Parameters
     ----------
     participants : Participants
+    metrics : ClientMetrics
     fraction : float
         Of the clients that evaluate; 0 for no evaluation.
-    every : int
-        Rounds from one evaluation to the next.
-    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the chosen clients can be reached.
     keys : RecordKeys
         How their messages are read.
+    aggregator : callable, optional
+        As for `MetricMeans`.
     """
 
     participants: Participants
+    metrics: ClientMetrics
     fraction: float
-    every: int
-    reachable: Replying | None
     keys: RecordKeys
+    aggregator: MetricsAggregator | None = None
     _recipients: Recipients | None = field(default=None, init=False, repr=False)
 
-    @abstractmethod
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
-        """Which clients evaluate in this round."""
+        """Which clients evaluate in this round: a keyed sample of those that are available."""
+        return self.participants.evaluators(server_round, grid, self.fraction)
 
-    @abstractmethod
     def metrics_sum(self, server_round: int) -> MetricsSum:
-        """What aggregates their metrics."""
+        """What aggregates their metrics: weighted means, without noise."""
+        quantiles = self.metrics.quantiles
+        return MetricMeans(self.keys.weighted_by, self.aggregator, quantiles=quantiles)
 
     @property
     def accounting(self) -> Accounting | None:
@@ -236,7 +234,7 @@ class ClientEvaluation(ABC):
 
     def due(self, server_round: int) -> bool:
         """Whether clients evaluate in this round."""
-        return self.fraction > 0 and server_round % self.every == 0
+        return self.fraction > 0 and server_round % self.metrics.every == 0
 
     def stops(self, server_round: int) -> str | None:
         """Why this round's evaluation may not be made, if so: a budget does not allow it."""
@@ -278,27 +276,3 @@ class ClientEvaluation(ABC):
         for reply in sent:
             metrics.add(replace(reply, block=tally.take(reply.block)))
         return metrics.record()
-
-
-@dataclass(kw_only=True)
-class OpenEvaluation(ClientEvaluation):
-    """Shows means over a keyed sample of the clients, without noise.
-
-    Parameters
-    ----------
-    aggregator : callable, optional
-        As for `MetricMeans`.
-    quantiles : bool
-        Whether quantiles over clients stand beside the means.
-    """
-
-    aggregator: MetricsAggregator | None
-    quantiles: bool
-
-    def evaluators(self, server_round: int, grid: Grid) -> Recipients:
-        """A fixed share of the available clients."""
-        return self.participants.evaluators(server_round, grid, self.fraction, self.reachable)
-
-    def metrics_sum(self, server_round: int) -> MetricMeans:
-        """Weighted means."""
-        return MetricMeans(self.keys.weighted_by, self.aggregator, quantiles=self.quantiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -12,15 +12,8 @@ from flwr.serverapp import PrivacySpent
 from flwr.serverapp.strategy import Strategy
 
 from fedsim.arguments import check_arguments
-from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
-from fedsim.federation.accounting import (
-    Accounting,
-    ClientBudget,
-    ClientBudgets,
-    Placement,
-    keyed,
-)
+from fedsim.federation.accounting import Accounting, Placement, keyed
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.aggregation.secagg.server import SecureSum
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
@@ -31,27 +24,19 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
-from fedsim.federation.client_metrics import (
-    MetricsAggregator,
-    OpenEvaluation,
-    TrainMetrics,
-)
+from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
+from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.extras import Extra, NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
-from fedsim.federation.participants import Participants, Replying
-from fedsim.federation.private_metrics import PrivateEvaluation, PrivateMetrics
+from fedsim.federation.participants import Availability, Participants
+from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.replies import RecordKeys
 from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
-    allowed_alternation,
-    allowed_fraction,
-    declared_counts,
     plan_of_keywords,
-    refuse_client_state,
     refuse_flowers_keywords,
-    refuse_private_metrics,
-    refuse_vectors_of,
+    refuse_shares,
     refuse_void_settings,
 )
 from fedsim.mechanisms import Mechanism, NoPrivacy
@@ -59,7 +44,7 @@ from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.flower_records import privacy_spent
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.rows.alternation import Alternation
+from fedsim.randomness import Randomness
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 
 
@@ -73,7 +58,7 @@ class DPFedAvg(PrivateRounds):
     A private round whose cohort was drawn is always released and charged, however many clients
     fail: if none was usable, the release is noise alone, and still a step. Failures are counted
     and never end a private run, since clients may fail because of their data. A round is lost only
-    if no node can be reached at all, or if fewer clients than ``secure.threshold`` remain.
+    if no node can be reached at all, or if fewer clients than secure aggregation needs remain.
 
     Parameters
     ----------
@@ -98,74 +83,37 @@ class DPFedAvg(PrivateRounds):
         half of delta.
     ledger : Ledger or path, optional
         Records releases; in memory by default.
-    seed : int, optional
+    seed : int or Randomness, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee has to hold outside a simulation.
-    release : str, optional
-        Digest of all that determines what is released, which keys the noise beside the seed, so
-        that two runs of one seed share none. By default it is of the settings given here; then
-        runs whose clients do other work must have other seeds.
+        With a whole number, noise is keyed by it and by a digest of the settings given here: two
+        runs of one seed that differ in these share none, and runs whose clients do other work must
+        have other seeds. `Randomness` brings a digest of all that determines what is released.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
         Applied to the noisy mean; by default it is added unchanged. Of Flower's strategies,
         those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
-    placement : "server" or "client"
+    placement : "server", "client" or SecureAggregation
         Where noise is drawn: once on the sum, or in the shares of the n sampled clients, each of
         variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form), while the
-        server adds the noise of missing clients. The total is the same.
-    secure : SecureAggregation, optional
-        Sum shares under masks, so that the server sees none; with ``placement="client"``. Each
-        share then has so much noise that the fewest honest clients of a sum contribute all of it.
-        Clients that train in this process add the same shares without masks.
+        server adds the noise of missing clients. The total is the same. With a `SecureAggregation`
+        shares are summed under masks, so that the server sees none. Each share then has so much
+        noise that the fewest honest clients of a sum contribute all of it. Clients that train in
+        this process add the same shares without masks.
     hardened_noise : bool
         Whether noise is drawn so that floating-point artefacts do not show the sum
         (`NoiseSource`).
+    clients : ClientTraining
+        What the strategy has to know of how clients train: their algorithm, their privacy, ...
+    metrics : ClientMetrics
+        What is shown, or released with noise, of the metrics that clients report.
+    availability : Availability
+        Which clients can be reached, and how long they are waited for.
     fraction_evaluate : float, optional
         Share of the clients that evaluate the model. Their metrics are released without
-        noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
-    evaluate_every : int
-        Rounds from one evaluation by clients to the next.
-    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the sampled clients take part, by a trace or a model of devices. It must not
-        depend on data: the others count as missing.
-    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the clients that are to evaluate can be reached, in the same way.
+        noise, so a private run needs ``ClientMetrics(unprotected=True)`` for it, and defaults to 0.
     min_available_nodes : int
-        Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
-        run before the first round only.
-    max_failed_rounds : int
-        So many rounds in a row without a usable reply fail a run without privacy, or all of its
-        rounds if there are fewer.
-    algorithm : LocalAlgorithm, optional
-        The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
-        control variates), which it combines on the server.
-    alternation : Alternation, optional
-        Parameters that clients train in turns (an `AlternatingTrainer`): what rests in a round has
-        zeros in all rows, and stays as it is whatever the release and the optimiser say there.
-    average_client_state : bool
-        Whether clients report their state (ADADP's rate) and start from the mean of the last
-        round's: ``client.state = "server"``.
-    evaluate_quantiles : bool
-        Whether quantiles over clients are shown besides the means of their evaluations.
-    private_metrics : PrivateMetrics, optional
-        Release clients' evaluations with noise: each is one more release of a private run, in the
-        same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are sampled
-        for it; 1 by default.
-    unprotected_metrics : bool
-        Whether clients' metrics may be aggregated, without noise, in a private run.
-    private_examples : bool
-        Whether clients protect their own examples (example-level privacy). Their reports and
-        failures are then treated as in a private run, whatever the mechanism.
-    example_counts : sequence of int, optional
-        Each client's number of examples, declared public: updates are weighed by it, not by what
-        clients report. Updates of clients with private examples have no other weights.
-    client_budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
-        Called before messages are sent: a sentence says why clients' own budgets do not allow the
-        round, and stops the run. Not called if the run is private at client level, where stopping
-        would reveal the cohort.
-    budgets_end_run : bool
-        Whether one client whose own budget is spent ends a run that is not private at client level,
-        as is right if all clients are on one machine. By default, since a stranger may claim so,
-        that client alone is left out, and the run ends only if all of several clients report it.
+        Clients to wait for before a round, for at most ``Availability.node_timeout`` seconds; in a
+        private run before the first round only.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
@@ -183,7 +131,7 @@ evaluate_metrics_aggr_fn
     def __init__(
         self,
         *,
-        plan: ReleasePlan[Mechanism | RobustMean] | None = None,
+        plan: Plan | None = None,
         mechanism: Mechanism | RobustMean | None = None,
         cohort: Cohort | None = None,
         noise_multiplier: float | None = None,
@@ -191,29 +139,15 @@ evaluate_metrics_aggr_fn
         max_epsilon: float | None = None,
         stopping: Stopping = FIXED,
         ledger: Ledger | str | PathLike[str] | None = None,
-        seed: int | None = None,
-        release: str | None = None,
+        seed: int | Randomness | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
-        placement: Placement = "server",
-        secure: SecureAggregation | None = None,
+        placement: Placement | SecureAggregation = "server",
         hardened_noise: bool | None = None,
+        clients: ClientTraining = ClientTraining(),
+        metrics: ClientMetrics = ClientMetrics(),
+        availability: Availability = Availability(),
         fraction_evaluate: float | None = None,
-        evaluate_every: int = 1,
-        replying: Replying | None = None,
-        reachable: Replying | None = None,
         min_available_nodes: int = 1,
-        node_timeout: float = 180.0,
-        max_failed_rounds: int = 3,
-        algorithm: LocalAlgorithm | None = None,
-        alternation: Alternation | None = None,
-        average_client_state: bool = False,
-        evaluate_quantiles: bool = False,
-        private_metrics: PrivateMetrics | None = None,
-        unprotected_metrics: bool = False,
-        private_examples: bool = False,
-        example_counts: Sequence[int] | None = None,
-        client_budget: ClientBudget | None = None,
-        budgets_end_run: bool = False,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -224,99 +158,77 @@ evaluate_metrics_aggr_fn
         super().__init__()
         refuse_flowers_keywords(flowers)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
+        secure: SecureAggregation | None = None
+        if isinstance(placement, SecureAggregation):
+            secure, placement = placement, "client"
         self.plan, self.private = plan, plan.private
         self.delta, self.placement, self.secure = delta, placement, secure
-        self.protects = plan.private or private_examples
-        self.shows_clients = not self.protects or unprotected_metrics
-        refuse_void_settings(plan, max_epsilon, private_examples, example_counts)
-        if average_client_state:
-            refuse_client_state(plan.private, placement)
-        refuse_private_metrics(
-            private_metrics, plan, placement, private_examples, evaluate_metrics_aggr_fn
-        )
-        fraction = allowed_fraction(
-            fraction_evaluate, self.shows_clients or private_metrics is not None
+        self.protects = plan.private or clients.private_examples
+        self.shows_clients = not self.protects or metrics.unprotected
+        refuse_void_settings(plan, max_epsilon)
+        clients.check(plan, placement)
+        metrics.check(
+            plan,
+            placement,
+            private_examples=clients.private_examples,
+            aggregate=evaluate_metrics_aggr_fn,
         )
         if secure is not None:
-            secure.check(plan, placement, unprotected_metrics)
+            secure.check(plan, unprotected_metrics=metrics.unprotected)
         summed, self.aggregation = _aggregation_of(plan, placement, secure)
         self.mechanism = summed.bound
-        refuse_vectors_of(algorithm, plan.bound, self.protects)
 
         server_optimizer = server_optimizer or ServerSGD()
+        # By the names that the digest of a strategy without a config has.
         others = {
-            "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
-            "secure": secure, "alternation": alternation,
+            "algorithm": clients.algorithm, "replying": availability.replying,
+            "server-optimizer": server_optimizer, "secure": secure,
+            "alternation": clients.alternation,
         }  # fmt: skip
-        self.randomness = keyed(seed, release, plan, placement, others)
+        self.randomness = keyed(seed, plan, placement, others)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer
-        self.alternation = allowed_alternation(alternation, plan, algorithm)
+        self.alternation = clients.alternation
         if not isinstance(ledger, Ledger):
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
         self.ledger = ledger
         self._accounting = Accounting(
-            plan,
-            delta,
-            max_epsilon,
-            stopping,
-            ledger,
-            release,
-            placement,
-            self.randomness,
-            {} if secure is None else secure.public,
+            plan=plan,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            stopping=stopping,
+            ledger=ledger,
+            release=seed.release if isinstance(seed, Randomness) else None,
+            placement=placement,
+            randomness=self.randomness,
+            public={} if secure is None else secure.public,
         )
-        # Which clients' budgets are spent shows who was drawn, so not where the cohort is secret.
-        self._budgets = ClientBudgets(
-            ask=None if plan.private else client_budget,
-            one_ends_run=budgets_end_run,
-            believed=self.protects and not plan.private,
-        )
-        most = min(max_failed_rounds, plan.rounds or max_failed_rounds)  # all of a short run's
-        self._failures = Failures(None if self.protects else most)
+        # Where the cohort is secret nobody's budget is asked or believed: that one is spent shows
+        # who was drawn.
+        self._budgets = ClientTraining() if plan.private else clients
+        most = availability.max_failed_rounds
+        self._failures = Failures(None if self.protects else min(most, plan.rounds or most))
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
-        self._aggregation_settings = AggregationSettings(
-            summed, self.randomness, keys, declared_counts(example_counts, plan.sampler)
-        )
+        counts = clients.counts(plan.sampler.population)
+        self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
         self.participants = Participants(
-            plan,
-            self.randomness,
-            min_available_nodes,
-            node_timeout,
-            replying=replying,
-            private=self.protects,
+            plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
-        evaluators: dict[str, Any] = {
-            "participants": self.participants, "fraction": fraction, "every": evaluate_every,
-            "reachable": reachable, "keys": keys,
+        evaluation: dict[str, Any] = {
+            "participants": self.participants, "metrics": metrics, "keys": keys,
+            "fraction": metrics.fraction(fraction_evaluate, protects=self.protects),
+            "aggregator": evaluate_metrics_aggr_fn,
         }  # fmt: skip
         self.evaluation = (
-            OpenEvaluation(
-                **evaluators, aggregator=evaluate_metrics_aggr_fn, quantiles=evaluate_quantiles
-            )
-            if private_metrics is None
-            else PrivateEvaluation(**evaluators, metrics=private_metrics, rounds=self._accounting)
+            ClientEvaluation(**evaluation)
+            if metrics.private is None
+            else PrivateEvaluation(**evaluation, rounds=self._accounting)
         )
-        extras: dict[str, Extra | None] = {
-            "metrics": TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
-            if self.shows_clients
-            else None,
-            # It sees the caller's config entries, the means above and the parameters alone.
-            "strategy": StrategyConfig(server_optimizer)
-            if isinstance(server_optimizer, FlowerOptimizer)
-            else None,
-            "clients": SharedClientState() if average_client_state else None,
-            # Last: it takes the vectors out of the mean, which then has the parameters' layout.
-            "vectors": NamedVectors(
-                algorithm,
-                plan.sampler.population or 0,
-                plan.denominator if plan.private else None,
-            )
-            if algorithm is not None and algorithm.receives
-            else None,
-        }
-        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
+        train_metrics = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
+        self.extras = _extras_of(
+            plan, clients, server_optimizer, train_metrics if self.shows_clients else None
+        )
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
@@ -352,11 +264,10 @@ evaluate_metrics_aggr_fn
 
 
 def _aggregation_of(
-    plan: ReleasePlan[Mechanism | RobustMean],
-    placement: Placement,
-    secure: SecureAggregation | None,
+    plan: Plan, placement: Placement, secure: SecureAggregation | None
 ) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
     """The plan of a round's sum, and what makes the round's aggregation."""
+    refuse_shares(plan, placement)
     bound = plan.bound
     if isinstance(bound, RobustMean):
         bound.check(plan.sampler.expected_size)
@@ -365,3 +276,26 @@ def _aggregation_of(
     if secure is not None:
         return cast(Any, plan), partial(SecureSum, secure)
     return cast(Any, plan), ClientShares if placement == "client" else ServerSum
+
+
+def _extras_of(
+    plan: Plan,
+    clients: ClientTraining,
+    server_optimizer: ServerOptimizer,
+    train_metrics: TrainMetrics | None,
+) -> dict[str, Extra]:
+    """What a round does besides its sum, in this order."""
+    extras: dict[str, Extra] = {}
+    if train_metrics is not None:
+        extras["metrics"] = train_metrics
+    if isinstance(server_optimizer, FlowerOptimizer):
+        # It sees the caller's config entries, the means above and the parameters alone.
+        extras["strategy"] = StrategyConfig(server_optimizer)
+    if clients.average_state:
+        extras["clients"] = SharedClientState()
+    algorithm = clients.algorithm
+    if algorithm is not None and algorithm.receives:
+        # Last: it takes the vectors out of the mean, which then has the parameters' layout.
+        expected = plan.denominator if plan.private else None
+        extras["vectors"] = NamedVectors(algorithm, plan.sampler.population or 0, expected)
+    return extras

@@ -18,11 +18,12 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.federation.arrays import LazyArray, same_arrays, tensors
+from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
-from fedsim.federation.replies import RecordKeys
+from fedsim.federation.replies import RecordKeys, to_arrays
 from fedsim.federation.row_sums import RowSum
 from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.layout import Layout
 
 SILENT: tuple[Reason, ...] = ("missing", "timeout")
 """Failures of which a Flower node says nothing."""
@@ -156,7 +157,13 @@ class Replies(Iterable[Message]):
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     """Flower replies of a block's clients: their own parameters and what they report."""
     node_of = instructions.recipients.node_of
-    shapes = tensors(instructions.arrays)
+    server = tensors(instructions.arrays)
+    layout = Layout.of(server)
+    if instructions.row_size is not None:  # clients send less than they are sent
+        row = tuple(entry for entry in layout.entries if entry.stop <= instructions.row_size)
+        layout = Layout(row, layout.untrained)
+        named = {entry.name for entry in row}.union(layout.untrained)
+        server = {name: tensor for name, tensor in server.items() if name in named}
     for index, client_id in enumerate(block.client_ids.tolist()):
         request = Message(RecordDict(), node_of[client_id], instructions.message_type)
         if (reason := block.reasons.get(client_id)) is not None:
@@ -166,28 +173,14 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
             continue
         content = RecordDict()
         if block.rows is not None:
-            content[instructions.keys.arrays] = _parameters(
-                shapes, instructions.vector[: block.rows.shape[1]] + block.rows[index]
-            )
-        content["metrics"] = MetricRecord(
-            {name: _scalar(name, values[index]) for name, values in block.metrics.items()}
-        )
+            trained = instructions.vector[: layout.d] + block.rows[index]
+            content[instructions.keys.arrays] = array_record(to_arrays(trained, layout, server))
+        reported = {name: float(values[index]) for name, values in block.metrics.items()}
+        content["metrics"] = metric_record(reported)
         yield Message(content, reply_to=request)
 
 
-def _parameters(like: dict[str, Tensor], vector: Tensor) -> ArrayRecord:
-    record = ArrayRecord()
-    start = 0
-    for name, tensor in like.items():
-        if tensor.is_floating_point():
-            stop = start + tensor.numel()
-            values = vector[start:stop].reshape(tensor.shape).to(tensor.dtype)
-            record[name] = LazyArray(values)
-            start = stop
-        else:
-            record[name] = LazyArray(tensor)
-    return record
-
-
-def _scalar(name: str, value: np.float64) -> int | float:
-    return int(value) if name == "num-examples" else float(value)
+def metric_record(reported: Mapping[str, float]) -> MetricRecord:
+    """What a client reports, as Flower's clients do: its number of examples is a whole number."""
+    whole = {name: int(value) for name, value in reported.items() if name == "num-examples"}
+    return MetricRecord({**reported, **whole})

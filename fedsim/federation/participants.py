@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,39 @@ from fedsim.privacy.laws import SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
+from fedsim.settings import check_settings
 
 _log = logging.getLogger("fedsim")
 
 Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
 """``(round, client ids [n])`` to which of them take part, bool ``[n]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """When clients are there, and how long a strategy goes on where they are not.
+
+    Parameters
+    ----------
+    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Which of the sampled clients take part, by a trace or a model of devices. It must not
+        depend on data: the others count as missing.
+    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Which of the clients that are to evaluate can be reached, in the same way.
+    node_timeout : float
+        Seconds to wait for ``min_available_nodes`` clients before a round.
+    max_failed_rounds : int
+        So many rounds in a row without a usable reply fail a run without privacy, or all of its
+        rounds if there are fewer.
+    """
+
+    replying: Replying | None = None
+    reachable: Replying | None = None
+    node_timeout: float = 180.0
+    max_failed_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 class Participants:
@@ -34,16 +63,15 @@ class Participants:
     randomness : Randomness
     min_available : int
         Clients to wait for before a round.
-    timeout : float
-        Seconds to wait for them.
-    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the sampled clients take part.
+    availability : Availability
     private : bool
         Then they are waited for before the first round only: later, clients may have left
         because of their data, and one is enough.
 
     Attributes
     ----------
+    replying, reachable
+        Those of ``availability``.
     ignored : int
         Nodes that were connected last and are no client of the run.
     """
@@ -53,9 +81,8 @@ class Participants:
         plan: ReleasePlan[Bounded],
         randomness: Randomness,
         min_available: int,
-        timeout: float,
+        availability: Availability,
         *,
-        replying: Replying | None = None,
         private: bool,
     ) -> None:
         self.population = declared_population(plan.sampler)
@@ -64,10 +91,11 @@ class Participants:
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=plan.amplified)
         self._min_available = min_available
-        self.replying, self._private = replying, private
+        self.replying, self.reachable = availability.replying, availability.reachable
+        self._private = private
         self._begun = False
         self._warned = (0, 0)
-        self._directory = ClientDirectory(timeout=timeout)
+        self._directory = ClientDirectory(timeout=availability.node_timeout)
         self.ignored = 0
 
     def nodes(self, grid: Grid) -> Mapping[int, int]:
@@ -125,7 +153,7 @@ class Participants:
         return self.present(server_round, self.cohort(server_round), grid, self.replying)
 
     def present(
-        self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None = None
+        self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None
     ) -> Recipients:
         """The clients of a ``cohort`` that are available and ``replying``."""
         nodes, present = self.nodes(grid), cohort
@@ -162,16 +190,14 @@ class Participants:
         """Resume what `state` gave."""
         self._cohort.restore(state)
 
-    def evaluators(
-        self, server_round: int, grid: Grid, fraction: float, reachable: Replying | None
-    ) -> Recipients:
-        """A ``fraction`` of the available clients, at least one; of these the ``reachable``."""
+    def evaluators(self, server_round: int, grid: Grid, fraction: float) -> Recipients:
+        """A ``fraction`` of the available clients, at least one; of these the reachable."""
         nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
         chosen = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
-        if reachable is not None:
-            chosen = chosen[reachable(server_round, chosen)]
+        if self.reachable is not None:
+            chosen = chosen[self.reachable(server_round, chosen)]
         return Recipients(chosen, _node_ids(chosen, nodes))
 
 

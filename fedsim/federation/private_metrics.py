@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,67 +10,23 @@ import torch
 from flwr.app import MetricRecord
 from flwr.serverapp import Grid
 
-from fedsim.cohorts import Cohort
 from fedsim.errors import BudgetSpentError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Recipients
 from fedsim.federation.replies import Reply
-from fedsim.mechanisms import Clipping, NoiseSource, Releaser
+from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.mechanisms.bounded_values import (
     Floats,
-    ValueRange,
     joint_norm,
     joint_rows,
     split_sums,
 )
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 
 EXAMPLES = "num-examples"
-
-
-@dataclass(frozen=True)
-class PrivateMetrics:
-    """Which of clients' metrics are released with noise, and with how much.
-
-    Guarantee: an evaluation is one Gaussian of this multiplier on a sum to which a client adds at
-    most C, the norm of all its clamped numbers together.
-
-    Parameters
-    ----------
-    ranges : sequence of ValueRange
-        One a metric; others are not released.
-    noise_multiplier : float
-    hardened : bool
-        As of `DPFedAvg`.
-
-    Raises
-    ------
-    FedsimError
-        If there is no metric.
-    """
-
-    ranges: Sequence[ValueRange]
-    noise_multiplier: float
-    hardened: bool = True
-
-    def plan(self, cohort: Cohort, fraction: float) -> ReleasePlan[Clipping]:
-        """What one evaluation releases, by this fraction of a cohort's population."""
-        return ReleasePlan(
-            level="client",
-            sampler=evaluation_sampler(cohort, fraction),
-            bound=Clipping(joint_norm(self.ranges)),
-            noise=Independent(self.noise_multiplier, self.hardened),
-        )
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """Names of the numbers that an evaluation releases."""
-        return tuple(name for one in self.ranges for name in one.shown)
 
 
 @dataclass(kw_only=True)
@@ -80,21 +35,23 @@ class PrivateEvaluation(ClientEvaluation):
 
     Parameters
     ----------
-    metrics : PrivateMetrics
     rounds : Accounting
         Of the rounds, whose population and neighbours evaluations have.
 
     Attributes
     ----------
+    released : PrivateMetrics
+        Those of ``metrics``.
     plan : ReleasePlan
         What one evaluation releases.
     """
 
-    metrics: PrivateMetrics
     rounds: Accounting
 
     def __post_init__(self) -> None:
-        self.plan = self.metrics.plan(self.rounds.plan.sampler, self.fraction)
+        assert self.metrics.private is not None
+        self.released = self.metrics.private
+        self.plan = self.released.plan(self.rounds.plan.sampler, self.fraction)
         # Keyed by all that this release follows from: other metrics have other noise.
         keyed = self.rounds.randomness
         release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
@@ -109,7 +66,7 @@ class PrivateEvaluation(ClientEvaluation):
         """Each client independently, at the rate that is charged."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         drawn = self.plan.sampler.draw(server_round, draws)
-        return self.participants.present(server_round, drawn, grid, self.reachable)
+        return self.participants.present(server_round, drawn, grid, self.participants.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """The noisy sum, written to the ledger before it is released."""
@@ -127,7 +84,7 @@ class MetricsRelease:
 
     def __init__(self, evaluation: PrivateEvaluation, round: int) -> None:
         self._evaluation, self._round = evaluation, round
-        self._ranges = evaluation.metrics.ranges
+        self._ranges = evaluation.released.ranges
         size = sum(one.size for one in self._ranges)
         layout = Layout.of({"metrics": torch.empty(size, dtype=torch.float64)})
         self._releaser = Releaser(evaluation.plan, layout)

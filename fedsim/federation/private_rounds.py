@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
+from fedsim.federation.accounting import Accounting, Placement
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
+from fedsim.federation.client_settings import ClientTraining
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
@@ -28,7 +28,6 @@ from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import (
     refuse_running_statistics,
-    refuse_shares,
     refuse_too_many,
 )
 from fedsim.mechanisms import Mechanism, State
@@ -80,7 +79,7 @@ class PrivateRounds(ResumableStrategy):
     server_optimizer: ServerOptimizer
     alternation: Alternation | None
     _accounting: Accounting
-    _budgets: ClientBudgets
+    _budgets: ClientTraining
     participants: Participants
     evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
@@ -89,10 +88,7 @@ class PrivateRounds(ResumableStrategy):
     _failures: Failures
 
     def __init__(self) -> None:
-        self.rounds_done = 0
-        self.stopped: str | None = None
         self.report: RoundReport | None = None
-        self.result: Result | None = None
         self._pending: ServerSum | None = None
         self._mechanism_state: State = {}
         # Of a row, and what it is made of, as a checkpoint says it; None before the first round.
@@ -127,7 +123,7 @@ class PrivateRounds(ResumableStrategy):
         self._aggregation_settings.noise.begin(server_round, attempt)
         recipients = self.participants.drawn(server_round, grid)
         vector = self._model.flatten(server)
-        if self._stops(self._budgets.exceeded(vector, recipients.client_ids, server_round)):
+        if self._stops(self._budgets.over_budget(vector, recipients.client_ids, server_round)):
             return []
         instructions = Instructions(
             message_type="train",
@@ -176,13 +172,13 @@ class PrivateRounds(ResumableStrategy):
         tuple
             New parameters, None if no release was made, as where a client's own budget does not
             allow one and the run stops; and the training metrics, None in a private run without
-            ``unprotected_metrics``.
+            ``ClientMetrics(unprotected=True)``.
 
         Raises
         ------
         RunFailedError
-            After ``max_failed_rounds`` rounds in a row without a usable reply, in a run
-            without privacy.
+            After ``Availability.max_failed_rounds`` rounds in a row without a usable reply, in a
+            run without privacy.
         ValueError
             If this round was not configured, or has been aggregated before.
         """
@@ -205,7 +201,8 @@ class PrivateRounds(ResumableStrategy):
         content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on counts one too many.
         if self._stops(
-            self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, content)
+            self._budgets.budgets_spent(report)
+            or self._accounting.record(server_round, clip_norm, content)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
@@ -261,11 +258,10 @@ class PrivateRounds(ResumableStrategy):
         Raises
         ------
         FedsimError
-            If the mechanism, the placement of its noise or the budget does not fit the model.
+            If the mechanism or the budget does not fit the model.
         """
         layout = self.take_layout(tensors(arrays))
         self.mechanism.sensitivity(self._mechanism_state, layout)
-        refuse_shares(self.plan, self.placement)
         self._accounting.check()
         if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()

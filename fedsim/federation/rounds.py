@@ -48,9 +48,9 @@ class ResumableStrategy(Strategy):
     log: logging.Logger = _log
     loop_has_stages: bool = False
     protects: bool
-    rounds_done: int
-    stopped: str | None
-    result: Result | None
+    rounds_done: int = 0
+    stopped: str | None = None
+    result: Result | None = None
     _observer_failed: bool = False
 
     @abstractmethod

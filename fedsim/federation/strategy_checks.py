@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from fedsim.arguments import shown
-from fedsim.clients import LocalAlgorithm
-from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.mechanisms import Mechanism, NoPrivacy
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
-from fedsim.rows.alternation import Alternation
 from fedsim.rows.layout import Layout
 
 SPREAD = 10.0
@@ -142,25 +135,6 @@ def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> 
             )
 
 
-def refuse_client_state(private: bool, placement: str) -> None:
-    """Refuse to average the state that clients report, where they may not report it.
-
-    Raises
-    ------
-    FedsimError
-    """
-    must = "client.state is 'server' (average_client_state=True); it must be 'reset' or 'client' "
-    if private:
-        raise FedsimError(
-            f"{must}in a run with client-level privacy: what clients report of their state would "
-            "be a release of its own."
-        )
-    if placement == "client":
-        raise FedsimError(
-            f"{must}while noise.placement = 'client': clients send their shares and nothing else."
-        )
-
-
 def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
     """Refuse to place noise in clients where there is none, or none that they could share.
 
@@ -178,106 +152,8 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
-def refuse_vectors_of(
-    algorithm: LocalAlgorithm | None, mechanism: Mechanism | RobustMean, protects: bool
-) -> None:
-    """Refuse vectors in a private run, and weights and bounds where they must be plain means.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if algorithm is None:
-        return
-    if protects:
-        refuse_vectors(algorithm)
-    if not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
-        return
-    if mechanism.guarantee != "none" and not algorithm.sends:
-        return  # it bounds the same way itself
-    raise FedsimError(
-        f"{mechanism} (mechanism.name) weighs or bounds what clients send, of which "
-        f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' with "
-        "mechanism.weighting = 'uniform'."
-    )
-
-
-def allowed_alternation(
-    alternation: Alternation | None, plan: ReleasePlan[Bounded], algorithm: LocalAlgorithm | None
-) -> Alternation | None:
-    """The alternation, unless something is of all coordinates of a row, of which some rest.
-
-    Raises
-    ------
-    FedsimError
-        For a bound of more than a row's norm, noise that cancels over rounds, and named vectors.
-    """
-    if alternation is None:
-        return None
-    bound, two = plan.bound, Layout.of({"row": torch.zeros(2)})
-    by_norm = isinstance(bound, ScalingBound) and all(
-        value.numel() == 1 for value in bound.init(two).values()
-    )
-    if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
-        raise FedsimError(
-            f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
-            "entries rest in each round (adapter.factors = 'alternating'); it must be 'clipping', "
-            "'normalization', 'quantile-clipping' or 'none', alone."
-        )
-    if not isinstance(plan.noise, Independent):
-        raise FedsimError(
-            f"{plan.noise} (noise.name) cancels over rounds, which it does not where some of a "
-            "row's entries rest in each (adapter.factors = 'alternating'); it must be "
-            "'independent'."
-        )
-    if algorithm is not None and algorithm.receives:
-        raise FedsimError(
-            f"{type(algorithm).__name__} (client.name) sends vectors of all parameters, and some "
-            "rest in each round (adapter.factors = 'alternating'); it must send its update alone."
-        )
-    return alternation
-
-
-def refuse_private_metrics(
-    metrics: object,
-    plan: ReleasePlan[Bounded],
-    placement: str,
-    private_examples: bool,
-    aggregate: object,
-) -> None:
-    """Refuse private metrics that have no budget, or that the server would see without noise.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if metrics is None:
-        return
-    must = "private_metrics is given (evaluate.private); it must be left out"
-    if not plan.private:
-        raise FedsimError(f"{must} in a run without client-level privacy, which has no budget.")
-    if placement == "client":
-        raise FedsimError(
-            f"{must} while placement = 'client': clients send their shares and nothing else."
-        )
-    if private_examples:
-        raise FedsimError(
-            f"{must} where clients protect their examples: the server would see metrics of them "
-            "without noise."
-        )
-    if plan.selection is not None:
-        raise FedsimError(f"{must} in a run of a selection, which is charged as whole runs alone.")
-    if aggregate is not None:
-        raise FedsimError(
-            f"{must} beside evaluate_metrics_aggr_fn, which would see metrics without noise."
-        )
-
-
 def refuse_void_settings(
-    plan: ReleasePlan[Mechanism | RobustMean],
-    max_epsilon: float | None,
-    private_examples: bool,
-    example_counts: Sequence[int] | None,
+    plan: ReleasePlan[Mechanism | RobustMean], max_epsilon: float | None
 ) -> None:
     """Refuse settings that contradict a guarantee, or claim one that is not there.
 
@@ -296,29 +172,6 @@ def refuse_void_settings(
         raise FedsimError(
             f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
         )
-    if private_examples and mechanism.weighting == "num-examples" and example_counts is None:
-        raise FedsimError(
-            "example_counts is None, but clients protect their examples and their updates are "
-            "weighed by num-examples (mechanism.weighting); declare the counts, which are then "
-            "public, or weigh uniformly."
-        )
-
-
-def allowed_fraction(fraction_evaluate: float | None, shows_clients: bool) -> float:
-    """Share of the clients that evaluate; by default all, or none where that would show them.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if fraction_evaluate is None:
-        return 1.0 if shows_clients else 0.0
-    if fraction_evaluate > 0 and not shows_clients:
-        raise FedsimError(
-            f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
-            "without noise; set it to 0, or unprotected_metrics=True to allow that."
-        )
-    return fraction_evaluate
 
 
 def refuse_too_many(cohort: Cohort, most: int) -> None:
@@ -337,23 +190,6 @@ def refuse_too_many(cohort: Cohort, most: int) -> None:
             f"the {cohort.name} cohort may draw {likely:,.0f} clients (cohort, partition.clients); "
             f"one exact sum has room for {most:,}, so that it must draw fewer."
         )
-
-
-def declared_counts(counts: Sequence[int] | None, cohort: Cohort) -> npt.NDArray[np.float64] | None:
-    """Example counts by client id, ``[population]``.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if counts is None:
-        return None
-    if len(counts) != cohort.population or min(counts) < 0:
-        raise FedsimError(
-            f"example_counts has {len(counts)} numbers; it must have one, 0 or more, for each of "
-            f"the {cohort.population} clients of the population."
-        )
-    return np.asarray(counts, dtype=np.float64)
 
 
 def refuse_running_statistics(names: Iterable[str]) -> None:

@@ -30,8 +30,8 @@ from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSect
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
+from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
-from fedsim.federation.private_metrics import PrivateMetrics
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client

@@ -21,6 +21,7 @@ from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.process import usable_cores
+from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
@@ -38,7 +39,13 @@ from fedsim.runs.initial_model import (
     try_model,
 )
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.strategies import DPFedAvg, RobustMean
+from fedsim.strategies import (
+    Availability,
+    ClientMetrics,
+    ClientTraining,
+    DPFedAvg,
+    RobustMean,
+)
 from fedsim.training import ExamplePrivacy, Trainer
 
 
@@ -259,27 +266,31 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         max_epsilon=config.noise.max_epsilon,
         stopping=stopping(config.to_run_config()),
         ledger=ledger,
-        seed=seed_of(config),
-        release=resolved.release,
+        seed=Randomness(seed_of(config), resolved.release),
         server_optimizer=server_optimizer or factories.server_optimizer(config),
-        placement=config.noise.placement,
-        secure=factories.secure_aggregation(config),
+        placement=factories.secure_aggregation(config) or config.noise.placement,
+        clients=ClientTraining(
+            algorithm=factories.algorithm(config),
+            alternation=factories.alternation(config, resolved.model),
+            average_state=client.state == "server",
+            private_examples=client.private,
+            example_counts=sizes,
+            budget=trainer.over_budget if asks else None,
+            budgets_end_run=not config.engine.federation,
+        ),
+        metrics=ClientMetrics(
+            every=max(evaluate.clients_every, 1),
+            quantiles=True,
+            private=factories.private_metrics(config),
+            unprotected=evaluate.unprotected,
+        ),
+        availability=Availability(
+            replying=resolved.replying,
+            reachable=resolved.devices.reachable,
+            node_timeout=config.engine.node_timeout,
+            max_failed_rounds=config.server.max_failed_rounds,
+        ),
         fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
-        evaluate_every=max(evaluate.clients_every, 1),
-        evaluate_quantiles=True,
-        node_timeout=config.engine.node_timeout,
-        replying=resolved.replying,
-        reachable=resolved.devices.reachable,
-        max_failed_rounds=config.server.max_failed_rounds,
-        algorithm=factories.algorithm(config),
-        alternation=factories.alternation(config, resolved.model),
-        average_client_state=client.state == "server",
-        private_metrics=factories.private_metrics(config),
-        unprotected_metrics=evaluate.unprotected,
-        client_budget=trainer.over_budget if asks else None,
-        budgets_end_run=not config.engine.federation,
-        private_examples=client.private,
-        example_counts=sizes,
     )
 
 

@@ -113,7 +113,7 @@ class PersistentState:
         if not config.get(CLIENT_STATE):
             raise FedsimError(
                 "client.state is 'server', but this strategy keeps no state of clients; it must be "
-                "'reset' or 'client', or the strategy DPFedAvg(average_client_state=True)."
+                "'reset' or 'client', or the strategy's clients=ClientTraining(average_state=True)."
             )
         self.store = ServerState(config)
 

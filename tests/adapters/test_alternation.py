@@ -17,7 +17,7 @@ from fedsim.mechanisms import AdaClip, Clipping, Normalization
 from fedsim.rows.alternation import Alternation
 from fedsim.rows.layout import Layout
 from fedsim.runs.resolve import resolve
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientTraining, DPFedAvg
 
 COMMON = [
     "rounds=4", "partition.clients=5", "data.train=:100", "data.test=:30", "client.steps=2",
@@ -109,7 +109,7 @@ def test_only_bounds_by_the_norm_go_with_parts_that_rest(mechanism, refused: str
             mechanism=mechanism,
             cohort=FullCohort(population=4),
             noise_multiplier=1.0,
-            alternation=Alternation((("b",), ("a",))),
+            clients=ClientTraining(alternation=Alternation((("b",), ("a",)))),
         )
 
     if refused:

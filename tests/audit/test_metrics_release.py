@@ -13,6 +13,7 @@ from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.federation.accounting import Accounting
+from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.private_metrics import MetricsRelease, PrivateEvaluation
 from fedsim.mechanisms import Clipping
 from fedsim.runs.resolve import resolve
@@ -61,11 +62,7 @@ def _wider_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = private_metrics.joint_rows
     monkeypatch.setattr(private_metrics, "joint_rows", lambda *given: 3 * rows(*given))
-    monkeypatch.setattr(
-        private_metrics.PrivateMetrics,
-        "plan",
-        _planned_with(private_metrics.PrivateMetrics.plan),
-    )
+    monkeypatch.setattr(PrivateMetrics, "plan", _planned_with(PrivateMetrics.plan))
 
 
 def _planned_with(plan: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp
+from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
@@ -27,7 +28,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
 )
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg, TrimmedMean, sgd
+from fedsim.strategies import ClientTraining, DPFedAvg, TrimmedMean, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 SIZES = [4, 7, 0, 9, 5]
@@ -46,16 +47,16 @@ def initial(trainer: Trainer):
     return array_record({k: v.clone() for k, v in trainer.layout.unflatten(vector).items()})
 
 
-def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", state=None, **settings):
+def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", clients=None, **settings):
     strategy = DPFedAvg(
         mechanism=NoPrivacy(weighting),
         cohort=cohort or FullCohort(trainer.population),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm, **(clients or {})),
         fraction_evaluate=0.0,
         **settings,
     )
-    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds, state=state)
+    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
     return trainer.layout.flatten(tensors(result.arrays)), strategy
 
 
@@ -320,7 +321,7 @@ def test_a_run_goes_on_with_the_servers_variate() -> None:
         mechanism=NoPrivacy("uniform"),
         cohort=PoissonCohort(0.6, POPULATION),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm),
         fraction_evaluate=0.0,
     )
     result = resumed.start(LocalGrid(trainer), before.result.arrays, 6, state=before.state())
@@ -334,7 +335,7 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
             mechanism=Clipping(1.0),
             noise_multiplier=1.0,
             cohort=FullCohort(5),
-            algorithm=Scaffold(),
+            clients=ClientTraining(algorithm=Scaffold()),
         )
     with pytest.raises(FedsimError, match=sentence):
         make_trainer(Scaffold(), batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0))
@@ -355,14 +356,17 @@ def test_scaffold_refuses_what_weighs_or_bounds_its_control_variates(mechanism) 
     """Algorithm 1 adds their plain sum over N: else c is not the mean of all c_i."""
     with pytest.raises(FedsimError, match=r"Scaffold \(client\.name\) needs the plain mean"):
         DPFedAvg(
-            mechanism=mechanism, noise_multiplier=0.0, cohort=FullCohort(5), algorithm=Scaffold()
+            mechanism=mechanism,
+            noise_multiplier=0.0,
+            cohort=FullCohort(5),
+            clients=ClientTraining(algorithm=Scaffold()),
         )
     with pytest.raises(FedsimError, match=r"needs the plain mean"):
         DPFedAvg(
             mechanism=mechanism,
             noise_multiplier=0.0,
             cohort=FullCohort(5),
-            algorithm=Proximal(Scaffold(), 0.1),
+            clients=ClientTraining(algorithm=Proximal(Scaffold(), 0.1)),
         )
 
 
@@ -384,7 +388,7 @@ def test_a_client_that_diverges_keeps_the_variate_that_it_had() -> None:
         mechanism=NoPrivacy("uniform"),
         cohort=FullCohort(POPULATION),
         seed=3,
-        algorithm=trainer.algorithm,
+        clients=ClientTraining(algorithm=trainer.algorithm),
         fraction_evaluate=0.0,
     )
     resumed.start(LocalGrid(trainer), strategy.result.arrays, 3, state=strategy.state())
@@ -412,8 +416,8 @@ def private(algorithm=None, bound=CLIPPED, steps=3, **facts):
 
 def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **settings):
     strategy = DPFedAvg(
-        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3, algorithm=trainer.algorithm,
-        fraction_evaluate=0.0, **settings,
+        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3,
+        clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0, **settings,
     )  # fmt: skip
     result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
     return trainer.layout.flatten(tensors(result.arrays)), strategy
@@ -509,17 +513,35 @@ def test_how_many_clients_replied_does_not_enter_the_servers_variate(monkeypatch
         assert len({*shares}) == 1 or not strategy.private
 
 
+def test_what_private_clients_send_as_messages_has_the_vectors_of_their_rows_alone() -> None:
+    """A wrapper that goes over the replies gets messages: of the update, and no variate."""
+    trainer, bound = make_trainer(private()), Clipping(0.4)
+    reached, _ = private_run(trainer, bound, FullCohort(POPULATION), rounds=1, z=1.0)
+    trainer = make_trainer(private())
+    strategy = DPFedAvg(
+        mechanism=bound, cohort=FullCohort(POPULATION), noise_multiplier=1.0, seed=3,
+        clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0,
+    )  # fmt: skip
+    grid, arrays = LocalGrid(trainer), initial(trainer)
+    asked = strategy.configure_train(1, arrays, ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(asked))
+    assert [*replies[0].content["arrays"]] == [*arrays]
+    moved, _ = strategy.aggregate_train(1, replies)
+    assert strategy.report.usable == POPULATION
+    torch.testing.assert_close(trainer.layout.flatten(tensors(moved)), reached, rtol=0, atol=1e-9)
+
+
 def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() -> None:
     privacy = ExamplePrivacy(Clipping(1.0), 0.5)
     algorithm = Scaffold(0.2, 0.5).for_run(RunFacts(private_examples=True, steps=3))
     sizes = [4, 7, 6, 9, 5]
     trainer = make_trainer(algorithm, sizes, batch_size=2, privacy=privacy)
-    _, strategy = run(trainer, private_examples=True)
+    _, strategy = run(trainer, clients={"private_examples": True})
     mean = trainer.packing.unpack(trainer.state()["variate"]).mean(0)
     torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-10)
     assert float(mean.norm()) > 0
     plain = make_trainer(SGD(0.2), sizes, batch_size=2, privacy=privacy, state="reset")
-    run(plain, private_examples=True)
+    run(plain, clients={"private_examples": True})
     delta = 1e-5
     assert trainer.ledgers.epsilon(0, delta) == plain.ledgers.epsilon(0, delta)
 

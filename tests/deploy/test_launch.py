@@ -30,7 +30,7 @@ class Failing:
     def __init__(self, log: str) -> None:
         self._log = log
 
-    def follow(self, run_id: int, look: Any, alive: Any) -> str:
+    def follow(self, run_id: int, look: Any) -> str:
         return "finished:failed"
 
     def log(self, run_id: int) -> str:
@@ -47,7 +47,7 @@ class Failing:
 )
 def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reason: str) -> None:
     with pytest.raises(RunFailedError, match=f"for run 7: .*{reason}"):
-        _follow(Failing(log), 7)
+        _follow(Failing(log), 7, lambda: None)
 
 
 def lose_the_superlink(*, asked: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedsim.deploy import processes as module
-from fedsim.deploy.processes import Processes, Service, Supervisor, free_ports, wait_for_port
+from fedsim.deploy.processes import Processes, Service, free_ports, wait_for_port
 from fedsim.errors import FedsimError
 
 # A child that has a child of its own, as the SuperLink has its apps.
@@ -135,7 +135,7 @@ BROKEN = (sys.executable, "-S", "-c", "print('no such key')")
 @pytest.fixture
 def supervisor(monkeypatch):
     monkeypatch.setattr(module, "_PAUSE", 0.0)
-    with Supervisor(grace=0.2) as supervising:
+    with Processes(grace=0.2) as supervising:
         yield supervising
 
 

@@ -18,7 +18,7 @@ from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, QuantileClipping
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientTraining, DPFedAvg
 from fedsim.training import ClientData, Trainer
 
 TARGETS = torch.tensor([[3.0, 4.0], [-1.0, 2.0], [0.5, -2.5]], dtype=torch.float64)
@@ -49,7 +49,7 @@ def made(normec, targets, bound, cohort, rounds, beta=0.5, gamma=1.0, steps=1):
     server = normec.MemoryStep(rate=beta * share, lr=gamma)
     strategy = DPFedAvg(
         mechanism=bound or NoPrivacy("uniform"), noise_multiplier=0.0, cohort=cohort, seed=3,
-        algorithm=algorithm, server_optimizer=server, fraction_evaluate=0.0,
+        clients=ClientTraining(algorithm=algorithm), server_optimizer=server, fraction_evaluate=0.0,
     )  # fmt: skip
     arrays = array_record({"weight": torch.zeros(2, 1, dtype=torch.float64)})
     result = strategy.start(LocalGrid(trainer), arrays, num_rounds=rounds)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 import pickle
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedsim.federation.arrays import LazyArray, array_record, own_content, tensors
+from fedsim.federation.arrays import LazyArray, array_record, tensors
 
 
 def test_a_lazy_array_looks_like_flowers_own():
@@ -60,7 +61,7 @@ def test_tensors_reads_plain_arrays_and_scalars():
     assert read["s"].shape == ()
 
 
-def test_own_content_shares_no_container_with_its_source():
+def test_a_copied_content_shares_no_container_with_its_source():
     source = RecordDict(
         {
             "arrays": array_record({"w": torch.zeros(2)}),
@@ -69,7 +70,7 @@ def test_own_content_shares_no_container_with_its_source():
             "metrics": MetricRecord({"list": [1.0]}),
         }
     )
-    own = own_content(source)
+    own = copy.deepcopy(source)
     own["arrays"]["w"].data = Array(np.float32([5, 5])).data
     own["plain"].to_numpy_ndarrays(keep_input=False)
     own["config"]["list"].append(3)

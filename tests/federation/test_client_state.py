@@ -23,7 +23,7 @@ from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.rows.block import Block
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientTraining, DPFedAvg
 
 TREE = {
     "seed": 5,
@@ -126,7 +126,7 @@ def test_every_client_gets_the_mean_of_the_last_rounds_and_of_nobody_who_failed(
     app.train()(train)
     strategy = DPFedAvg(
         mechanism=NoPrivacy("uniform"), cohort=FullCohort(4), fraction_evaluate=0.0,
-        average_client_state=True,
+        clients=ClientTraining(average_state=True),
     )  # fmt: skip
     initial = array_record({"w": torch.zeros(2, dtype=torch.float64)})
     result = strategy.start(LocalGrid(app, num_nodes=4), initial, 3)
@@ -167,10 +167,11 @@ def test_a_resumed_run_ends_with_the_same_bytes():
 
 def test_a_private_run_refuses_to_average_what_clients_report():
     with pytest.raises(FedsimError, match=r"client\.state is 'server'.*client-level privacy"):
-        DPFedAvg(cohort=FullCohort(3), average_client_state=True, **PRIVATE)
+        DPFedAvg(cohort=FullCohort(3), clients=ClientTraining(average_state=True), **PRIVATE)
     with pytest.raises(FedsimError, match=r"client\.state is 'server'.*placement"):
         DPFedAvg(
-            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), average_client_state=True,
+            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3),
+            clients=ClientTraining(average_state=True),
             placement="client",
         )  # fmt: skip
 

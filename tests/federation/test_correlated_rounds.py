@@ -25,6 +25,7 @@ from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
 
 CLIENTS, D, ROUNDS, LAMBDA, Z = 8, 20_000, 8, 0.6, 3.0
@@ -39,7 +40,7 @@ def strategy_of(ledger: Path | None = None, seed: int | None = None, **plan: obj
     }
     made = ReleasePlan(level="client", **(settings | plan))
     # One digest: plans that are compared at one seed are keyed alike.
-    return DPFedAvg(plan=made, ledger=ledger, seed=seed, release="a digest")
+    return DPFedAvg(plan=made, ledger=ledger, seed=Randomness(seed, "a digest"))
 
 
 def releases(strategy: DPFedAvg, rounds: range) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization
 from fedsim.privacy import Independent, Ledger, epsilon
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.strategies import DPFedAvg, adam, sgd
+from fedsim.strategies import ClientMetrics, DPFedAvg, adam, sgd
 
 
 def start(
@@ -349,7 +349,7 @@ def test_metrics_of_clients_stay_with_them_in_a_private_run() -> None:
     private = metrics(noise_multiplier=1.0)
     assert private.train_metrics_clientapp == {}
     assert private.evaluate_metrics_clientapp == {}
-    shown = metrics(noise_multiplier=1.0, unprotected_metrics=True)
+    shown = metrics(noise_multiplier=1.0, metrics=ClientMetrics(unprotected=True))
     assert shown.train_metrics_clientapp[1]["loss"] == pytest.approx((1 + 1 + 2 * 2) / 4)
     assert shown.evaluate_metrics_clientapp[1]["loss"] == 2.0
     assert metrics(noise_multiplier=0.0).train_metrics_clientapp[1]["num-examples"] == 4

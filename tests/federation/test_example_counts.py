@@ -17,7 +17,7 @@ from fedsim.mechanisms import NoPrivacy
 from fedsim.rows.block import DECLARED_EXAMPLES
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.runs.runner import drive
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientTraining, DPFedAvg
 from fedsim.training import ClientData
 
 UPDATES = torch.tensor([[1.0], [5.0]])
@@ -37,19 +37,21 @@ def moved(reported: list[int], **settings: object) -> float:
 def test_declared_counts_weigh_whatever_clients_report() -> None:
     assert moved([1, 1]) == pytest.approx(3.0)
     for reported in ([1, 1], [1, 1000], [0, 7]):
-        weighed = moved(reported, private_examples=True, example_counts=[3, 1])
+        weighed = moved(
+            reported, clients=ClientTraining(private_examples=True, example_counts=[3, 1])
+        )
         assert weighed == pytest.approx(2.0)
 
 
 def test_counts_that_clients_report_do_not_weigh_private_examples() -> None:
     with pytest.raises(FedsimError, match="declare the counts, which are then public"):
-        moved([1, 1], private_examples=True)
+        moved([1, 1], clients=ClientTraining(private_examples=True))
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 3], [1, -1]])
 def test_a_count_is_declared_for_every_client(counts: list[int]) -> None:
     with pytest.raises(FedsimError, match="one, 0 or more, for each of the 2 clients"):
-        moved([1, 1], private_examples=True, example_counts=counts)
+        moved([1, 1], clients=ClientTraining(private_examples=True, example_counts=counts))
 
 
 def test_a_config_declares_the_sizes_of_its_partition() -> None:

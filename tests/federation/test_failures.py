@@ -21,7 +21,7 @@ from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.rows.block import Block, Ids
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
-from fedsim.strategies import DPFedAvg, RunFailedError
+from fedsim.strategies import Availability, ClientTraining, DPFedAvg, RunFailedError
 
 EVERYBODY = tuple(range(40))
 
@@ -85,7 +85,7 @@ def list_of(strategy, server_round, initial, grid):
 
 
 def test_failures_never_end_a_private_run_and_are_said(caplog):
-    private = strategy(max_failed_rounds=1)
+    private = strategy(availability=Availability(max_failed_rounds=1))
     with caplog.at_level(logging.WARNING, logger="fedsim"):
         private.start(LocalGrid(nan_trainer(3)), array_record({"w": torch.zeros(3)}), 7)
     assert private.privacy_spent().num_releases == 7
@@ -111,19 +111,21 @@ def test_nodes_that_leave_a_private_run_later_on_do_not_end_it():
             nodes = super().client_ids()
             return {k: nodes[k] for k in range(self.left, len(nodes))}
 
+    at_once = Availability(node_timeout=0.0)
     grid = Leaving(Fixed(torch.ones(40, 2)))
     initial = array_record({"w": torch.zeros(2)})
-    private = strategy(min_available_nodes=40, node_timeout=0.0)
+    private = strategy(min_available_nodes=40, availability=at_once)
     private.start(grid, initial, 3, on_round=lambda t, _: setattr(grid, "left", 39))
     assert private.report is not None
     assert (private.report.round, private.report.usable, private.report.failed) == (3, 1, 39)
-    plain = strategy(min_available_nodes=40, node_timeout=0.0, noise_multiplier=0.0)
+    plain = strategy(min_available_nodes=40, availability=at_once, noise_multiplier=0.0)
     with pytest.raises(FedsimError, match="1 of the 40 clients"):
         plain.start(grid, initial, 1)
 
 
 def test_a_run_whose_clients_protect_their_examples_goes_on_too():
-    plain = strategy(mechanism=NoPrivacy("uniform"), noise_multiplier=0.0, private_examples=True)
+    clients = ClientTraining(private_examples=True)
+    plain = strategy(mechanism=NoPrivacy("uniform"), noise_multiplier=0.0, clients=clients)
     result = plain.start(LocalGrid(nan_trainer(2)), array_record({"w": torch.ones(2)}), 10)
     assert tensors(result.arrays)["w"].tolist() == [1.0, 1.0]
     assert plain.report is not None
@@ -159,9 +161,8 @@ def test_no_single_client_ends_a_federation_by_saying_that_its_budget_is_spent(
     run = strategy(
         mechanism=NoPrivacy("uniform"),
         noise_multiplier=0.0,
-        private_examples=True,
+        clients=ClientTraining(private_examples=True, budgets_end_run=trusted),
         cohort=FullCohort(population),
-        budgets_end_run=trusted,
     )
     trainer = Spent(torch.ones(population, 2))
     trainer.spent = spent
@@ -223,10 +224,10 @@ def test_clients_do_not_evaluate_on_private_examples_unless_that_is_said():
     asks = {**EXAMPLE_PRIVATE, "evaluate": {"clients-every": 1}}
     with pytest.raises(FedsimError, match=r"set evaluate\.unprotected = true"):
         RunConfig.parse(asks)
-    with pytest.raises(FedsimError, match="unprotected_metrics=True"):
+    with pytest.raises(FedsimError, match=r"ClientMetrics\(unprotected=True\)"):
         DPFedAvg(
-            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), private_examples=True,
-            fraction_evaluate=1.0,
+            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3),
+            clients=ClientTraining(private_examples=True), fraction_evaluate=1.0,
         )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.federation.state_tree import join_tree, split_tree
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientMetrics, DPFedAvg
 from fedsim.training import Trainer
 
 
@@ -230,7 +230,7 @@ def test_what_private_clients_report_is_told_to_no_strategy_inside() -> None:
             cohort=FullCohort(2),
             noise_multiplier=1.0,
             seed=1,
-            unprotected_metrics=shown,
+            metrics=ClientMetrics(unprotected=shown),
             server_optimizer=Listening(),
         )
         trainer = pulled_trainer(0.0)

@@ -13,7 +13,8 @@ from flwr.serverapp.strategy import FedAdam, FedYogi
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, InclusionSampler, PoissonCohort
 from fedsim.mechanisms import Clipping, Normalization, PerLayer
-from fedsim.strategies import DPFedAvg, adam, sgd
+from fedsim.randomness import Randomness
+from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg, adam, sgd
 
 
 class Nights(InclusionSampler):
@@ -29,6 +30,10 @@ class Nights(InclusionSampler):
 
 def there(round: int, clients: npt.NDArray[np.int64], every: int) -> npt.NDArray[np.bool_]:
     return clients % every == 0
+
+
+def replying(every: object) -> Availability:
+    return Availability(replying=partial(there, every=every))
 
 
 def release_of(**changed: object) -> str | None:
@@ -56,10 +61,10 @@ def release_of(**changed: object) -> str | None:
         {"server_optimizer": adam(0.1)},
         {"server_optimizer": sgd(0.5)},
         {"server_optimizer": FedAdam(eta=0.1)},
-        {"release": "ab"},
+        {"seed": Randomness(1, "ab")},
         {"cohort": Nights([0.1, 0.2])},
-        {"algorithm": SGD(lr=0.3)},
-        {"replying": partial(there, every=2)},
+        {"clients": ClientTraining(algorithm=SGD(lr=0.3))},
+        {"availability": replying(2)},
     ],
     ids=lambda changed: str(changed).split(" at 0x")[0].split(" object at ")[0],
 )
@@ -72,9 +77,9 @@ def test_strategies_of_one_seed_that_release_different_things_have_different_key
     [
         lambda n: {"cohort": Nights([0.1, 0.1 * n])},
         lambda n: {"cohort": Nights([0.1] * 20_000 + [0.1 * n])},
-        lambda n: {"replying": partial(there, every=torch.full((20_000,), float(n)))},
-        lambda n: {"replying": partial(there, every=n)},
-        lambda n: {"replying": partial(there, every={n, 7, "a"})},
+        lambda n: {"availability": replying(torch.full((20_000,), float(n)))},
+        lambda n: {"availability": replying(n)},
+        lambda n: {"availability": replying({n, 7, "a"})},
     ],
 )
 def test_objects_that_differ_in_what_they_hold_only_have_different_keys_too(one) -> None:
@@ -87,10 +92,11 @@ def test_objects_that_differ_in_what_they_hold_only_have_different_keys_too(one)
     [
         {},
         {"noise_multiplier": 1},
+        {"seed": Randomness(1)},
         {"delta": 1e-6},
         {"max_epsilon": 50.0},
-        {"max_failed_rounds": 9},
-        {"unprotected_metrics": True},
+        {"availability": Availability(max_failed_rounds=9)},
+        {"metrics": ClientMetrics(unprotected=True)},
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientTraining, DPFedAvg
 
 SHAPES = {"w": (3, 4), "b": (4,)}
 D = 16
@@ -410,7 +410,7 @@ def test_two_thousand_hostile_replies_crash_nothing_and_leave_nothing_that_is_no
     for _ in range(-(-2000 // (NODES * len(CASES)))):
         settings = {} if placement == "server" else {"placement": placement}
         if MECHANISMS[mechanism].guarantee == "none":
-            settings["average_client_state"] = True
+            settings["clients"] = ClientTraining(average_state=True)
         one = Round(strategy(MECHANISMS[mechanism], **settings))
         make = hostile if placement == "server" or rng.random() < 0.3 else None
         replies = [

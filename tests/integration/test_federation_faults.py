@@ -109,7 +109,7 @@ def finish(rehearsal, run_id, limit=240.0):
         rehearsal.tend()
         assert time.monotonic() < deadline, rehearsal.operator.log(run_id)
 
-    status = rehearsal.operator.follow(run_id, alive=in_time)
+    status = rehearsal.operator.follow(run_id, in_time)
     assert status == "finished:completed", rehearsal.operator.log(run_id)
 
 

@@ -50,7 +50,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[s
             up.tend()
             assert time.monotonic() < deadline, up.operator.log(run_id)
 
-        assert up.operator.follow(run_id, alive=alive).startswith("finished")
+        assert up.operator.follow(run_id, alive).startswith("finished")
     patch.undo()
     messages = []
     with (place / "received").open("rb") as file:

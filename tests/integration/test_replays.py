@@ -71,7 +71,7 @@ def test_replies_that_are_sent_again_count_once_or_not_at_all(rehearsal, tmp_pat
     server, client = APPS
     app = write_app(tmp_path / "app", settings(out), server_app=server, client_app=client)
     run_id = rehearsal.operator.submit(app)
-    status = rehearsal.operator.follow(run_id, alive=rehearsal.tend)
+    status = rehearsal.operator.follow(run_id, rehearsal.tend)
     assert status == "finished:completed", rehearsal.operator.log(run_id)
     assert replays(rehearsal, 0) == ["same", "another"] * ROUNDS
     assert replays(rehearsal, 1) == replays(rehearsal, 2) == ["old"] * (ROUNDS - 1)

@@ -107,7 +107,7 @@ def story(tmp_path_factory):
             up.tend()
             assert time.monotonic() < deadline, up.operator.log(run_id)
 
-        status = up.operator.follow(run_id, alive=alive)
+        status = up.operator.follow(run_id, alive)
         (place / "operators.log").write_text(up.operator.log(run_id))
         secrets = secrets_of(up.federation.directory)
         homes = [path for path in up._homes.rglob("*") if path.is_file()]

@@ -96,7 +96,7 @@ def test_clients_to_whom_the_server_has_sent_nothing_yet_start_from_eta_0():
 
 
 def test_clients_that_count_on_a_server_that_keeps_no_state_are_refused():
-    with pytest.raises(FedsimError, match=r"client\.state is 'server'.*average_client_state"):
+    with pytest.raises(FedsimError, match=r"client\.state is 'server'.*average_state"):
         trainer_of("server").receive({"server-round": 1})
     trainer_of("client").receive({"server-round": 1})
 

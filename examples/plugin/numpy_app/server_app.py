@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedsim.cohorts import FullCohort
 from fedsim.mechanisms import Clipping
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientMetrics, DPFedAvg
 from numpy_app import task
 
 app = ServerApp()
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         min_available_nodes=population,
         # The clients' accuracies are shown without noise, which has to be asked for.
         fraction_evaluate=1.0,
-        unprotected_metrics=True,
+        metrics=ClientMetrics(unprotected=True),
     )
     arrays = ArrayRecord({name: Array(np.asarray(v)) for name, v in task.initial().items()})
     result = strategy.start(grid, arrays, num_rounds=int(config["num-server-rounds"]))

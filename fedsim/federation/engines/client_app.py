@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.secagg.client import answer
-from fedsim.federation.aggregation.secagg.primitives import Words
 from fedsim.federation.aggregation.secagg.transcript import stage_of
 from fedsim.federation.aggregation.shares import (
     SIDE_PREFIX,
@@ -27,6 +26,7 @@ from fedsim.federation.aggregation.shares import (
     share_entries,
     share_reply,
 )
+from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
 from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
@@ -76,13 +76,23 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        def share() -> SharesInUnits:
+            if mechanism_for is None:
+                raise FedsimError("this client has no mechanism to noise its own share with.")
+            return _share(message, context, trainer_for(context), mechanism_for(context))
+
         try:
-            if stage_of(message) is None:
-                return _trained(message, context, trainer_for, mechanism_for)
-            threshold = 0 if threshold_for is None else threshold_for(context)
-            return _masked(message, context, trainer_for, mechanism_for, threshold)
+            if stage_of(message) is not None:  # of secure aggregation; in one of them clients train
+                threshold = 0 if threshold_for is None else threshold_for(context)
+                client = client_id(context.node_config)
+                content = answer(message, context, client, threshold, lambda: share().words()[0])
+            elif share_entries(message) is not None:
+                content = share_reply(share().values())
+            else:
+                content = _parameters(message, context, trainer_for(context))
         except BudgetSpentError as error:
             return error_reply(message, BUDGET_SPENT, str(error))
+        return Message(content, reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -90,7 +100,7 @@ def client_app(
         _, arrays = _arrays(message)
         vector = trainer.layout.flatten(arrays.to_torch_state_dict())
         (block,) = trainer.evaluate(vector, ids, _round(message))
-        metrics = _metrics(_reported(block.metrics))
+        metrics = metric_record(_reported(block.metrics))
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @app.query()
@@ -101,14 +111,8 @@ def client_app(
     return app
 
 
-def _trained(
-    message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
-) -> Message:
-    """All parameters and what the client reports; or its share, if the message asks for one."""
-    if share_entries(message) is not None:
-        share = _share(message, context, trainer_for, mechanism_for)
-        return Message(share_reply(share.values()), reply_to=message)
-    trainer = trainer_for(context)
+def _parameters(message: Message, context: Context, trainer: Trainer) -> RecordDict:
+    """All parameters and what the client reports."""
     local, _ = _fit(trainer, message, context)
     # Entries that are not trained go back as they came.
     key, arrays = _arrays(message)
@@ -118,26 +122,7 @@ def _trained(
     named = row.unflatten(local.theta[0])
     for entry in row.entries:
         reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
-    metrics = _metrics(_reported(local.metrics))
-    return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
-
-
-def _masked(
-    message: Message,
-    context: Context,
-    trainer_for: TrainerFor,
-    mechanism_for: MechanismFor | None,
-    threshold: int,
-) -> Message:
-    """The reply to a stage of secure aggregation; the client trains in one of the stages."""
-    if threshold < 2:
-        raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
-
-    def vector() -> Words:
-        words: Words = _share(message, context, trainer_for, mechanism_for).words()[0]
-        return words
-
-    return answer(message, context, int(_client_ids(context)[0]), threshold, vector)
+    return RecordDict({key: reply, "metrics": metric_record(_reported(local.metrics))})
 
 
 def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
@@ -150,7 +135,7 @@ def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalRes
 
 
 def _share(
-    message: Message, context: Context, trainer_for: TrainerFor, mechanism_for: MechanismFor | None
+    message: Message, context: Context, trainer: Trainer, mechanism: Mechanism
 ) -> SharesInUnits:
     """The client's share of the noisy sum.
 
@@ -159,14 +144,11 @@ def _share(
     FedsimError
         If the client can make none, or the message asks for none.
     """
-    if mechanism_for is None:
-        raise FedsimError("this client has no mechanism to noise its own share with.")
-    trainer = trainer_for(context)
     local, vector = _fit(trainer, message, context)
     layout = trainer.row_layout
     return requested_share(
         message,
-        mechanism_for(context),
+        mechanism,
         local.theta[0] - vector[: layout.d].to(local.theta),
         layout,
         _reported(local.metrics),
@@ -234,11 +216,6 @@ def _round(message: Message) -> int:
 def _reported(metrics: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, float]:
     """What the one client of a block reports."""
     return {name: float(column[0]) for name, column in metrics.items()}
-
-
-def _metrics(values: dict[str, float]) -> MetricRecord:
-    count = int(values.pop("num-examples"))
-    return MetricRecord({"num-examples": count, **values})
 
 
 class TimeIsUp(BaseException):

@@ -77,9 +77,6 @@ class ConsecutiveNodes(Mapping[int, int]):
     def __len__(self) -> int:
         return self.count
 
-    def __contains__(self, client: object) -> bool:
-        return client in range(self.count)
-
 
 @runtime_checkable
 class KnowsClients(Protocol):
@@ -138,52 +135,45 @@ class ClientDirectory:
             return self._known(
                 (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
             )
-        if not self.asks:
-            nodes = sorted(grid.get_node_ids())
+        nodes = sorted(grid.get_node_ids())
+        if self.asks:
+            # Later on a new node must not hold up a round.
+            patience = 0.0 if self._looked else self.timeout
+            self._looked = True
+            self._ask(grid, nodes)
+            self._listen(grid, patience)
+        else:
             self._number(nodes)
-            return self._known((node, self._number_of[node]) for node in nodes)
-        # Later on a new node must not hold up a round.
-        patience = 0.0 if self._looked else self.timeout
-        self._looked = True
-        return self._look(grid, patience)
+        # A federation whose clients say who they are has no use for the others' numbers,
+        # which would collide with a client's id.
+        claims = self._client_of or self._number_of
+        return self._known((node, claims[node]) for node in nodes if node in claims)
 
-    def wait(self, grid: Grid, clients: int, timeout: float | None = None) -> Mapping[int, int]:
+    def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
         """`look`, again and again until there are so many clients or the time is up.
 
         Parameters
         ----------
         clients : int
             How many clients to wait for.
-        timeout : float, optional
-            Seconds to wait for them; the directory's own by default.
 
         Raises
         ------
         FedsimError
             If there are fewer clients when the time is up.
         """
-        limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self.timeout
         self._looked = True
         while len(present := self.look(grid)) < clients:
             if time.monotonic() >= deadline:
                 connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
                     f"{len(present)} of the {clients} clients have said who they are after "
-                    f"{limit:g} s ({connected} nodes are connected); engine.node-timeout "
-                    "(node_timeout of DPFedAvg) says how long to wait."
+                    f"{self.timeout:g} s ({connected} nodes are connected); engine.node-timeout "
+                    "(Availability.node_timeout of DPFedAvg) says how long to wait."
                 )
             time.sleep(0.1)
         return present
-
-    def _look(self, grid: Grid, patience: float) -> dict[int, int]:
-        nodes = sorted(grid.get_node_ids())
-        self._ask(grid, nodes)
-        self._listen(grid, patience)
-        # A federation whose clients say who they are has no use for the others' numbers,
-        # which would collide with a client's id.
-        known = self._client_of or self._number_of
-        return self._known((node, known[node]) for node in nodes if node in known)
 
     def _known(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
         """Node of each client, of nodes with a client id or the reason why they have none."""

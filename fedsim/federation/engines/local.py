@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +15,6 @@ from flwr.clientapp import ClientApp
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
-from fedsim.federation.arrays import own_content
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
@@ -260,8 +260,9 @@ class LocalGrid(Closed, OwnGrid):
         message_id = f"{next(self._serial):016x}"
         send_as(message, message_id, self._run.run_id)
         age = time.time() - metadata.created_at - waited
-        # Flower's strategies put one RecordDict into all of a round's messages.
-        self._pushed[message_id] = deliver(message, own_content(message.content))
+        # Flower's strategies put one RecordDict into all of a round's messages. The arrays' bytes,
+        # which nobody can change, are shared.
+        self._pushed[message_id] = deliver(message, copy.deepcopy(message.content))
         self._expires[message_id] = self._clock() + metadata.ttl - age
         return message_id
 

@@ -66,7 +66,6 @@ class StreamingGrid(OwnGrid):
         self.times_each_client = times_each_client
         self._grid = grid
         self._clients = clients
-        self._patience = patience
         self._packs = packs
         self._slowest_look = slowest_look
         self._directory = ClientDirectory(
@@ -100,7 +99,7 @@ class StreamingGrid(OwnGrid):
         if not self._waited:
             self._waited = True
             try:
-                return self._directory.wait(self._grid, self._clients, self._patience)
+                return self._directory.wait(self._grid, self._clients)
             except FedsimError as error:
                 _log.warning("the run begins with the clients that are connected: %s", error)
         return self._directory.look(self._grid)

@@ -222,7 +222,7 @@ class Party:
         message = Message(RecordDict({RECORD: record}), self.client + 2, "train")
         words = np.full(5, self.client + 1, dtype=np.uint64)
         reply = secagg_client.answer(message, self.context, self.client, 3, lambda: words)
-        return dict(reply.content[RECORD])
+        return dict(reply[RECORD])
 
 
 def ready(count: int = 4, until: str = "unmask") -> tuple[list[Party], dict[str, Any]]:
@@ -399,7 +399,7 @@ def test_a_secret_size_that_models_would_show_is_refused(cohort: dict[str, Any])
         resolve(config)
     plan = replace(resolve(CONFIG.replace(**keys)).plan, cohort_known=False)
     with pytest.raises(FedsimError, match=r"observer = 'outsider' .* it must be 'server'"):
-        SecureAggregation(4).check(plan, "client", unprotected_metrics=False)
+        SecureAggregation(4).check(plan, unprotected_metrics=False)
 
 
 def test_a_node_may_send_nothing_but_masked_shares() -> None:

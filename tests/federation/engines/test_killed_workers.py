@@ -20,7 +20,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.forked import CAN_FORK
 from fedsim.mechanisms import AdaClip, Clipping, NoPrivacy, PerLayer, PrivateScalar
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import ClientMetrics, DPFedAvg
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
@@ -93,7 +93,7 @@ def run(grid, trainer, mechanism, noise):
         cohort=FixedCohort(COHORT, CLIENTS),
         noise_multiplier=noise,
         seed=1,
-        unprotected_metrics=True,
+        metrics=ClientMetrics(unprotected=True),
     )
     initial = array_record(trainer.layout.unflatten(trainer.initial()))
     usable = []

@@ -30,7 +30,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
 )
 from fedsim.rows.block import Block, TrainerDefaults
-from fedsim.strategies import DPFedAvg, Median
+from fedsim.strategies import ClientMetrics, DPFedAvg, Median
 from fedsim.training.batches import multiplications
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
@@ -84,7 +84,7 @@ def run(grid, mechanism=None, noise=1.0, rounds=3, timeout=60.0, **settings):
         cohort=FixedCohort(20, 30),
         noise_multiplier=noise,
         seed=1,
-        unprotected_metrics=True,
+        metrics=ClientMetrics(unprotected=True),
         fraction_evaluate=0.5,
         **settings,
     )

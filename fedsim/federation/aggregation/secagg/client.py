@@ -43,8 +43,8 @@ _STATE = "fedsim.secagg"
 
 def answer(
     message: Message, context: Context, client: int, threshold: int, vector: Callable[[], Words]
-) -> Message:
-    """The reply to a message of the protocol.
+) -> RecordDict:
+    """The content of the reply to a message of the protocol.
 
     Parameters
     ----------
@@ -58,6 +58,8 @@ def answer(
     FedsimError
         If the message is not what the protocol allows at this point.
     """
+    if threshold < 2:
+        raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
     entries = entries_of(message)
     stage = entries["stage"]
     reply: dict[str, Any]
@@ -69,7 +71,7 @@ def answer(
         reply = _masked(entries, context, client, threshold, vector)
     else:
         reply = _unmask(entries, context, client, threshold)
-    return Message(RecordDict({RECORD: ConfigRecord({**reply})}), reply_to=message)
+    return RecordDict({RECORD: ConfigRecord({**reply})})
 
 
 def _state_before(entries: ConfigRecord, context: Context, stage: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class SecureAggregation:
                 "it must be at least 2, and more than the colluders."
             )
 
-    def check(self, plan: ReleasePlan[Bounded], placement: str, unprotected_metrics: bool) -> None:
+    def check(self, plan: ReleasePlan[Bounded], *, unprotected_metrics: bool) -> None:
         """Refuse what would show the server the sum without noise or clients' metrics, what would
         show the size of a secret cohort, and cohorts of which most would be too small.
 
@@ -44,14 +44,9 @@ class SecureAggregation:
         ------
         FedsimError
         """
-        if placement != "client":
-            raise FedsimError(
-                f"placement = '{placement}' (noise.placement); it must be 'client' with secure "
-                "aggregation (secagg.threshold), whose sum the server sees."
-            )
         if unprotected_metrics:
             raise FedsimError(
-                "unprotected_metrics = True (evaluate.unprotected); it must be false with secure "
+                "metrics.unprotected = True (evaluate.unprotected); it must be false with secure "
                 "aggregation (secagg.threshold), which hides what single clients report."
             )
         plan.check_secure()

@@ -1,0 +1,306 @@
+"""What a strategy has to know of its clients: how they train, and what is shown of their metrics.
+
+Both values refuse what does not go with the strategy's other settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.cohorts import Cohort
+from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.robust import RobustMean
+from fedsim.federation.round_report import RoundReport
+from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
+from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
+from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
+from fedsim.rows import Layout
+from fedsim.rows.alternation import Alternation
+from fedsim.rows.block import Ids
+from fedsim.settings import Ge, check_settings
+
+Plan = ReleasePlan[Mechanism | RobustMean]
+
+ClientBudget = Callable[[Tensor, Ids, int], str | None]
+"""``(vector [d], client ids, round)`` to why their budgets do not allow the round, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTraining:
+    """What a strategy has to know of how its clients train.
+
+    Parameters
+    ----------
+    algorithm : LocalAlgorithm, optional
+        The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
+        control variates), which it combines on the server.
+    alternation : Alternation, optional
+        Parameters that clients train in turns (an `AlternatingTrainer`): what rests in a round has
+        zeros in all rows, and stays as it is whatever the release and the optimiser say there.
+    average_state : bool
+        Whether clients report their state (ADADP's rate) and start from the mean of the last
+        round's: ``client.state = "server"``.
+    private_examples : bool
+        Whether clients protect their own examples (example-level privacy). Their reports and
+        failures are then treated as in a private run, whatever the mechanism.
+    example_counts : sequence of int, optional
+        Each client's number of examples, declared public: updates are weighed by it, not by what
+        clients report. Updates of clients with private examples have no other weights.
+    budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
+        Called before messages are sent: a sentence says why clients' own budgets do not allow the
+        round, and stops the run. Not called if the run is private at client level, where stopping
+        would reveal the cohort.
+    budgets_end_run : bool
+        Whether one client whose own budget is spent ends a run that is not private at client level,
+        as is right if all clients are on one machine. By default, since a stranger may claim so,
+        that client alone is left out, and the run ends only if all of several clients report it.
+    """
+
+    algorithm: LocalAlgorithm | None = None
+    alternation: Alternation | None = None
+    average_state: bool = False
+    private_examples: bool = False
+    example_counts: Sequence[int] | None = None
+    budget: ClientBudget | None = None
+    budgets_end_run: bool = False
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def check(self, plan: Plan, placement: str) -> None:
+        """Refuse what the plan, or noise placed in clients, does not go with.
+
+        Raises
+        ------
+        FedsimError
+        """
+        weighs = plan.bound.weighting == "num-examples"
+        if self.private_examples and weighs and self.example_counts is None:
+            raise FedsimError(
+                "clients.example_counts is None, but clients protect their examples and their "
+                "updates are weighed by num-examples (mechanism.weighting); declare the counts, "
+                "which are then public, or weigh uniformly."
+            )
+        if self.average_state:
+            self._check_state(plan, placement)
+        if self.algorithm is not None:
+            self._check_algorithm(self.algorithm, plan)
+        if self.alternation is not None:
+            self._check_alternation(plan)
+
+    def _check_state(self, plan: Plan, placement: str) -> None:
+        """Refuse to average the state that clients report, where they may not report it."""
+        must = (
+            "client.state is 'server' (ClientTraining(average_state=True)); it must be 'reset' or "
+            "'client' "
+        )
+        if plan.private:
+            raise FedsimError(
+                f"{must}in a run with client-level privacy: what clients report of their state "
+                "would be a release of its own."
+            )
+        if placement == "client":
+            raise FedsimError(
+                f"{must}while noise.placement = 'client': clients send their shares and nothing "
+                "else."
+            )
+
+    def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
+        """Refuse vectors in a private run, and bounds and weights of what must be plain means."""
+        bound = plan.bound
+        if plan.private or self.private_examples:
+            refuse_vectors(algorithm)
+        if not algorithm.plain_means or bound == NoPrivacy("uniform"):
+            return
+        if bound.guarantee != "none" and not algorithm.sends:
+            return  # it bounds the same way itself
+        raise FedsimError(
+            f"{bound} (mechanism.name) weighs or bounds what clients send, of which "
+            f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' "
+            "with mechanism.weighting = 'uniform'."
+        )
+
+    def _check_alternation(self, plan: Plan) -> None:
+        """Refuse what is of all coordinates of a row, of which some rest."""
+        bound, two = plan.bound, Layout.of({"row": torch.zeros(2)})
+        by_norm = isinstance(bound, ScalingBound) and all(
+            value.numel() == 1 for value in bound.init(two).values()
+        )
+        if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
+            raise FedsimError(
+                f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
+                "entries rest in each round (adapter.factors = 'alternating'); it must be "
+                "'clipping', 'normalization', 'quantile-clipping' or 'none', alone."
+            )
+        if not isinstance(plan.noise, Independent):
+            raise FedsimError(
+                f"{plan.noise} (noise.name) cancels over rounds, which it does not where some of a "
+                "row's entries rest in each (adapter.factors = 'alternating'); it must be "
+                "'independent'."
+            )
+        if self.algorithm is not None and self.algorithm.receives:
+            raise FedsimError(
+                f"{type(self.algorithm).__name__} (client.name) sends vectors of all parameters, "
+                "and some rest in each round (adapter.factors = 'alternating'); it must send its "
+                "update alone."
+            )
+
+    def counts(self, population: int | None) -> npt.NDArray[np.float64] | None:
+        """The declared example counts by client id, ``[population]``.
+
+        Raises
+        ------
+        FedsimError
+            If there is not one for each client.
+        """
+        counts = self.example_counts
+        if counts is None:
+            return None
+        if len(counts) != population or min(counts) < 0:
+            raise FedsimError(
+                f"clients.example_counts has {len(counts)} numbers; it must have one, 0 or more, "
+                f"for each of the {population} clients of the population."
+            )
+        return np.asarray(counts, dtype=np.float64)
+
+    def over_budget(self, vector: Tensor, client_ids: Ids, server_round: int) -> str | None:
+        """Why these clients may not be asked for a round from ``vector [d]``, if so."""
+        return None if self.budget is None else self.budget(vector, client_ids, server_round)
+
+    def budgets_spent(self, report: RoundReport) -> str | None:
+        """Why the run ends after what clients have said in a round of their budgets, if so."""
+        spent = report.reasons.get("budget", 0)
+        enough = spent > 0 if self.budgets_end_run else 1 < spent == report.asked
+        if not (self.private_examples and enough):
+            return None
+        return (
+            f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
+            "asked"
+        )
+
+
+@dataclass(frozen=True)
+class PrivateMetrics:
+    """Which of clients' metrics are released with noise, and with how much.
+
+    Guarantee: an evaluation is one Gaussian of this multiplier on a sum to which a client adds at
+    most C, the norm of all its clamped numbers together.
+
+    Parameters
+    ----------
+    ranges : sequence of ValueRange
+        One a metric; others are not released.
+    noise_multiplier : float
+    hardened : bool
+        As of `DPFedAvg`.
+
+    Raises
+    ------
+    FedsimError
+        If there is no metric.
+    """
+
+    ranges: Sequence[ValueRange]
+    noise_multiplier: float
+    hardened: bool = True
+
+    def plan(self, cohort: Cohort, fraction: float) -> ReleasePlan[Clipping]:
+        """What one evaluation releases, by this fraction of a cohort's population."""
+        return ReleasePlan(
+            level="client",
+            sampler=evaluation_sampler(cohort, fraction),
+            bound=Clipping(joint_norm(self.ranges)),
+            noise=Independent(self.noise_multiplier, self.hardened),
+        )
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of the numbers that an evaluation releases."""
+        return tuple(name for one in self.ranges for name in one.shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientMetrics:
+    """What is shown, or released with noise, of the metrics that clients report.
+
+    Parameters
+    ----------
+    every : int
+        Rounds from one evaluation by clients to the next.
+    quantiles : bool
+        Whether quantiles over clients are shown besides the means of their evaluations.
+    private : PrivateMetrics, optional
+        Release clients' evaluations with noise: each is one more release of a private run, in the
+        same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are sampled
+        for it; 1 by default.
+    unprotected : bool
+        Whether clients' metrics may be aggregated, without noise, in a private run.
+    """
+
+    every: Annotated[int, Ge(1)] = 1
+    quantiles: bool = False
+    private: PrivateMetrics | None = None
+    unprotected: bool = False
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def check(
+        self, plan: Plan, placement: str, *, private_examples: bool, aggregate: object
+    ) -> None:
+        """Refuse private metrics that have no budget, or that the server would see without noise.
+
+        Raises
+        ------
+        FedsimError
+        """
+        if self.private is None:
+            return
+        must = "metrics.private is given (evaluate.private); it must be left out"
+        if not plan.private:
+            raise FedsimError(f"{must} in a run without client-level privacy, which has no budget.")
+        if placement == "client":
+            raise FedsimError(
+                f"{must} while placement = 'client': clients send their shares and nothing else."
+            )
+        if private_examples:
+            raise FedsimError(
+                f"{must} where clients protect their examples: the server would see metrics of "
+                "them without noise."
+            )
+        if plan.selection is not None:
+            raise FedsimError(
+                f"{must} in a run of a selection, which is charged as whole runs alone."
+            )
+        if aggregate is not None:
+            raise FedsimError(
+                f"{must} beside evaluate_metrics_aggr_fn, which would see metrics without noise."
+            )
+
+    def fraction(self, fraction_evaluate: float | None, *, protects: bool) -> float:
+        """Share of the clients that evaluate; by default all, or none where that would show them.
+
+        Raises
+        ------
+        FedsimError
+        """
+        allowed = self.unprotected or self.private is not None or not protects
+        if fraction_evaluate is None:
+            return 1.0 if allowed else 0.0
+        if fraction_evaluate > 0 and not allowed:
+            raise FedsimError(
+                f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
+                "without noise; set it to 0, or metrics=ClientMetrics(unprotected=True) to allow "
+                "that."
+            )
+        return fraction_evaluate
