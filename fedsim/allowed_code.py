@@ -142,6 +142,8 @@ def allow(modules: Iterable[str]) -> None:
     global _now
     added = tuple(modules)
     for module in added:
+        if not isinstance(module, str):
+            raise FedsimError(f"allow_code has {module!r:.100}; it must have modules' names.")
         if not all(part.isidentifier() for part in module.split(".")) or is_reserved(module):
             raise FedsimError(
                 f"--allow-code is '{module}'; it must be the name of a module or package that is "

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from fedsim.privacy.laws import SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
-from fedsim.settings import check_settings
+from fedsim.settings import Ge, check_settings
 
 _log = logging.getLogger("fedsim")
 
@@ -46,8 +47,8 @@ class Availability:
 
     replying: Replying | None = None
     reachable: Replying | None = None
-    node_timeout: float = 180.0
-    max_failed_rounds: int = 3
+    node_timeout: Annotated[float, Ge(0)] = 180.0
+    max_failed_rounds: Annotated[int, Ge(1)] = 3
 
     def __post_init__(self) -> None:
         check_settings(self)

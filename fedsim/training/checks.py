@@ -46,14 +46,22 @@ def device_of(device: torch.device | str) -> torch.device:
     Raises
     ------
     FedsimError
-        If PyTorch knows none.
+        If PyTorch knows none, or this machine has none.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise FedsimError(
             f"device is '{device}'; it must be one such as 'cpu' or 'cuda'."
         ) from None
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):  # the latter of a PyTorch without CUDA
+        raise FedsimError(
+            f"device is '{device}', which PyTorch does not find on this machine; it must be one "
+            "that is there, such as 'cpu'."
+        ) from None
+    return found
 
 
 def check_settings(

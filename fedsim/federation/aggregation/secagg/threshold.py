@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class SecureAggregation:
     colluders: int = 0
 
     def __post_init__(self) -> None:
+        check_settings(self, "secagg.")
         if not 0 <= self.colluders < self.threshold or self.threshold < 2:
             raise FedsimError(
                 f"secagg.threshold = {self.threshold} with secagg.colluders = {self.colluders}; "
