@@ -118,14 +118,16 @@ def sweep(
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    if halving is None and first_rounds != 1:
-        raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
+    rungs = None if first_rounds == 1 else first_rounds
+    _refuse_alone("--halving", halving, {"--first-rounds": rungs})
+    alone = {"--select-mean": select_mean, "--select-number": select_number}
+    _refuse_alone("--select", select, alone)
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     if select is not None:
-        if select != "random-stopping" or halving is not None:
-            raise FedsimError(f"--select is {select!r}; it must be random-stopping, no --halving.")
-        _select(console, grid, where, select_mean or len(grid), select_number)
+        _check_select(select, halving)
+        mean = len(grid) if select_mean is None else select_mean
+        _select(console, grid, where, mean, select_number)
         return
     _check_directory(where, grid)
     done = sum(is_done(member, where) for member in grid)
@@ -170,6 +172,22 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
         raise
 
 
+def _refuse_alone(option: str, given: object, others: Mapping[str, object]) -> None:
+    """Refuse options that mean nothing without this one."""
+    for name, value in others.items():
+        if given is None and value is not None:
+            raise FedsimError(f"{name} = {value}; it belongs to {option}.")
+
+
+def _check_select(select: str, halving: int | None) -> None:
+    if select != "random-stopping":
+        raise FedsimError(f"--select is {select!r}; it must be 'random-stopping'.")
+    if halving is not None:
+        raise FedsimError(
+            f"--halving is {halving}; it must be left out with --select, which compares whole runs."
+        )
+
+
 def _select(
     console: Console, grid: Sequence[SweepRun], where: Path, mean: float, distribution: str | None
 ) -> None:
@@ -180,11 +198,13 @@ def _select(
     # Where few runs are expected, Poisson costs least.
     default = "poisson" if mean <= FEW_RUNS else "logarithmic"
     selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
+    stopping = RandomStopping(selection)
+    stopping.members(grid)  # what is refused is announced by nothing
     console.print(
-        f"A {selection.distribution} number of runs, {mean:g} on average, of settings drawn at "
-        "random; their number stays secret."
+        f"A {selection.distribution.replace('poisson', 'Poisson')} number of runs, {mean:g} on "
+        "average, of settings drawn at random; their number stays secret."
     )
-    selected = RandomStopping(selection).run(grid, where)
+    selected = stopping.run(grid, where)
     if selected is None:
         console.print("Nothing is published: no run was drawn, or none ended.")
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from fedsim.config.privacy_sections import Multiplier
-from fedsim.config.tables import ConfigTable
+from fedsim.config.tables import ConfigTable, Needs
 from fedsim.config.values import split_top_level
 from fedsim.settings import Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
@@ -67,7 +67,9 @@ class EvaluateSection(ConfigTable):
         Ge(0),
         Doc("Clients test it on their own examples every so many rounds; 0 for never."),
     ] = 0
-    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that test it.")] = 1.0
+    fraction: Annotated[
+        float, Needs("clients-every"), Gt(0), Le(1), Doc("The share of clients that test it.")
+    ] = 1.0
     private: Annotated[
         bool,
         Doc(
@@ -77,6 +79,7 @@ class EvaluateSection(ConfigTable):
     ] = False
     multiplier: Annotated[
         Multiplier,
+        Needs("private"),
         Doc(
             "Noise multiplier of such a release, whose metrics are bounded together; if unset, "
             "with noise.target-epsilon, it follows from target-share."
@@ -84,6 +87,7 @@ class EvaluateSection(ConfigTable):
     ] = None
     target_share: Annotated[
         float,
+        Needs("private"),
         Gt(0),
         Lt(1),
         Doc(
@@ -93,6 +97,7 @@ class EvaluateSection(ConfigTable):
     ] = 0.1
     ranges: Annotated[
         str,
+        Needs("private"),
         Text(_evenly, str),
         Doc(
             "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
@@ -100,7 +105,9 @@ class EvaluateSection(ConfigTable):
         ),
     ] = ""
     quantiles: Annotated[
-        bool, Doc("Whether quantiles over clients are released too: p10, median and p90.")
+        bool,
+        Needs("private"),
+        Doc("Whether quantiles over clients are released too: p10, median and p90."),
     ] = False
     unprotected: Annotated[
         bool, Doc("Allow metrics of clients' data, without noise, in a private run.")

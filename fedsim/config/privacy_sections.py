@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt
 
 Multiplier: TypeAlias = Annotated[
@@ -54,10 +54,17 @@ class MechanismSection(BoundingSection):
         Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
     ] = ""
     private_scalar_high: Annotated[
-        float, Gt(0), Doc("The largest value of that number; larger ones are clamped to it.")
+        float,
+        Needs("private-scalar"),
+        Gt(0),
+        Doc("The largest value of that number; larger ones are clamped to it."),
     ] = 1.0
     private_scalar_fraction: Annotated[
-        float, Ge(0), Lt(1), Doc("What it takes of the privacy budget; the update has the rest.")
+        float,
+        Needs("private-scalar"),
+        Ge(0),
+        Lt(1),
+        Doc("What it takes of the privacy budget; the update has the rest."),
     ] = 0.1
 
 

@@ -38,7 +38,7 @@ from fedsim.config.sections import (
     ServerSection,
     TaskSection,
 )
-from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, drop_switched
+from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, Needs, drop_switched
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
@@ -78,7 +78,7 @@ class StopSection(ConfigTable):
         ),
     ] = False
     patience: Annotated[
-        int, Ge(1), Doc("Rounds without an improvement after which the run ends.")
+        int, Needs("metric"), Ge(1), Doc("Rounds without an improvement after which the run ends.")
     ] = 10
 
 

@@ -30,6 +30,13 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Marks a key that has a meaning only where another key of its table is set."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class NamesOf:
     """Marks a key whose value is names of things of a kind, each with its options."""
 
@@ -109,6 +116,14 @@ class ConfigTable:
                 f"{self.key(setting.key)} = {value!r} has no effect with {self.table}.name = "
                 f"'{getattr(self, 'name', '')}'; it belongs to {', '.join(belongs_to(setting))}."
             )
+        for needed in (m.key for m in setting.metadata if isinstance(m, Needs)):
+            other = getattr(self, needed.replace("-", "_"))
+            if value != setting.default and not other:
+                is_set = "= true" if other is False else "is set"
+                raise FedsimError(
+                    f"{self.key(setting.key)} = {shown(value)}; it must be unset unless "
+                    f"{self.key(needed)} {is_set}."
+                )
 
     @classmethod
     def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:

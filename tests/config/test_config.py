@@ -105,6 +105,11 @@ BAD = {
     ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
     ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
     ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
+    ("evaluate.fraction=0.5",): "evaluate.fraction = 0.5; it must be unset unless evaluate.clients",
+    ("evaluate.target-share=0.2",): "must be unset unless evaluate.private = true.",
+    ("evaluate.quantiles=true",): "evaluate.quantiles = true; it must be unset unless",
+    ("stop.patience=3",): "stop.patience = 3; it must be unset unless stop.metric is set.",
+    ("mechanism.private-scalar-high=3.0",): "must be unset unless mechanism.private-scalar is set.",
 }
 
 
