@@ -118,16 +118,18 @@ def sweep(
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    rungs = None if first_rounds == 1 else first_rounds
-    _refuse_alone("--halving", halving, {"--first-rounds": rungs})
-    alone = {"--select-mean": select_mean, "--select-number": select_number}
-    _refuse_alone("--select", select, alone)
+    for option, value, whose, given in (
+        ("--first-rounds", None if first_rounds == 1 else first_rounds, "--halving", halving),
+        ("--select-mean", select_mean, "--select", select),
+        ("--select-number", select_number, "--select", select),
+    ):
+        if given is None and value is not None:
+            raise FedsimError(f"{option} = {value}; it belongs to {whose}.")
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     if select is not None:
         _check_select(select, halving)
-        mean = len(grid) if select_mean is None else select_mean
-        _select(console, grid, where, mean, select_number)
+        _select(console, grid, where, select_mean, select_number)
         return
     _check_directory(where, grid)
     done = sum(is_done(member, where) for member in grid)
@@ -172,13 +174,6 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
         raise
 
 
-def _refuse_alone(option: str, given: object, others: Mapping[str, object]) -> None:
-    """Refuse options that mean nothing without this one."""
-    for name, value in others.items():
-        if given is None and value is not None:
-            raise FedsimError(f"{name} = {value}; it belongs to {option}.")
-
-
 def _check_select(select: str, halving: int | None) -> None:
     if select != "random-stopping":
         raise FedsimError(f"--select is {select!r}; it must be 'random-stopping'.")
@@ -189,12 +184,17 @@ def _check_select(select: str, halving: int | None) -> None:
 
 
 def _select(
-    console: Console, grid: Sequence[SweepRun], where: Path, mean: float, distribution: str | None
+    console: Console,
+    grid: Sequence[SweepRun],
+    where: Path,
+    mean: float | None,
+    distribution: str | None,
 ) -> None:
     """Make a random number of runs, and print the settings and directory of the best one."""
     from fedsim.privacy.laws.selection import Selection
     from fedsim.runs.sweep import RandomStopping
 
+    mean = len(grid) if mean is None else mean
     # Where few runs are expected, Poisson costs least.
     default = "poisson" if mean <= FEW_RUNS else "logarithmic"
     selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
