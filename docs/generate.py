@@ -40,7 +40,7 @@ def reference() -> str:
         text = " ".join(words).replace("|", "\\|")
         lines.append(f"| `{key.name.rpartition('.')[2]}` | {default} | {text} |")
     lines += ["", "# What can be named", ""]
-    for kind in registry.PACKAGES:
+    for kind in registry.KINDS:
         lines += [f"## {kind}", ""]
         lines += [f"- `{name}`: {line}" for name, line in choices_of(kind)] + [""]
     return "\n".join(lines).rstrip() + "\n"

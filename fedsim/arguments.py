@@ -107,7 +107,7 @@ def expected(annotation: Any) -> Expected:
     words = f"an object of {_public_name(origin)}"
     if not getattr(origin, "_is_protocol", False):
         return Expected(words, _is(origin))
-    methods = [name for name, method in vars(origin).items() if _is_own(name, method)]
+    methods = [name for name, member in vars(origin).items() if name[0] != "_" and callable(member)]
     return Expected(words, lambda value: all(hasattr(value, method) for method in methods))
 
 
@@ -122,10 +122,6 @@ def _public_name(kind: type) -> str:
         kind.__module__,
     )
     return f"{package}.{kind.__qualname__}"
-
-
-def _is_own(name: str, method: object) -> bool:
-    return callable(method) and not name.startswith("_")
 
 
 def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:
@@ -165,6 +161,24 @@ def check_arguments(function: F) -> F:
         return function(*args, **keywords)
 
     return typing.cast(F, checked)
+
+
+def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """The keywords that a callable names, and whether it takes any others too.
+
+    Raises
+    ------
+    FedsimError
+        If nothing is known of them.
+    """
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"{thing!r} is no Python function or class with known parameters."
+        ) from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def require(name: str, value: Any, allowed: Expected) -> None:

@@ -34,13 +34,6 @@ else:
         """PyTorch's, for annotations: there is none before torch has been imported."""
 
 
-def function(name: str) -> Callable[..., Any]:
-    """The function ``module:name``, for a package that the module itself imports."""
-    module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
 def names_of(package: str, file: str) -> Callable[[str], Any]:
     """Make a package's ``__getattr__``: it imports what its file imports for type checkers."""
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))

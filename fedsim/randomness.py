@@ -28,24 +28,11 @@ DrawLevel = Literal["run", "client", "example"]
 _LEVELS: dict[DrawLevel, int] = {"run": 0, "client": 1, "example": 2}
 
 
+_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws"
+
+
 class Purpose(IntEnum):
-    """What a draw is for."""
-
-    INIT = 1
-    PARTITION = 2
-    SAMPLE = 3
-    AMPLIFIED_SAMPLE = 4
-    NOISE = 5
-    SHARE = 6
-    DROPOUT = 7
-    EVALUATE = 8
-    AUDIT = 9
-    SEARCH = 10
-    DEVICE = 11
-
-
-class Rule(NamedTuple):
-    """How draws for a purpose are addressed and keyed.
+    """Everything that is drawn. A sample is amplified if a private event counts on its secrecy.
 
     Attributes
     ----------
@@ -62,25 +49,30 @@ class Rule(NamedTuple):
     levels: tuple[DrawLevel, ...]
     parts: str
 
+    INIT = 1, "seed", ("run",), "0 a model, 1 an adapter; an experiment numbers its own"
+    PARTITION = 2, "seed", ("run",), "0 dealing examples, 1 keeping some of them"
+    SAMPLE = 3, "seed", ("client", "example"), "the step, or the pass over examples"
+    AMPLIFIED_SAMPLE = 4, "release", ("client", "example"), "the step"
+    NOISE = 5, "release", ("client", "example"), _NOISE_PARTS
+    SHARE = 6, "release", ("client",), "0 a client's share of a release's noise"
+    DROPOUT = 7, "seed", ("example",), "the step; 2^40 an evaluation"
+    EVALUATE = 8, "seed", ("client",), "0 who evaluates"
+    AUDIT = 9, "seed", ("run",), "an audit numbers its own"
+    SEARCH = 10, "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
+    DEVICE = 11, "seed", ("client",), "0 there, 1 drops out, 2 speed, 3 bandwidth, 4 work"
 
-_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws"
-
-PURPOSES: dict[Purpose, Rule] = {
-    Purpose.INIT: Rule("seed", ("run",), "0 a model, 1 an adapter; an experiment numbers its own"),
-    Purpose.PARTITION: Rule("seed", ("run",), "0 dealing examples, 1 keeping some of them"),
-    Purpose.SAMPLE: Rule("seed", ("client", "example"), "the step, or the pass over examples"),
-    Purpose.AMPLIFIED_SAMPLE: Rule("release", ("client", "example"), "the step"),
-    Purpose.NOISE: Rule("release", ("client", "example"), _NOISE_PARTS),
-    Purpose.SHARE: Rule("release", ("client",), "0 a client's share of a release's noise"),
-    Purpose.DROPOUT: Rule("seed", ("example",), "the step; 2^40 an evaluation"),
-    Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
-    Purpose.AUDIT: Rule("seed", ("run",), "an audit numbers its own"),
-    Purpose.DEVICE: Rule("seed", ("client",), "0 there, 1 drops out, 2 speed, 3 bandwidth, 4 work"),
-    Purpose.SEARCH: Rule(
-        "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
-    ),
-}
-"""Everything that is drawn. A sample is amplified if a private event counts on its secrecy."""
+    def __new__(
+        cls,
+        number: int,
+        keyed_by: Literal["seed", "release"],
+        levels: tuple[DrawLevel, ...],
+        parts: str,
+    ) -> Self:
+        """One of this number, which is part of its draws' addresses."""
+        purpose = int.__new__(cls, number)
+        purpose._value_ = number
+        purpose.keyed_by, purpose.levels, purpose.parts = keyed_by, levels, parts
+        return purpose
 
 
 class Address(NamedTuple):
@@ -181,7 +173,7 @@ class Randomness:
         ----------
         purpose : Purpose
         level : "run", "client" or "example"
-            One of the purpose's own; see `PURPOSES`, also for the parts.
+            One of the purpose's own; see `Purpose`, also for the parts.
         round, client, part : int
             0 or more.
         stream : Stream, optional
@@ -210,13 +202,12 @@ class Randomness:
         stream: Stream | None = None,
     ) -> Iterator[np.random.Generator]:
         """`generator` of one part after another, each good until the next one is asked for."""
-        rule = PURPOSES[purpose]
-        if level not in rule.levels:
-            raise ValueError(f"{purpose.name} has no level {level!r}, only {rule.levels}.")
+        if level not in purpose.levels:
+            raise ValueError(f"{purpose.name} has no level {level!r}, only {purpose.levels}.")
         last = parts.stop - 1
         if not (parts.start >= 0 and last < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
             raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
-        key = None if self.seed is None else self._keys[rule.keyed_by]
+        key = None if self.seed is None else self._keys[purpose.keyed_by]
         watch = None if self._repeats else Randomness.watch
         purpose_word = _LEVELS[level] << 56 | purpose << 48
         stream = stream or Stream()

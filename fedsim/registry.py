@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -34,44 +35,58 @@ from fedsim import allowed_code
 from fedsim.errors import FedsimError
 from fedsim.synonyms import closest
 
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "data": ("fedsim.datasets",),
-    "partition": ("fedsim.partitions",),
-    "model": ("fedsim.models",),
-    "adapter": ("fedsim.adapters",),
-    "loss": ("fedsim.tasks",),
-    "metric": ("fedsim.tasks",),
-    "client": ("fedsim.clients",),
-    "cohort": ("fedsim.privacy.laws",),
-    "noise": ("fedsim.privacy.noise",),
-    "mechanism": ("fedsim.mechanisms", "fedsim.federation.aggregation"),
-    "server": ("fedsim.server_optimizers",),
-}
-"""The packages in which each kind's files are."""
 
-_BASES: Mapping[str, str] = {
-    "data": "fedsim.datasets.Dataset",
-    "partition": "fedsim.partitions.Partition",
-    "model": "torch.nn.Module",
-    "adapter": "fedsim.adapters.Adapter",
-    "loss": "fedsim.tasks.ExampleLoss",
-    "metric": "fedsim.tasks.Metric",
-    "client": "fedsim.clients.LocalAlgorithm",
-    "cohort": "fedsim.cohorts.Cohort",
-    "noise": "fedsim.privacy.noise.Noise",
-    "mechanism": "fedsim.mechanisms.Mechanism",
-    "server": "fedsim.server_optimizers.ServerOptimizer",
-}
-"""What a class of each kind derives from."""
+@dataclass(frozen=True)
+class Kind:
+    """What things of one kind are, and where fedsim's own stand.
 
-_LIKE: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    **dict.fromkeys(("data", "model", "loss", "metric"), (("__call__",),)),
-    # As of robust means.
-    "mechanism": (("center", "check"),),
-    # As of Flower's strategies.
-    "server": (("step", "state", "restore"), ("configure_train", "aggregate_train")),
+    Attributes
+    ----------
+    packages : tuple of str
+        Those whose files have them.
+    base : str
+        What a class of this kind derives from.
+    like : tuple of tuples of str
+        Methods of a class that may stand for one without deriving from that.
+    """
+
+    packages: tuple[str, ...]
+    base: str
+    like: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def base_class(self) -> type[Any]:
+        """The base, imported."""
+        module, _, name = self.base.rpartition(".")
+        base: type[Any] = getattr(importlib.import_module(module), name)
+        return base
+
+
+_CALLED = (("__call__",),)
+_ROBUST_MEAN = ("center", "check")
+_FLOWER_STRATEGY = ("configure_train", "aggregate_train")
+
+KINDS: Mapping[str, Kind] = {
+    "data": Kind(("fedsim.datasets",), "fedsim.datasets.Dataset", _CALLED),
+    "partition": Kind(("fedsim.partitions",), "fedsim.partitions.Partition"),
+    "model": Kind(("fedsim.models",), "torch.nn.Module", _CALLED),
+    "adapter": Kind(("fedsim.adapters",), "fedsim.adapters.Adapter"),
+    "loss": Kind(("fedsim.tasks",), "fedsim.tasks.ExampleLoss", _CALLED),
+    "metric": Kind(("fedsim.tasks",), "fedsim.tasks.Metric", _CALLED),
+    "client": Kind(("fedsim.clients",), "fedsim.clients.LocalAlgorithm"),
+    "cohort": Kind(("fedsim.privacy.laws",), "fedsim.cohorts.Cohort"),
+    "noise": Kind(("fedsim.privacy.noise",), "fedsim.privacy.noise.Noise"),
+    "mechanism": Kind(
+        ("fedsim.mechanisms", "fedsim.federation.aggregation"),
+        "fedsim.mechanisms.Mechanism",
+        (_ROBUST_MEAN,),
+    ),
+    "server": Kind(
+        ("fedsim.server_optimizers",),
+        "fedsim.server_optimizers.ServerOptimizer",
+        (("step", "state", "restore"), _FLOWER_STRATEGY),
+    ),
 }
-"""Methods of a class that may stand for a kind without deriving from its base."""
 
 PLUGINS = "fedsim.plugins"
 T = TypeVar("T", bound=Callable[..., Any])
@@ -129,7 +144,7 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
 def _built_in(kind: str) -> dict[str, str]:
     """The module of each thing of fedsim's own."""
     modules: dict[str, str] = {}
-    for package in PACKAGES[kind]:
+    for package in KINDS[kind].packages:
         folders = tuple(importlib.import_module(package).__path__)
         modules |= {name: f"{package}.{file}" for name, file in _in_folders(kind, folders)}
     return modules
@@ -175,28 +190,12 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     return points
 
 
-def refuse_plugin(kind: str, name: str, key: str) -> None:
-    """Refuse the name of an installed plugin that is not allowed here.
-
-    Raises
-    ------
-    FedsimError
-    """
+def unknown_name(kind: str, name: str, key: str) -> FedsimError:
+    """That a key names nothing of a kind, and what there is of it, or a plugin not allowed here."""
     for point in _entry_points():
         if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
             why = allowed_code.now().refusal(point.module)
-            raise FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
-
-
-def unknown_name(kind: str, name: str, key: str) -> FedsimError:
-    """That a key names nothing of a kind, and what there is of it.
-
-    Raises
-    ------
-    FedsimError
-        If it is the name of a plugin that is not allowed here.
-    """
-    refuse_plugin(kind, name, key)
+            return FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
     known, text = names(kind), repr(name)
     text = text if len(text) <= 100 else f"{text[:97]}..."
     return FedsimError(
@@ -231,21 +230,15 @@ def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Calla
             "define all of them, or be a function that gives an object."
         )
     defined = {attribute for part in thing.__mro__[:-1] for attribute in vars(part)}
-    if any(defined.issuperset(methods) for methods in _LIKE.get(kind, ())):
+    if any(defined.issuperset(methods) for methods in KINDS[kind].like):
         return thing
-    wanted = _base(kind)
+    wanted = KINDS[kind].base_class
     if getattr(wanted, "_is_protocol", False) or not issubclass(thing, wanted):
         raise FedsimError(
-            f"{key} is '{name}', a class that is no {_BASES[kind]}; it must be one, or a function "
-            "that gives one."
+            f"{key} is '{name}', a class that is no {KINDS[kind].base}; it must be one, or a "
+            "function that gives one."
         )
     return thing
-
-
-def _base(kind: str) -> type[Any]:
-    module, _, name = _BASES[kind].rpartition(".")
-    base: type[Any] = getattr(importlib.import_module(module), name)
-    return base
 
 
 def require_kind(kind: str, made: Any, key: str, name: str) -> None:
@@ -255,28 +248,11 @@ def require_kind(kind: str, made: Any, key: str, name: str) -> None:
     ------
     FedsimError
     """
-    for methods in _LIKE.get(kind, ()):
+    for methods in KINDS[kind].like:
         if all(callable(getattr(made, method, None)) for method in methods):
             return
-    if not isinstance(made, _base(kind)):
-        raise FedsimError(f"{key} is '{name}'; it must name a {_BASES[kind]}.")
-
-
-def load(key: str, name: str) -> Callable[..., Any]:
-    """Import the callable ``module:name`` that the config's ``key`` says.
-
-    ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
-    or anything importable.
-
-    Raises
-    ------
-    FedsimError
-        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
-        or there is no such module or callable. Errors of the user's own code come through as
-        they are.
-    """
-    with current_directory_importable():
-        return _find(key, name)
+    if not isinstance(made, KINDS[kind].base_class):
+        raise FedsimError(f"{key} is '{name}'; it must name a {KINDS[kind].base}.")
 
 
 @contextmanager
@@ -311,7 +287,20 @@ _first = _FoundFirst()
 sys.meta_path.insert(sys.meta_path.index(PathFinder), _first)
 
 
-def _find(key: str, name: str) -> Callable[..., Any]:
+@current_directory_importable()
+def load(key: str, name: str) -> Callable[..., Any]:
+    """Import the callable ``module:name`` that the config's ``key`` says.
+
+    ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
+    or anything importable.
+
+    Raises
+    ------
+    FedsimError
+        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
+        or there is no such module or callable. Errors of the user's own code come through as
+        they are.
+    """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
         raise FedsimError(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsim.randomness import PURPOSES, Address, Draws, Purpose, Randomness, Stream
+from fedsim.randomness import Address, Draws, Purpose, Randomness, Stream
 
 ADDRESSES = [
     {"purpose": purpose, "level": level, "round": t, "client": client, "part": part}
-    for purpose, rule in PURPOSES.items()
-    for level in rule.levels
+    for purpose in Purpose
+    for level in purpose.levels
     for t in (0, 3)
     for client in (0, 3)
     for part in (0, 3)
@@ -53,8 +53,8 @@ def test_two_releases_of_one_seed_share_noise_and_amplified_samples_never():
     first, second = Randomness(5, "ab"), Randomness(5, "cd")
     for address in ADDRESSES:
         equal = first.generator(**address).bytes(32) == second.generator(**address).bytes(32)
-        assert equal == (PURPOSES[address["purpose"]].keyed_by == "seed")
-    secret = {purpose for purpose, rule in PURPOSES.items() if rule.keyed_by == "release"}
+        assert equal == (address["purpose"].keyed_by == "seed")
+    secret = {purpose for purpose in Purpose if purpose.keyed_by == "release"}
     assert secret == {Purpose.NOISE, Purpose.SHARE, Purpose.AMPLIFIED_SAMPLE}
 
 

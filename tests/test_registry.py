@@ -43,7 +43,7 @@ def one_more(tmp_path, monkeypatch, request):
     text = sample_file(kind)
     assert len(text.splitlines()) <= 80
     (tmp_path / "sample_thing.py").write_text(text)
-    package = importlib.import_module(registry.PACKAGES[kind][0])
+    package = importlib.import_module(registry.KINDS[kind].packages[0])
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     importlib.invalidate_caches()
     yield kind
@@ -71,7 +71,7 @@ def test_nothing_lists_by_hand_what_is_found_by_its_file() -> None:
     """A name of a thing with no place in the code but its own file, and where it is a default."""
     root = Path(fedsim.__file__).parent
     allowed = {"adadp-noise", "shards", "dirichlet", "auc"}
-    for kind in registry.PACKAGES:
+    for kind in registry.KINDS:
         for name in set(registry.names(kind)) & allowed:
             own = registry._built_in(kind)[name].rpartition(".")[2] + ".py"
             said = [p for p in root.rglob("*.py") if p.name != own and f'"{name}"' in p.read_text()]
@@ -82,7 +82,7 @@ def test_nothing_lists_by_hand_what_is_found_by_its_file() -> None:
 def test_listing_what_there_is_waits_for_nothing() -> None:
     code = (
         "import sys; from fedsim import registry;"
-        "names = [n for k in registry.PACKAGES for n in registry.names(k)]; assert 'adam' in names;"
+        "names = [n for k in registry.KINDS for n in registry.names(k)]; assert 'adam' in names;"
         "sys.exit(bool({'torch', 'flwr', 'fedsim.mechanisms.adaclip'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -133,7 +133,7 @@ def test_a_users_file_comes_before_what_is_installed_and_a_bare_folder_after(
     assert folder.origin == str(installed / "one_folder.py")
 
 
-@pytest.mark.parametrize("kind", sorted(registry.PACKAGES))
+@pytest.mark.parametrize("kind", sorted(registry.KINDS))
 def test_every_setting_of_every_thing_is_described(kind: str) -> None:
     filled = {"clients", "seed", "population", "adjacency", "path", "rounds", "participation"}
     for name in registry.names(kind):

@@ -132,7 +132,7 @@ WRONG = [
     ("strategies.DPFedAvg(**given(max_epsilon=0))", "max_epsilon"),
     ("strategies.DPFedAvg(**given(max_epsilon=-1, ledger=privacy.Ledger()))", "max_epsilon"),
     ("strategies.DPFedAvg(**given(ledger='/tmp'))", "ledger"),
-    ("strategies.SecureAggregation('x')", "secagg.threshold"),
+    ("strategies.SecureAggregation('x')", "threshold"),
     ("strategies.Availability(replying=3)", "replying"),
     ("strategies.Availability(node_timeout=-1)", "node-timeout"),
     ("strategies.Availability(max_failed_rounds=0)", "max-failed-rounds"),

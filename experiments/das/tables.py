@@ -24,7 +24,7 @@ from experiments.framework.spread import Difference, paired, within
 from experiments.framework.stored import digest
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
-from fedsim.runs.columns import Row
+from fedsim.runs.metrics import Row
 
 METHODS = ("clipping", "normalization")
 SAME = 0.2  # points that "agree" allows

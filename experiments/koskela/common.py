@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from experiments.framework.base import Result
 from experiments.framework.config_runs import ConfigRuns
 from fedsim.config import Scalar
-from fedsim.runs.columns import Row
+from fedsim.runs.metrics import Row
 
 
 class Koskela(ConfigRuns):

@@ -26,8 +26,8 @@ from experiments.landscape.picture import Square, map_picture
 from fedsim.config import RunConfig, Scalar
 from fedsim.privacy import Accountant
 from fedsim.privacy.laws.selection import Distribution, Selection
-from fedsim.runs.columns import Row
 from fedsim.runs.factories import release_plan
+from fedsim.runs.metrics import Row
 
 PRICE = "price"
 NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")

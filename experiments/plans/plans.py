@@ -14,7 +14,7 @@ from experiments.framework.schema import Section
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
-from fedsim.runs.columns import Row
+from fedsim.runs.metrics import Row
 
 FREE = "without noise"
 

@@ -42,7 +42,6 @@ class Adapter(ABC):
 
     def alternation(self, model: nn.Module) -> Alternation | None:
         """Which parameters of an adapted model rest in which rounds; None where none ever does."""
-        del model
         return None
 
     def merged(self, model: nn.Module) -> nn.Module:
@@ -53,7 +52,6 @@ class Adapter(ABC):
         FedsimError
             If there is no such model.
         """
-        del model
         raise FedsimError(f"a {type(self).__name__} (adapter.name) cannot be merged into a model.")
 
     def files(self, model: nn.Module) -> Mapping[str, bytes]:
@@ -64,7 +62,6 @@ class Adapter(ABC):
         FedsimError
             If peft has no such adapter.
         """
-        del model
         raise FedsimError(f"a {type(self).__name__} (adapter.name) has no form in peft's format.")
 
     def load(self, model: nn.Module, directory: Path) -> None:
@@ -75,7 +72,6 @@ class Adapter(ABC):
         FedsimError
             If they are of another model or adapter, or damaged.
         """
-        del model
         raise FedsimError(f"a {type(self).__name__} (adapter.name) does not read {directory}.")
 
 

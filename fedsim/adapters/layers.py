@@ -179,15 +179,12 @@ def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
             f"adapter.targets has the pattern '{pattern}', which matches {matched}; the model's "
             f"linear layers are {', '.join(linear)}."
         )
-    layers = {n: m for n, m in modules.items() if n in linear and _matches(n, names_or_patterns)}
+    named = {n for n in linear if any(fnmatchcase(n, pattern) for pattern in names_or_patterns)}
+    layers = {n: m for n, m in modules.items() if n in named}
     for name, layer in layers.items():
         if why := _obstacle(name, layer, places[id(layer)], model):
             raise FedsimError(f"adapter.targets names '{name}', {why}; it must leave that out.")
     return layers
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _obstacle(name: str, layer: nn.Module, places: list[str], model: nn.Module) -> str:

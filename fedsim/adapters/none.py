@@ -19,5 +19,4 @@ class NoAdapter(Adapter):
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
         """The same model."""
-        del seed
         return model

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedsim import regular_files
 from fedsim.adapters.layers import FACTORS, low_rank_layers
 from fedsim.errors import FedsimError, printable
+from fedsim.models.parameters import require_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -112,11 +113,7 @@ def _check(where: str, tensors: Mapping[str, Tensor], entries: Mapping[str, Tens
                 f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be floating "
                 f"point {list(value.shape)}."
             )
-        if not bool(torch.isfinite(tensor.to(value.dtype)).all()):
-            raise FedsimError(
-                f"{where} has NaN, infinite or too large numbers in {key}; every number must be "
-                f"finite in {value.dtype}."
-            )
+        require_finite(where, key, tensor, value.dtype)
 
 
 def _read_config(where: str, path: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     settings = config.data
     # What a config declares of files holds for every client's: of arrays all but how they are
     # saved.
-    declared = settings.values() if settings.registered(settings.name) == "files" else {}
+    declared = settings.own if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
     protected = config.protects
@@ -136,7 +136,8 @@ def trainer_for(context: Context) -> Trainer:
 
 def mechanism_for(context: Context) -> Mechanism:
     """The mechanism with which a node bounds its own update, where it is asked to."""
-    return mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+    bound: Mechanism = mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+    return bound
 
 
 def _trainer(config: RunConfig, client: int, data: str) -> Trainer:

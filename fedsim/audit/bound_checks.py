@@ -152,11 +152,21 @@ class MeasuredNoise:
         return self.stds * half / target.plan.denominator
 
 
-@dataclass(frozen=True)
-class Moved:
-    """How far a canary moved a release.
+def length_moved(
+    looked_at: str,
+    length: float,
+    whose: str,
+    allowed: float,
+    noise: MeasuredNoise,
+    shares: tuple[float, float] = (1.0, 0.0),
+    scalar_degrees: int = 1,
+) -> Finding:
+    """Whether a move is longer than allowed, in standard deviations that are estimates.
 
-    Attributes
+    A variance from N values is a chi-square with N degrees over N; of a sum of two terms, the
+    degrees are those of the mixture (Satterthwaite).
+
+    Parameters
     ----------
     looked_at : str
     length : float
@@ -171,29 +181,8 @@ class Moved:
     scalar_degrees : int
         Degrees of freedom of these scalars' variances.
     """
-
-    looked_at: str
-    length: float
-    whose: str
-    allowed: float
-    noise: MeasuredNoise
-    shares: tuple[float, float] = (1.0, 0.0)
-    scalar_degrees: int = 1
-
-
-def bounded(moved: Moved | Finding) -> Finding:
-    """Whether a move is longer than allowed, in standard deviations that are estimates.
-
-    What is wrong whatever the noise is a finding already.
-
-    A variance from N values is a chi-square with N degrees over N; of a sum of two terms, the
-    degrees are those of the mixture (Satterthwaite).
-    """
-    if isinstance(moved, Finding):
-        return moved
-    noise, allowed = moved.noise, moved.allowed
-    parts = np.array(moved.shares) / (sum(moved.shares) or 1.0)
-    degrees = 1 / float((np.square(parts) / [noise.values, moved.scalar_degrees]).sum())
+    parts = np.array(shares) / (sum(shares) or 1.0)
+    degrees = 1 / float((np.square(parts) / [noise.values, scalar_degrees]).sum())
 
     def p(lengths: Floats, _: object) -> Floats:
         squares = np.square(np.maximum(lengths, 1e-150))
@@ -201,8 +190,8 @@ def bounded(moved: Moved | Finding) -> Finding:
         # The longest move is along the layer whose noise happens to be estimated as smallest.
         return np.asarray(np.minimum(1.0, noise.layers * chdtr(degrees, degrees * ratio)))
 
-    words = f"{{}} std of the noise, {moved.whose} ({allowed:.5g} is claimed)"
-    return statistical(moved.looked_at, Statistic(words, np.array([moved.length]), p, allowed))
+    words = f"{{}} std of the noise, {whose} ({allowed:.5g} is claimed)"
+    return statistical(looked_at, Statistic(words, np.array([length]), p, allowed))
 
 
 def allowed_length(event: Event) -> float:

@@ -11,8 +11,7 @@ from fedsim.audit import claim as ledger
 from fedsim.audit import noise_checks as noise
 from fedsim.audit import plan_checks as plan
 from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.bound_checks import bounded
-from fedsim.audit.checks import Check, Finding, Gathered, Part, invariant
+from fedsim.audit.checks import Check, Finding, Gathered, Part, checks_of, invariant
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import errors_allowed
 
@@ -21,13 +20,9 @@ TOO_LONG = "rows longer than C pass"
 NOT_COVERED = "statistics are released without noise"
 
 
-def _checks(part: Part, *rows: tuple[str, Test, str]) -> tuple[Check, ...]:
-    return tuple(Check(part, *row) for row in rows)
-
-
 def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
     """How far something moved a release."""
-    return _checks("bound", (name, bounded, cause))
+    return checks_of("bound", (name, lambda found: found, cause))
 
 
 def moved_by(row: str) -> tuple[Check, ...]:
@@ -45,8 +40,8 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
 
 
 # fmt: off
-PRESENCE = _checks("noise", ("presence", noise.presence, "noise is left out"))
-NOISE = _checks("noise",
+PRESENCE = checks_of("noise", ("presence", noise.presence, "noise is left out"))
+NOISE = checks_of("noise",
     ("size in each round", noise.round_sizes, "noise of another size"),
     ("size in each layer", noise.layer_sizes, "another size in a layer"),
     ("size in each coordinate", noise.coordinate_sizes, "a coordinate without noise"),
@@ -64,55 +59,55 @@ NOISE = _checks("noise",
     ("shifts in rounds and coordinates", noise.shifts, "overlapping streams of random numbers"),
     ("size against the cohort's", noise.against_sizes, "noise depends on who was sampled"),
 )
-FEW_COORDINATES = _checks("noise",
+FEW_COORDINATES = checks_of("noise",
     ("size in any direction", noise.covariance, "a direction without noise"))
-ROUNDING = _checks("noise", ("rounding to the grid", noise.rounding, "low bits show the sum"))
-LOW_BITS = _checks("noise",
+ROUNDING = checks_of("noise", ("rounding to the grid", noise.rounding, "low bits show the sum"))
+LOW_BITS = checks_of("noise",
     ("equal values", noise.equal_values, "noise has too few values"),
     ("low bits", noise.low_bits, "low bits show the sum"),
     ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
 )
-SYSTEM_NOISE = _checks("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
-SEEDS = _checks("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
-ANOTHER_RUN = _checks("noise",
+SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
+SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
+ANOTHER_RUN = checks_of("noise",
     ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
-RESUME = _checks("noise",
+RESUME = checks_of("noise",
     ("resume", plan.same_after_resume, "a resumed run draws noise again"))
-ADDRESSES = _checks("noise",
+ADDRESSES = checks_of("noise",
     ("addresses of draws", plan.addresses_once, "a random number is used twice"))
 
-IDS = _checks("sampler", ("sampled ids", sampling.ids, "sampling with replacement"))
-RATES = _checks("sampler",
+IDS = checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement"))
+RATES = checks_of("sampler",
     ("charged rate", sampling.charged_rate, "more is sampled than charged"))
-SIZES = _checks("sampler", ("sizes", sampling.sizes, "another sampler, or rate"))
-FREQUENCIES = _checks("sampler",
+SIZES = checks_of("sampler", ("sizes", sampling.sizes, "another sampler, or rate"))
+FREQUENCIES = checks_of("sampler",
     ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
     ("pairs sampled together", sampling.together, "rows are not drawn independently"),
     ("overlap of rounds", sampling.overlaps, "a draw is used again"),
 )
-ROUNDS_ALIKE = _checks("sampler",
+ROUNDS_ALIKE = checks_of("sampler",
     ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
     ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
     ("periodicity", sampling.periodicity, "rounds are not drawn independently"),
 )
-PARTICIPATIONS = _checks("plan",
+PARTICIPATIONS = checks_of("plan",
     ("rounds of each client", plan.participations,
      "rows are in more rounds than the plan counts on"))
-DECLARED_LAW = _checks("sampler",
+DECLARED_LAW = checks_of("sampler",
     ("declared inclusion probabilities", sampling.declared_law,
      "the sampler does not follow its own law"))
-SAME_COHORTS = _checks("sampler",
+SAME_COHORTS = checks_of("sampler",
     ("draws and data", plan.same_cohorts, "updates influence who is sampled"))
-SYSTEM_COHORTS = _checks("sampler",
+SYSTEM_COHORTS = checks_of("sampler",
     ("cohorts with system entropy", plan.system_cohorts, "too few seeds"))
 
-FAILURES = _checks("plan",
+FAILURES = checks_of("plan",
     ("several fail at once", plan.same_after_failures, "the denominator is counted"))
-NOTHING_BUT_SUMS = _checks("plan",
+NOTHING_BUT_SUMS = checks_of("plan",
     ("nothing but the sum", plan.nothing_but_sums, "something is released beside the sum"))
-LEAVES = _checks("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
+LEAVES = checks_of("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
 TOGETHER = bound("what one client moves, released scalars included")
-TWO_WORLDS = _checks("plan", ("two worlds", errors_allowed, "noise is too small"))
+TWO_WORLDS = checks_of("plan", ("two worlds", errors_allowed, "noise is too small"))
 
 CANARIES = (
     *_faults("noise", ("earlier rounds", "the same in rounds without the canary",
@@ -131,16 +126,16 @@ REPORTS = _faults("plan",
     ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
 
 LINES = (
-    *_checks("plan", ("rounds", ledger.rounds_as_planned, "data decide when a run ends")),
-    *_checks("ledger",
+    *checks_of("plan", ("rounds", ledger.rounds_as_planned, "data decide when a run ends")),
+    *checks_of("ledger",
         ("a line for every release", ledger.line_for_every_release, "a release is not charged"),
         ("what a line says", ledger.event_of_every_line, "another event is charged"),
         ("one line, one release", ledger.one_line_each, "a release is charged twice")),
 )
-CLAIM = _checks("ledger",
+CLAIM = checks_of("ledger",
     ("epsilon of the events", ledger.accounting, "the accountant counts too little"))
-PROMISE = _checks("ledger", ("epsilon of the run", ledger.promise, "another event is charged"))
-BUDGET = _checks("ledger",
+PROMISE = checks_of("ledger", ("epsilon of the run", ledger.promise, "another event is charged"))
+BUDGET = checks_of("ledger",
     ("budget", ledger.budget, "a budget does not stop the run in time"))
 # fmt: on
 

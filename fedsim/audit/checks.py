@@ -85,6 +85,11 @@ class Check:
         return replace(self.test(*sample), part=self.part, name=self.name, cause=self.cause)
 
 
+def checks_of(part: Part, *rows: tuple[str, Callable[..., Finding], str]) -> tuple[Check, ...]:
+    """Checks of one part, each by its name, its test and its cause."""
+    return tuple(Check(part, *row) for row in rows)
+
+
 Gathered = tuple[Callable[[], Any], Iterable[Check]]
 """Gathers a sample, or a tuple of the arguments of tests, or None; and what it is tested by."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import own_examples
-from fedsim.audit.checks import Check, Finding, Floats, Gathered, findings
+from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, findings
 from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
 from fedsim.audit.clients import WORLDS
 from fedsim.audit.evidence import FEW, SMALL
@@ -124,13 +124,13 @@ def audit_config(
     if runs:
         assumptions["two worlds"] = (
             f"{runs:,} runs without and {runs:,} with the canary, {_rounds(few)} at noise "
-            f"multiplier {_noise_of(few):.4g}: epsilon {verdict.claim.epsilon:.4g}; thresholds "
-            "from one half, errors from the other"
+            f"multiplier {few.plan.noise.multiplier:.4g}: epsilon {verdict.claim.epsilon:.4g}; "
+            "thresholds from one half, errors from the other"
         )
     if verdict.one_run is not None:
         assumptions["one run"] = (
             f"{verdict.one_run.canaries} canaries, each in or out by a coin, {_rounds(many)} at "
-            f"noise multiplier {_noise_of(many):.4g}: epsilon "
+            f"noise multiplier {many.plan.noise.multiplier:.4g}: epsilon "
             f"{verdict.one_run.claim.epsilon:.4g}"
         )
     return verdict, assumptions
@@ -294,14 +294,9 @@ class ConfigEvidence:
         )
 
 
-_OWN_EXAMPLES = (
-    Check(
-        "bound",
-        "what one example moves in the model itself",
-        own_examples,
-        "gradients are not per example",
-    ),
-)
+_OWN_EXAMPLES = checks_of("bound",
+    ("what one example moves in the model itself", own_examples, "gradients are not per example"),
+)  # fmt: skip
 
 _NEIGHBOURS = {
     "add-remove": "with the canary, or without such a client",
@@ -354,10 +349,6 @@ def evaluating(resolved: Resolved) -> StrategyFactory:
         return strategy_of(replace(resolved, config=replace(config, seed=seed)))
 
     return strategy
-
-
-def _noise_of(target: StrategyTarget) -> float:
-    return target.template.plan.noise.multiplier
 
 
 def _rounds(target: StrategyTarget) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import MeasuredNoise, Moved, Scale, in_units, shaped
+from fedsim.audit.bound_checks import MeasuredNoise, Scale, in_units, length_moved, shaped
 from fedsim.audit.checks import Finding, Floats, Gathered, invariant
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import (
@@ -32,6 +32,8 @@ from fedsim.privacy.plan import of_user
 MOST_ROUNDS = 1000
 RUNS = 2
 MORE_DRAWS, FEW_PARAMETERS = 4, 8
+FEWEST_RELEASES = 4 * FEW_PARAMETERS
+"""Fewer releases of a small model have a likelihood ratio that is no chi-square."""
 VALUES = 2**18
 SMALL, LARGE = 512, 2048
 FEW = 3
@@ -136,7 +138,8 @@ class Evidence:
     @cached_property
     def _small(self) -> tuple[Target, list[Observation]]:
         few = self.target.with_model(parameters(FEW_PARAMETERS))
-        seeds = range(self.seed + RUNS, self.seed + RUNS + MORE_DRAWS)
+        number = max(MORE_DRAWS, -(-FEWEST_RELEASES // len(self.runs[0].moves)))
+        seeds = range(self.seed + RUNS, self.seed + RUNS + number)
         return few, [few.observe(few.silent_clients(), seed) for seed in seeds]
 
     @property
@@ -157,7 +160,7 @@ class Evidence:
         return [target.observe(clients, self.seed + k) for k in range(number)]
 
     @property
-    def added(self) -> Moved | Finding:
+    def added(self) -> Finding:
         """Each client's own coordinate holds what it added: nothing, or one row, never more."""
         moving = self.moving[0]
         rounds = 1 if shaped(moving.states) else len(moving.moves)
@@ -168,7 +171,7 @@ class Evidence:
         )
 
     @property
-    def several(self) -> Moved | Finding:
+    def several(self) -> Finding:
         """Several canaries at once, of many lengths."""
         target = self.target
         half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
@@ -197,7 +200,7 @@ class Evidence:
 
     def _added(
         self, compared: Iterable[tuple[Observation, int, int]], looked: str, silent: int = 0
-    ) -> Moved | Finding:
+    ) -> Finding:
         """The most that clients added to their own coordinates, in standard deviations of noise.
 
         Parameters
@@ -220,7 +223,7 @@ class Evidence:
             if not added.max() <= most:
                 most = float(added.max())
                 whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
-        return Moved(looked, most, whose, allowed, self.measured)
+        return length_moved(looked, most, whose, allowed, self.measured)
 
     @property
     def failing(self) -> Mapping[str, Floats] | None:

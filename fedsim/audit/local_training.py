@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import GradientRecorder, Scale
-from fedsim.audit.checks import Check, Finding, Floats, Gathered, Ids, invariant
+from fedsim.audit.checks import Finding, Floats, Gathered, Ids, checks_of, invariant
 from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
 from fedsim.audit.clients import SyntheticClients, reach
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
@@ -392,7 +392,7 @@ def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
     return invariant(looked, broken, "each example once a pass")
 
 
-_LINES = (
-    Check("ledger", "a line for every round", line_for_every_round, "a release is not charged"),
+_LINES = checks_of(
+    "ledger", ("a line for every round", line_for_every_round, "a release is not charged")
 )
-_PASSES = (Check("sampler", "passes", passes, "batches overlap within a pass"),)
+_PASSES = checks_of("sampler", ("passes", passes, "batches overlap within a pass"))

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from fedsim.audit import catalogue
-from fedsim.audit.checks import Check, Finding, Floats, Gathered, invariant
+from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.target import StrategyFactory
 from fedsim.federation.private_metrics import PrivateEvaluation
@@ -97,16 +97,8 @@ def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Findin
 
 
 _EVALUATED = (
-    Check(
-        "bound",
-        "what one client's metrics move",
-        moved_metrics,
-        "numbers are not clamped to their ranges",
-    ),
-    Check(
-        "ledger",
-        "a line for every evaluation",
-        line_for_every_evaluation,
-        "an evaluation is not charged",
-    ),
-)
+    *checks_of("bound", ("what one client's metrics move", moved_metrics,
+                         "numbers are not clamped to their ranges")),
+    *checks_of("ledger", ("a line for every evaluation", line_for_every_evaluation,
+                          "an evaluation is not charged")),
+)  # fmt: skip

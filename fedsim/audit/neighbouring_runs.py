@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedsim.audit.bound_checks import MeasuredNoise, Moved, allowed_length, scalars_moved
+from fedsim.audit.bound_checks import MeasuredNoise, allowed_length, length_moved, scalars_moved
 from fedsim.audit.checks import Finding, invariant
 from fedsim.audit.clients import ALONE, OPPOSED, Canaries, World, longest_row, reach
 from fedsim.audit.plan_checks import SEEDS, difference
@@ -268,33 +268,30 @@ class Neighbours:
         return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> Finding:
         """The longest move of parameters."""
-        return self._longest(lambda length: length.moves)
+        longest = max(self._lengths, key=lambda length: length.moves)
+        return self._found(longest, longest.moves)
 
     @property
-    def moved_together(self) -> Moved | Finding | None:
+    def moved_together(self) -> Finding | None:
         """The longest move of parameters and released scalars, where one moved."""
         bare = next((length for length in self._lengths if length.without_noise), None)
         if bare is not None:
             moves = f"'{bare.without_noise}' has no noise, and moves with one that {bare.behaviour}"
             return invariant(self.looked_at, moves, "scalars with noise")
-        together = self._longest(lambda length: math.hypot(length.moves, length.scalars))
-        return together if together.shares[1] else None
+        longest = max(self._lengths, key=lambda length: math.hypot(length.moves, length.scalars))
+        together = math.hypot(longest.moves, longest.scalars)
+        if together == longest.moves:
+            return None
+        return self._found(longest, together, (longest.moves**2, longest.scalars**2))
 
-    def _longest(self, size: Callable[[_Length], float]) -> Moved:
-        longest = max(self._lengths, key=size)
+    def _found(
+        self, longest: _Length, length: float, shares: tuple[float, float] = (1.0, 0.0)
+    ) -> Finding:
         assert self._noise is not None
-        shares = (longest.moves**2, longest.scalars**2)
-        moved = Moved(
-            self.looked_at,
-            size(longest),
-            f"by one that {longest.behaviour}",
-            allowed_length(self._target.event),
-            self._noise,
-        )
-        together = size(longest) != longest.moves
-        return replace(moved, shares=shares, scalar_degrees=SEEDS - 2) if together else moved
+        whose, allowed = f"by one that {longest.behaviour}", allowed_length(self._target.event)
+        return length_moved(self.looked_at, length, whose, allowed, self._noise, shares, SEEDS - 2)
 
     def note(self, kind: str, sentence: str) -> None:
         """Keep what is wrong, if it is the first of its kind."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.fft import dct
-from scipy.special import chdtrc, log_ndtr, ndtri, pdtrc
+from scipy.special import chdtrc, log_ndtr, ndtr, ndtri, pdtrc
 
 from fedsim.audit.checks import (
     Finding,
@@ -22,6 +22,7 @@ from fedsim.audit.checks import (
     Statistic,
     chi_square,
     correlations,
+    counted,
     counts_in_bins,
     invariant,
     normal,
@@ -32,8 +33,8 @@ from fedsim.audit.checks import (
 FEWEST_PRODUCTS = 4096
 """Sums of fewer products are not yet normal enough for a tail of 1e-9."""
 REPEAT_RESOLUTION = 1e8
-FEWEST_ROUNDS = 16
-"""Fewer rounds say nothing about pairs of coordinates."""
+FEWEST_VALUES = 16
+"""Fewer values of each round, or of each coordinate, say nothing about pairs of them."""
 FIELD = 8
 """Bits that are tested together."""
 OFF_GRID = 0.02
@@ -88,12 +89,10 @@ def presence(units: Floats) -> Finding:
     """Whether every round has noise: ``units [runs, rounds, d]``."""
     runs, rounds, _ = units.shape
     without = (units == 0).all(2)
-    broken = None
-    if not np.isfinite(units).all():
-        broken = "a number that is not finite"
-    elif without.any():
+    broken = None if np.isfinite(units).all() else "a number that is not finite"
+    if without.any():
         first = int(np.nonzero(without.any(0))[0][0]) + 1
-        broken = (
+        broken = broken or (
             f"{int(without.sum())} releases without any noise, the first of them in round {first}"
         )
     return invariant(f"{runs} x {rounds} releases", broken, "noise in every release")
@@ -251,20 +250,23 @@ def round_pairs(noise: NoiseSample) -> Finding:
 
 
 def round_pairs_without_signs(noise: NoiseSample) -> Finding:
-    """Pairs of rounds without signs: noise reused with another sign, or of a common size."""
-    mean = math.sqrt(2 / math.pi)
-    return pairs((np.abs(noise.rows) - mean) / math.sqrt(1 - mean**2), noise.looked_at)
+    """Pairs of rounds without signs: noise reused with another sign, or of a common size.
+
+    Sizes are made normal scores: correlations of what is skewed have another distribution.
+    """
+    scores = ndtri(1 - 2 * ndtr(-np.abs(noise.rows)))
+    return pairs(np.clip(scores, -9.0, 9.0), noise.looked_at)  # none infinite
 
 
 def coordinate_pairs(noise: NoiseSample) -> Finding:
     """Correlations of all pairs of columns: coordinates that share noise, in whatever order."""
-    if len(noise.rows) < FEWEST_ROUNDS:
-        return untested(noise.looked_at, "too few rounds to compare coordinates")
-    return pairs(noise.rows.T, noise.looked_at)
+    return pairs(noise.rows.T, noise.looked_at, "rounds to compare coordinates")
 
 
-def pairs(rows: Floats, looked: str) -> Finding:
+def pairs(rows: Floats, looked: str, few: str = "coordinates to compare rounds") -> Finding:
     """Correlations of all pairs of ``rows [n, d]``, one by one and together."""
+    if rows.shape[1] < FEWEST_VALUES:
+        return untested(looked, f"too few {few}")
     count = len(rows) * (len(rows) - 1) // 2
     return statistical(f"{looked}, {count:,} pairs", *correlations_of_rows(rows))
 
@@ -305,17 +307,15 @@ def shifts(noise: NoiseSample) -> Finding:
     products = runs * (rounds - np.arange(rounds))[:, None] * overlap
     scores = total / np.sqrt(np.maximum(products, 1))
     scores[0, d:] = 0  # within a round a negative shift is the same as a positive one
-    counted = products >= FEWEST_PRODUCTS
-    counted[0, 0] = counted[0, d:] = False
-    scores[~counted] = 0
+    enough = products >= FEWEST_PRODUCTS
+    enough[0, 0] = enough[0, d:] = False
+    scores[~enough] = 0
     lag, step = np.unravel_index(int(np.abs(scores).argmax()), scores.shape)
-    worst = float(scores[lag, step])
-    step = int(step) - 2 * d * (step > d)
-    count = int(counted.sum())
-    words = f"{{}} standard errors at a shift of {lag} rounds and {step} coordinates"
-    one = replace(normal(words, [worst]), count=count)
+    signed, count = int(step) - 2 * d * (step > d), int(enough.sum())
+    words = f"{{}} standard errors at a shift of {lag} rounds and {signed} coordinates"
+    one = replace(normal(words, [scores[lag, step]]), count=count)
     # A value that is the same in every round is not seen at any single shift.
-    by_round = normal("{} standard errors at a shift of rounds", scores[1:, 0][counted[1:, 0]])
+    by_round = normal("{} standard errors at a shift of rounds", scores[1:, 0][enough[1:, 0]])
     return statistical(f"{noise.looked_at}, {count:,} shifts", *[one, by_round][: 2 * count])
 
 
@@ -361,12 +361,11 @@ def equal_values(grid: NoiseSample) -> Finding:
     density = 1 / np.sqrt(2 * np.pi * np.maximum(spread[:, None] + spread, 1e-300))
     expected = float(groups @ density @ groups) / 2
 
-    def p(pairs: Floats, _: object) -> Floats:
+    def p_of(pairs: Floats) -> Floats:
         return np.where(pairs < 1, 1.0, pdtrc(np.maximum(pairs - 1, 0), expected))
 
-    usual = float(math.floor(expected))
-    compared = Statistic("{} pairs of equal values", np.array([equal]), p, usual, whole=True)
-    return statistical(grid.looked_at, compared)
+    words = "{} pairs of equal values"
+    return statistical(grid.looked_at, counted(words, [equal], p_of, math.floor(expected)))
 
 
 def low_bits(grid: NoiseSample) -> Finding:

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.linalg import hadamard
-from scipy.special import bdtrc, gammaln
+from scipy.stats import binom
 from torch import Tensor
 
 from fedsim.audit.checks import Floats
-from fedsim.audit.claim import Claim, common_claim
+from fedsim.audit.claim import LEAST_P, Claim, common_claim
 from fedsim.audit.clients import EXAMPLES, Canaries, reach
 from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
@@ -31,7 +31,6 @@ from fedsim.randomness import Purpose, Randomness
 Coins = npt.NDArray[np.bool_]
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
-LEAST_P = 1e-12
 HALVINGS = 20
 EPSILON_HALVINGS = 30
 
@@ -208,12 +207,8 @@ def guesses_p_value(
     """
     if correct <= 0:
         return 1.0
-    q = 1 / (1 + math.exp(-epsilon))
-    tail = float(bdtrc(correct - 1, guesses, q))
-    fewer = np.arange(correct)
-    log_choose = gammaln(guesses + 1) - gammaln(fewer + 1) - gammaln(guesses - fewer + 1)
-    log_1q = -epsilon - math.log1p(math.exp(-epsilon))
-    masses = np.exp(log_choose + fewer * math.log(q) + (guesses - fewer) * log_1q)
+    guessed = binom(guesses, 1 / (1 + math.exp(-epsilon)))
+    tail, masses = float(guessed.sf(correct - 1)), guessed.pmf(np.arange(correct))
     # P[v > W >= v - i] / i, the largest of them over i = 1 .. v.
     steepest = float((np.cumsum(masses[::-1]) / np.arange(1, correct + 1)).max())
     return min(1.0, tail + 2 * canaries * delta * steepest)

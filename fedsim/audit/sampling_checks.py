@@ -12,10 +12,12 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import bdtr, bdtrc, chdtrc, gammaln
+from scipy.special import chdtrc
+from scipy.stats import binom, hypergeom
 
 from fedsim.audit.checks import (
     Finding,
@@ -312,27 +314,18 @@ def _binomial(words: str, counts: npt.ArrayLike, trials: int, rate: float) -> St
 
 def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
     """Two-sided p-values of binomial counts, exact."""
-    k = np.asarray(counts)
-    if rate <= 0 or rate >= 1:
-        return np.where(k == round(rate * trials), 1.0, 0.0)
-    possible = np.minimum(k, trials)
-    above = np.where(k > 0, bdtrc(np.maximum(possible - 1, 0), trials, rate), 1.0)
-    p_values = np.minimum(1.0, 2 * np.minimum(bdtr(possible, trials, rate), above))
-    return np.asarray(np.where(k > trials, 0.0, p_values))
+    return _two_sided(binom(trials, rate), np.asarray(counts))
 
 
 def _hypergeometric_p(counts: Ids, n: int, m: int) -> Floats:
     """Two-sided p-values of what two draws of m out of n have in common."""
-    k = np.arange(m + 1)
-    with np.errstate(all="ignore"):
-        possible = (m - k) <= (n - m)
-        in_neither = np.where(possible, n - m - (m - k), 0)
-        logs = 2 * gammaln(m + 1) + 2 * gammaln(n - m + 1) - gammaln(n + 1)
-        logs = logs - gammaln(k + 1) - 2 * gammaln(m - k + 1) - gammaln(in_neither + 1)
-    masses = np.where(possible, np.exp(logs), 0.0)
-    below, above = np.cumsum(masses), np.cumsum(masses[::-1])[::-1]
-    p_values = np.minimum(1.0, 2 * np.minimum(below, above))
+    # Each is a sum, and there are many pairs of few values.
+    p_values = _two_sided(hypergeom(n, m, m), np.arange(m + 1))
     return np.asarray(np.where(counts <= m, p_values[np.clip(counts, 0, m)], 0.0))
+
+
+def _two_sided(law: Any, counts: npt.NDArray[Any]) -> Floats:
+    return np.asarray(np.minimum(1.0, 2 * np.minimum(law.cdf(counts), law.sf(counts - 1))))
 
 
 def _dispersion(words: str, ratio: float, count: int, variance: float, rate: float) -> Statistic:

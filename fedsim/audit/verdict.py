@@ -60,7 +60,7 @@ class Verdict:
     @property
     def risk(self) -> float:
         """Of each attack: they share the verdict's equally (Bonferroni)."""
-        return _risk_of_attack(self.confidence, len(self.attacks), bool(self.checks))
+        return risk_of_attack(self.confidence, len(self.attacks), bool(self.checks))
 
     @property
     def risk_of_check(self) -> float:
@@ -120,7 +120,8 @@ class Verdict:
         return f"No violation of {claimed} detected by {' and '.join(made)}, {level}"
 
 
-def _risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
+def risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
+    """The share of each attack in the risk that a verdict is wrong."""
     return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
@@ -191,7 +192,7 @@ def audit(
         raise FedsimError(
             f"cohort.population is {population}; an audit needs a canary and another client."
         )
-    risk = _risk_of_attack(confidence, number, checks or bool(extra))
+    risk = risk_of_attack(confidence, number, checks or bool(extra))
     target = StrategyTarget(strategy, rounds=rounds)
     attacks: list[TwoWorlds] = []
     guessed: OneRun | None = None

@@ -13,12 +13,11 @@ from fedsim.cli.audit import audit
 from fedsim.cli.config import config
 from fedsim.cli.console import Command, ConfigCommand, Group
 from fedsim.cli.deploy import deploy
-from fedsim.cli.planning import partition, tune
+from fedsim.cli.planning import partition, stats, tune
 from fedsim.cli.privacy import privacy
 from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run
 from fedsim.cli.run_directory import compare, evaluate, export, report
-from fedsim.cli.stats import stats
 from fedsim.cli.sweep import sweep
 from fedsim.errors import FedsimError
 

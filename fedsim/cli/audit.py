@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from fedsim.cli.console import Output, Overrides, check_out
+from fedsim.cli.console import Output, Overrides, check_out, panel_option
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from fedsim.audit import Verdict
 
 
-def _option(panel: str, help_: str, *flags: str) -> Any:
-    return typer.Option(*flags, help=help_, rich_help_panel=panel)
-
-
-_target = partial(_option, "Code that is not fedsim's")
-_claim = partial(_option, "What it claims, in the place of a file")
+_target = partial(panel_option, "Code that is not fedsim's")
+_claim = partial(panel_option, "What it claims, in the place of a file")
 
 
 def audit(

@@ -42,10 +42,10 @@ def list_(
 
     A class or function of your own is named `module:name` in the same places.
     """
-    if kind is not None and kind not in registry.PACKAGES:
-        raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.PACKAGES)}.")
+    if kind is not None and kind not in registry.KINDS:
+        raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.KINDS)}.")
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name in [kind] if kind else registry.PACKAGES:
+    for name in [kind] if kind else registry.KINDS:
         for choice, line in choices_of(name):
             table.add_row(*(() if kind else (name,)), choice, line)
     Output().print(table)

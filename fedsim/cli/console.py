@@ -43,6 +43,11 @@ Overrides = Annotated[
 ]
 
 
+def panel_option(panel: str, help_: str, *flags: str, metavar: str | None = None) -> Any:
+    """An option that ``--help`` shows in a panel of this title."""
+    return typer.Option(*flags, help=help_, metavar=metavar, rich_help_panel=panel)
+
+
 def check_out(path: Path, suffix: str) -> None:
     """Refuse, before the work that makes it, a file that could not be written.
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedsim.cli.console import Output, Overrides
+from fedsim.cli.console import Output, Overrides, panel_option
 from fedsim.cli.noises import show_noises
 from fedsim.cli.privacy_question import (
     Source,
@@ -33,14 +33,9 @@ from fedsim.privacy.events import simple_laws
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 
-
-def _option(panel: str, help_: str, *flags: str, metavar: str | None = None) -> Any:
-    return typer.Option(*flags, help=help_, metavar=metavar, rich_help_panel=panel)
-
-
-_plan = partial(_option, "The plan")
-_sampling = partial(_option, "Sampling")
-_ledger = partial(_option, "The ledger of a run")
+_plan = partial(panel_option, "The plan")
+_sampling = partial(panel_option, "Sampling")
+_ledger = partial(panel_option, "The ledger of a run")
 
 
 def privacy(

@@ -24,7 +24,7 @@ from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import law_named, simple_laws
-from fedsim.privacy.laws.extended import ExtendedLaw
+from fedsim.privacy.laws.correlated import ExtendedLaw
 from fedsim.privacy.plan import of_user
 from fedsim.runs.record import RunLedgers, delta_of
 

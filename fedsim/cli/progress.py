@@ -23,9 +23,8 @@ from fedsim.federation.round_report import (
 )
 from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.columns import Row, headline_columns, is_share, row_marks
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import brief, tail_mean
+from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean
 from fedsim.runs.record import RunResult
 
 _EPSILONS = {"epsilon-so-far": "eps so far", "epsilon": "eps", "example-epsilon": "examples' eps"}

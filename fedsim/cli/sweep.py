@@ -277,22 +277,17 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
 
 
 def _spread(spread: Spread | None, name: str) -> str:
+    """Mean and deviation as a run's page and `fedsim compare` write them."""
+    from fedsim.runs.metrics import brief_metric
+
     if spread is None:
         return "-"
-    mean = _figure(spread.mean, name)
+    mean = brief_metric(name, spread.mean)
     if spread.std is None:
         return mean
     if mean.endswith(" %"):
         return f"{mean[:-2]} ± {100 * spread.std:.2f} %"
     return f"{mean} ± {spread.std:.2g}"
-
-
-def _figure(value: float, name: str) -> str:
-    """A number as a run's page and `fedsim compare` write it."""
-    from fedsim.runs.columns import is_share
-    from fedsim.runs.metrics import brief
-
-    return brief(value, is_share(name, [value]))
 
 
 def _marks(line: RunLine) -> str:

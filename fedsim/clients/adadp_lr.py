@@ -167,11 +167,6 @@ class AdadpLR(LocalAlgorithm):
         eta = eta * ratio.clamp_(self.alpha_min, self.alpha_max)
         state["eta"] = torch.minimum(eta.clamp_(min=self.eta_min), state["eta_max"])
 
-    def finish(self, state: State) -> Tensor:
-        """``theta``: a half step that waits for its second is dropped."""
-        theta: Tensor = state["theta"]
-        return theta
-
     def report(self, state: State) -> dict[str, Tensor]:
         """The rate reached, and how many iterations were accepted and rejected."""
         return {name: state[name] for name in ("eta", "accepted", "rejected")}

@@ -284,7 +284,6 @@ class LocalAlgorithm(ABC):
         FedsimError
             If it cannot be part of such a run.
         """
-        del facts
         return self
 
     def numbers(self) -> dict[str, float]:

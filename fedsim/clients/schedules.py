@@ -72,9 +72,8 @@ class Schedule:
         """As `parse` reads it."""
         if self == CONSTANT:
             return ""
-        settings = {"decay": self.decay, "length": self.length, "over": self.over}
-        defaults = {"decay": 1.0, "length": 1, "over": "round"}
-        changed = [f"{key}={value}" for key, value in settings.items() if value != defaults[key]]
+        settings = vars(self).items()
+        changed = [f"{k}={v}" for k, v in settings if k != "shape" and v != getattr(CONSTANT, k)]
         return f"{self.shape}({', '.join(changed)})" if changed else self.shape
 
     @classmethod

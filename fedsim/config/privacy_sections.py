@@ -1,13 +1,16 @@
-"""The tables about privacy: how rows are bounded, what noise is added, what is promised."""
+"""The tables about privacy, and which metrics are released: bounds, noise, promises, evaluation."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
-from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt
+from fedsim.config.values import split_top_level
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
 Multiplier: TypeAlias = Annotated[
     float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
@@ -24,7 +27,6 @@ TargetEpsilon: TypeAlias = Annotated[
 class BoundingSection(Choice):
     """How rows are bounded before they enter one noisy sum, at either level."""
 
-    kind: ClassVar[str] = "mechanism"
     name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
     per_layer: Annotated[
         bool, Doc("Whether every layer is bounded, summed and noised on its own.")
@@ -45,10 +47,9 @@ class BoundingSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class MechanismSection(BoundingSection):
+class MechanismSection(BoundingSection, table="mechanism"):
     """How an update is bounded before it enters the one noisy sum."""
 
-    table: ClassVar[str] = "mechanism"
     private_scalar: Annotated[
         str,
         Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
@@ -69,11 +70,9 @@ class MechanismSection(BoundingSection):
 
 
 @dataclass(frozen=True, init=False)
-class NoiseSection(Choice):
+class NoiseSection(Choice, table="noise"):
     """Which noise a release carries, how much of it, and what privacy it must give."""
 
-    table: ClassVar[str] = "noise"
-    kind: ClassVar[str] = "noise"
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[str, Doc("What is added to the sum.")] = "independent"
     multiplier: Annotated[
@@ -131,10 +130,9 @@ class NoiseSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class SecAggSection(ConfigTable):
+class SecAggSection(ConfigTable, table="secagg"):
     """Secure aggregation: the server learns the sum of clients' noisy shares, and no share."""
 
-    table: ClassVar[str] = "secagg"
     threshold: Annotated[
         int,
         Ge(0),
@@ -166,10 +164,9 @@ class SecAggSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class PrivacySection(ConfigTable):
+class PrivacySection(ConfigTable, table="privacy"):
     """What the privacy statement reports beside the guarantee of one client."""
 
-    table: ClassVar[str] = "privacy"
     group: Annotated[
         int,
         OUTSIDE_RELEASE,
@@ -194,19 +191,16 @@ class PrivacySection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class ClientMechanismSection(BoundingSection):
+class ClientMechanismSection(BoundingSection, table="client.mechanism"):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 
-    table: ClassVar[str] = "client.mechanism"
     filled: ClassVar[tuple[str, ...]] = ("weighting",)
 
 
 @dataclass(frozen=True, init=False)
-class ClientNoiseSection(Choice):
+class ClientNoiseSection(Choice, table="client.noise"):
     """The noise on a client's sums of per-example gradients."""
 
-    table: ClassVar[str] = "client.noise"
-    kind: ClassVar[str] = "noise"
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[
         str,
@@ -245,3 +239,101 @@ class ClientNoiseSection(Choice):
             "Rows of a batch that are bounded at a time; 0 to choose. It changes last digits only."
         ),
     ] = 0
+
+
+Ends = tuple[float, float]
+
+_RANGE = re.compile(r"([^()\s]+) *\(([^(),]+),([^(),]+)\)")
+
+
+def read_ranges(text: str) -> dict[str, Ends]:
+    """Lower and upper ends by names, of ``"loss(0,5), rmse(0,10)"``.
+
+    Raises
+    ------
+    NotAllowedError
+        If it is of another form, or a range is empty.
+    """
+    return dict(map(_read_range, filter(None, split_top_level(text))))
+
+
+def _read_range(part: str) -> tuple[str, Ends]:
+    written = _RANGE.fullmatch(part)
+    name, *ends = written.groups() if written else ("", "nan", "nan")
+    try:
+        low, high = map(float, ends)
+    except ValueError:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise NotAllowedError(
+            "names with their ranges, the smaller number first, such as 'loss(0,5), rmse(0,10)'"
+        )
+    return name, (low, high)
+
+
+def _evenly(value: object) -> str:
+    """Ranges in canonical form, so that equal ranges are equal strings."""
+    if not isinstance(value, str):
+        raise NotAllowedError("a string")
+    return ", ".join(
+        f"{name}({low:g},{high:g})" for name, (low, high) in read_ranges(value).items()
+    )
+
+
+@dataclass(frozen=True, init=False)
+class EvaluateSection(ConfigTable, table="evaluate"):
+    """How often the model is evaluated."""
+
+    every: Annotated[
+        int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")
+    ] = 1
+    clients_every: Annotated[
+        int,
+        Ge(0),
+        Doc("Clients test it on their own examples every so many rounds; 0 for never."),
+    ] = 0
+    fraction: Annotated[
+        float, Needs("clients-every"), Gt(0), Le(1), Doc("The share of clients that test it.")
+    ] = 1.0
+    private: Annotated[
+        bool,
+        Doc(
+            "Whether their metrics are released as noisy means over clients: an evaluation is one "
+            "more release of a run with client-level privacy, charged to its ledger and budget."
+        ),
+    ] = False
+    multiplier: Annotated[
+        Multiplier,
+        Needs("private"),
+        Doc(
+            "Noise multiplier of such a release, whose metrics are bounded together; if unset, "
+            "with noise.target-epsilon, it follows from target-share."
+        ),
+    ] = None
+    target_share: Annotated[
+        float,
+        Needs("private"),
+        Gt(0),
+        Lt(1),
+        Doc(
+            "The share of noise.target-epsilon that all these releases would cost alone; the rest "
+            "is for the rounds."
+        ),
+    ] = 0.1
+    ranges: Annotated[
+        str,
+        Needs("private"),
+        Text(_evenly, str),
+        Doc(
+            "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
+            "have that range; a metric without a range is not released."
+        ),
+    ] = ""
+    quantiles: Annotated[
+        bool,
+        Needs("private"),
+        Doc("Whether quantiles over clients are released too: p10, median and p90."),
+    ] = False
+    unprotected: Annotated[
+        bool, Doc("Allow metrics of clients' data, without noise, in a private run.")
+    ] = False

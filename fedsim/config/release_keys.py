@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    OUTSIDE_TRAINING,
+    Choice,
+    ConfigTable,
+    all_tables,
+    is_table,
+)
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
@@ -66,6 +73,13 @@ def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
         for key, value in config.to_run_config().items()
         if key in seed or key.startswith(("data.", "partition."))
     )
+
+
+def training_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
+    """What decides how a client trains on its examples, by dotted keys."""
+    outside = {s.key for s in settings_of(RunConfig) if OUTSIDE_TRAINING in s.metadata}
+    flat = config.to_run_config().items()
+    return tuple((key, value) for key, value in flat if key.partition(".")[0] not in outside)
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
-from fedsim.config.evaluate_section import EvaluateSection
 from fedsim.config.privacy_sections import (
+    EvaluateSection,
     MechanismSection,
     NoiseSection,
     PrivacySection,
@@ -38,17 +38,23 @@ from fedsim.config.sections import (
     ServerSection,
     TaskSection,
 )
-from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, Needs, drop_switched
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    OUTSIDE_TRAINING,
+    Beside,
+    ConfigTable,
+    Needs,
+    drop_switched,
+)
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le
 
 
 @dataclass(frozen=True, init=False)
-class CheckpointSection(ConfigTable):
+class CheckpointSection(ConfigTable, table="checkpoint"):
     """When a run writes a checkpoint, from which it can be resumed."""
 
-    table: ClassVar[str] = "checkpoint"
     every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for none at all.")] = 10
     seconds: Annotated[
         float, Ge(0), Doc("Seconds after which one is due in any round; 0 to count rounds only.")
@@ -63,10 +69,9 @@ class CheckpointSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class StopSection(ConfigTable):
+class StopSection(ConfigTable, table="stop"):
     """When a run ends before its last round."""
 
-    table: ClassVar[str] = "stop"
     metric: Annotated[
         str, Doc("The column of the metrics that must improve, or the run stops; empty for none.")
     ] = ""
@@ -83,10 +88,9 @@ class StopSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class LogSection(ConfigTable):
+class LogSection(ConfigTable, table="log"):
     """Where a run's rows go as they come, beside its directory."""
 
-    table: ClassVar[str] = "log"
     to: Annotated[
         str,
         Doc("tensorboard, mlflow, wandb, or several with commas: extras of fedsim."),
@@ -94,10 +98,9 @@ class LogSection(ConfigTable):
 
 
 @dataclass(frozen=True, init=False)
-class EngineSection(ConfigTable):
+class EngineSection(ConfigTable, table="engine"):
     """Where the clients run."""
 
-    table: ClassVar[str] = "engine"
     name: Annotated[
         Literal["local", "ray", "simulation", "deployment"],
         Doc(
@@ -153,44 +156,52 @@ _NAME = Constraint(
 )
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class RunConfig(ConfigTable):
     """Everything that determines a run. See the README for a commented example."""
 
     name: Annotated[
         str,
         OUTSIDE_RELEASE,
+        OUTSIDE_TRAINING,
         _NAME,
         Doc("Names the run's directory: letters, digits, '.', '_' and '-'."),
     ] = "fedsim-run"
-    title: Annotated[str, OUTSIDE_RELEASE, Doc("What reports call the run, in any words.")] = ""
+    title: Annotated[
+        str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Doc("What reports call the run, in any words.")
+    ] = ""
     seed: Annotated[
-        int, Doc("Of every draw: the same seed and config give the same model, byte for byte.")
+        int,
+        OUTSIDE_TRAINING,
+        Doc("Of every draw: the same seed and config give the same model, byte for byte."),
     ] = 1
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
     rounds: Annotated[
-        int, OUTSIDE_RELEASE, Ge(1), Le(1_000_000_000), Doc("How many rounds the server runs.")
+        int,
+        OUTSIDE_RELEASE,
+        OUTSIDE_TRAINING,
+        Ge(1),
+        Le(1_000_000_000),
+        Doc("How many rounds the server runs."),
     ] = 10
-    data: DataSection = field(default_factory=DataSection)
-    partition: PartitionSection = field(default_factory=PartitionSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    adapter: AdapterSection = field(default_factory=AdapterSection)
-    task: TaskSection = field(default_factory=TaskSection)
-    client: ClientSection = field(default_factory=ClientSection)
-    cohort: CohortSection = field(default_factory=CohortSection)
-    mechanism: MechanismSection = field(default_factory=MechanismSection)
-    noise: NoiseSection = field(default_factory=NoiseSection)
-    secagg: SecAggSection = field(default_factory=SecAggSection)
-    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE] = field(default_factory=PrivacySection)
-    server: ServerSection = field(default_factory=ServerSection)
-    devices: DevicesSection = field(default_factory=DevicesSection)
-    evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE] = field(default_factory=EvaluateSection)
-    checkpoint: Annotated[CheckpointSection, OUTSIDE_RELEASE] = field(
-        default_factory=CheckpointSection
-    )
-    stop: Annotated[StopSection, OUTSIDE_RELEASE] = field(default_factory=StopSection)
-    log: Annotated[LogSection, OUTSIDE_RELEASE] = field(default_factory=LogSection)
-    engine: Annotated[EngineSection, OUTSIDE_RELEASE] = field(default_factory=EngineSection)
+    data: DataSection
+    partition: Annotated[PartitionSection, OUTSIDE_TRAINING]
+    model: ModelSection
+    adapter: AdapterSection
+    task: TaskSection
+    client: ClientSection
+    cohort: Annotated[CohortSection, OUTSIDE_TRAINING]
+    mechanism: Annotated[MechanismSection, OUTSIDE_TRAINING]
+    noise: Annotated[NoiseSection, OUTSIDE_TRAINING]
+    secagg: Annotated[SecAggSection, OUTSIDE_TRAINING]
+    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    server: Annotated[ServerSection, OUTSIDE_TRAINING]
+    devices: Annotated[DevicesSection, OUTSIDE_TRAINING]
+    evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    checkpoint: Annotated[CheckpointSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    stop: Annotated[StopSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    log: Annotated[LogSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
+    engine: Annotated[EngineSection, OUTSIDE_RELEASE]
 
     def __init__(self, /, **tree: Any) -> None:
         super().__init__(**tree)

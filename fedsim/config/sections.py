@@ -7,7 +7,7 @@ thing's file.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
@@ -71,11 +71,9 @@ def _read_metrics(value: Any) -> str:
 
 
 @dataclass(frozen=True, init=False)
-class DataSection(Choice):
+class DataSection(Choice, table="data"):
     """Which examples there are."""
 
-    table: ClassVar[str] = "data"
-    kind: ClassVar[str] = "data"
     filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
     name: Annotated[
         str,
@@ -119,11 +117,9 @@ class DataSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class PartitionSection(Choice):
+class PartitionSection(Choice, table="partition"):
     """Whose examples they are."""
 
-    table: ClassVar[str] = "partition"
-    kind: ClassVar[str] = "partition"
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
     name: Annotated[str, Doc("How the training examples are divided among clients.")] = "iid"
     clients: Annotated[
@@ -138,11 +134,9 @@ class PartitionSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class ModelSection(Choice):
+class ModelSection(Choice, table="model"):
     """What is trained."""
 
-    table: ClassVar[str] = "model"
-    kind: ClassVar[str] = "model"
     name: Annotated[str, Doc("The model.")] = "softmax"
     dtype: Annotated[
         Literal["float32", "float64"], Doc("Of its parameters; float64 is for exact comparisons.")
@@ -175,11 +169,9 @@ class ModelSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class AdapterSection(Choice):
+class AdapterSection(Choice, table="adapter"):
     """A few weights in the model that are trained in its place."""
 
-    table: ClassVar[str] = "adapter"
-    kind: ClassVar[str] = "adapter"
     name: Annotated[
         str,
         Doc(
@@ -194,10 +186,9 @@ class AdapterSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class TaskSection(Choice):
+class TaskSection(Choice, table="task"):
     """What is learnt: the loss, and what is measured."""
 
-    table: ClassVar[str] = "task"
     kind: ClassVar[str] = "loss"
     selector: ClassVar[str] = "loss"
     loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
@@ -216,12 +207,10 @@ class TaskSection(Choice):
         return read_named(self.metrics, "task.metrics")
 
 
-@dataclass(frozen=True, init=False)
-class ClientSection(Choice):
+@dataclass(frozen=True, init=False, kw_only=True)
+class ClientSection(Choice, table="client"):
     """What a client does with its examples."""
 
-    table: ClassVar[str] = "client"
-    kind: ClassVar[str] = "client"
     name: Annotated[str, Doc("The local algorithm.")] = "sgd"
     batch_size: Annotated[
         int, Ge(0), Doc("Examples of a local step; 0 for all that the client has.")
@@ -298,8 +287,8 @@ class ClientSection(Choice):
             "on a GPU last bits."
         ),
     ] = 0
-    mechanism: ClientMechanismSection = field(default_factory=ClientMechanismSection)
-    noise: ClientNoiseSection = field(default_factory=ClientNoiseSection)
+    mechanism: ClientMechanismSection
+    noise: ClientNoiseSection
 
     @property
     def private(self) -> bool:
@@ -308,21 +297,17 @@ class ClientSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class CohortSection(Choice):
+class CohortSection(Choice, table="cohort"):
     """Who takes part in a round."""
 
-    table: ClassVar[str] = "cohort"
-    kind: ClassVar[str] = "cohort"
     filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
     name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
 
 
 @dataclass(frozen=True, init=False)
-class ServerSection(Choice):
+class ServerSection(Choice, table="server"):
     """What the server does with the noisy mean update."""
 
-    table: ClassVar[str] = "server"
-    kind: ClassVar[str] = "server"
     selector: ClassVar[str] = "optimizer"
     optimizer: Annotated[
         str,
@@ -348,10 +333,9 @@ class ServerSection(Choice):
 
 
 @dataclass(frozen=True, init=False)
-class DevicesSection(ConfigTable):
+class DevicesSection(ConfigTable, table="devices"):
     """What devices clients are, in a simulation: drawn from the seed, never from data."""
 
-    table: ClassVar[str] = "devices"
     availability: Annotated[
         float,
         Gt(0),

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedsim import registry
-from fedsim.arguments import shown
-from fedsim.config.values import Scalar, parameters_of, read_options, read_options_of
+from fedsim.arguments import keywords_of, shown
+from fedsim.config.values import Scalar, read_options, read_options_of
 from fedsim.errors import FedsimError
 from fedsim.settings import Setting, read_setting, read_settings, settings_of
 from fedsim.synonyms import closest_key
@@ -43,11 +43,14 @@ class NamesOf:
     kind: str
 
 
-class _OutsideRelease:
-    """Marks a key, or a table, that no change of which changes what a run releases."""
+OUTSIDE_RELEASE = object()
+"""Marks a key, or a table, no change of which changes what a run releases."""
 
+OUTSIDE_TRAINING = object()
+"""Marks one that no trainer reads: clients of runs that differ in it train in common blocks.
 
-OUTSIDE_RELEASE = _OutsideRelease()
+They are numbered by run, and their examples are those of its partition.
+"""
 
 
 @dataclass(frozen=True, init=False)
@@ -67,6 +70,9 @@ class ConfigTable:
 
     table: ClassVar[str] = ""
 
+    def __init_subclass__(cls, table: str = "") -> None:
+        cls.table = table
+
     def __init__(self, /, **tree: Any) -> None:
         settings = {setting.key: setting for setting in settings_of(type(self))}
         for key in tree:
@@ -74,8 +80,8 @@ class ConfigTable:
                 raise self._unknown_among(key, list(settings))
         for key, setting in settings.items():
             value = setting.default
-            if key in tree:
-                value = _read(setting, tree[key], self.key(key))
+            if key in tree or is_table(setting):
+                value = _read(setting, tree.get(key, {}), self.key(key))
             object.__setattr__(self, setting.name, value)
         for setting in settings.values():
             self._require_effect(setting)
@@ -141,7 +147,7 @@ class Choice(ConfigTable):
     Attributes
     ----------
     kind : str
-        As `fedsim.registry` calls it.
+        As `fedsim.registry` calls it; what the table is called, if nothing else is said.
     selector : str
         The key that names the thing.
     filled : tuple of str
@@ -155,6 +161,11 @@ class Choice(ConfigTable):
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
     filled: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, table: str = "") -> None:
+        super().__init_subclass__(table)
+        if "kind" not in vars(cls):
+            cls.kind = table.rpartition(".")[2]
 
     own: Mapping[str, Any] = field(init=False)
     options: Mapping[str, Scalar] = field(init=False)
@@ -180,10 +191,6 @@ class Choice(ConfigTable):
         """The name of the thing."""
         name: str = getattr(self, self.selector)
         return name
-
-    def values(self) -> dict[str, Any]:
-        """What the thing is made with: its settings by the names of its fields, or options."""
-        return dict(self.options if self.has_options(self.chosen) else self.own)
 
     def find(self) -> Callable[..., Any]:
         """The class or function that is named."""
@@ -218,8 +225,8 @@ class Choice(ConfigTable):
         key = self.key(self.selector)
         with place:
             thing = self.find()
-            names = parameters_of(thing)
-            given = {k: v for k, v in filled.items() if names is None or k in names}
+            named, others = keywords_of(thing)
+            given = {k: v for k, v in filled.items() if others or k in named}
             made = thing(**self.settings_for(thing, tuple(filled)), **given)
         registry.require_kind(self.kind, made, key, self.chosen)
         return made

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from fedsim.arguments import keywords_of
 from fedsim.errors import FedsimError
 from fedsim.settings import read_settings, settings_of
 
@@ -85,12 +85,8 @@ def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
 
 def write_options(options: Mapping[str, Scalar]) -> str:
     """A string that `read_options` reads."""
-    return ",".join(_written(options))
-
-
-def _written(options: Mapping[str, Scalar]) -> Iterator[str]:
-    for name, value in options.items():
-        yield f"{name}={json.dumps(value, ensure_ascii=False)}"
+    written = (f"{k}={json.dumps(value, ensure_ascii=False)}" for k, value in options.items())
+    return ",".join(written)
 
 
 def read_options_of(
@@ -125,9 +121,10 @@ def read_options_of(
         if key in given:
             raise FedsimError(f"{table}.{key} is set; what it is follows from other keys.")
     settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
-    names = set(settings) if settings else parameters_of(thing)
+    keywords, others = keywords_of(thing)
+    names = {*settings} or {*keywords}
     for key in given:
-        if names is not None and key not in names:
+        if key not in names and (settings or not others):
             takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
             raise FedsimError(
                 f"{table}.{key.replace('_', '-')} is no setting of '{name}'; it takes "
@@ -136,26 +133,7 @@ def read_options_of(
     if settings:
         by_key = {settings[name].key: value for name, value in given.items()}
         return read_settings(settings.values(), by_key, table)
-    for key in _required_of(thing) - {*given, *filled}:
-        raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
+    for key, parameter in keywords.items():
+        if parameter.default is parameter.empty and key not in {*given, *filled}:
+            raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
     return given
-
-
-def parameters_of(thing: Callable[..., Any]) -> set[str] | None:
-    """Names of the keywords that a callable takes; None if any."""
-    try:
-        parameters = inspect.signature(thing).parameters.values()
-    except ValueError as error:
-        raise FedsimError(
-            f"{thing!r} is no Python function or class with known parameters."
-        ) from error
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _required_of(thing: Callable[..., Any]) -> set[str]:
-    """Those of them without a default."""
-    parameters = inspect.signature(thing).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in parameters if p.kind in named and p.default is p.empty}

@@ -121,7 +121,7 @@ def read_npz(path: Path) -> Arrays:
     except Exception as error:
         # Anything that a parser of a stranger's bytes may raise.
         raise FedsimError(
-            f"{path} could not be read ({_cause(error)}); it must be an .npz of plain arrays with "
+            f"{path} could not be read ({cause(error)}); it must be an .npz of plain arrays with "
             f"{_wanted()}."
         ) from error
 
@@ -146,14 +146,14 @@ def read_folder(path: Path) -> Arrays:
             _require_small(name, arrays[name].shape)
     except Exception as error:
         raise FedsimError(
-            f"{file} could not be read ({_cause(error)}); it must hold one plain array."
+            f"{file} could not be read ({cause(error)}); it must hold one plain array."
         ) from error
     try:
         return Arrays.of(arrays)
     except (TypeError, ValueError, OverflowError) as error:
         single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
         raise FedsimError(
-            f"{single} of {path} could not be read ({_cause(error)}); there must be numbers."
+            f"{single} of {path} could not be read ({cause(error)}); there must be numbers."
         ) from error
 
 
@@ -227,7 +227,8 @@ def _require_small(key: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{key} has the shape {shape}, and not one number")
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
+    """The first words of an error of a library's, for within a sentence."""
     return str(error).strip().replace("\n", " ").rstrip(".")[:200] or type(error).__name__
 
 

@@ -42,6 +42,11 @@ def checked_split(
     FedsimError
         If an array is not what it must be, or they do not belong together.
     """
+    if not isinstance(arrays, Mapping):
+        raise FedsimError(
+            f"{where}: its {split} examples are {type(arrays).__name__}; they must be a mapping of "
+            "names ('x', 'y', ...) to arrays."
+        )
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
         raise FedsimError(f"{where} lacks {missing[0]}_{split}.")
@@ -163,7 +168,9 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
         )
     # Protected ones that are too large stay so, or turn negative: both are found unusable.
     if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
-        raise FedsimError(_too_large(key, int(array.max()), where))
+        raise FedsimError(
+            f"{where} has the label {array.max()} in {key}; labels must be below {MOST_CLASSES:,}."
+        )
     with np.errstate(over="ignore"):  # what is too large is infinite, and refused as that
         return array.astype(wanted)
 
@@ -236,7 +243,7 @@ def found_size(
     return Size(max(most), "train" if most[0] > most[1] else "test")
 
 
-def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
+def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
     """Training arrays without labels or tokens outside ``sizes``, and a column of whose were.
 
     0 is in their place, so that nothing is ever looked up outside a model's rows; an array that
@@ -247,7 +254,7 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
     unusable = np.zeros(len(train["x"]), dtype=np.bool_)
     if marks is not None and marks.dtype.kind == "b":  # as a file says that was split by clients
         unusable |= marks
-    for name, size in (("y", sizes.get("classes", 0)), ("x", sizes.get("vocabulary", 0))):
+    for name, size in (("y", sizes["classes"].size), ("x", sizes["vocabulary"].size)):
         array, stop = train[name], 0
         for piece, counts in _pieces(array, train.get("mask") if name == "y" else None):
             start, stop = stop, stop + len(piece)
@@ -261,10 +268,6 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
             made[name][start:stop][wrong] = 0
             unusable[start:stop] |= wrong.reshape(len(piece), -1).any(axis=1)
     return made | {UNUSABLE: unusable} if unusable.any() else made
-
-
-def _too_large(key: str, value: int, where: str) -> str:
-    return f"{where} has the label {value} in {key}; labels must be below {MOST_CLASSES:,}."
 
 
 def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fedsim.datasets.checks import (
     Array,
     Layout,
+    Size,
     checked_split,
     found_size,
     statistics,
@@ -147,9 +148,8 @@ class Dataset:
         FedsimError
         """
         train, test = _arrays(self.train), _arrays(self.test)
-        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
-            if number:
-                found_size(key, number, train, test, f"data {self.name}")
+        for key, number in self._sizes.items():
+            found_size(key, number, train, test, f"data {self.name}")
 
     def protected(self) -> Dataset:
         """As a run takes it that protects training examples: none of these decides anything.
@@ -163,25 +163,23 @@ class Dataset:
             If test examples have labels or tokens that cannot be.
         """
         train, test = _arrays(self.train), _arrays(self.test)
-        sizes = {}
-        found_in = {k: v for k, v in self.found_in.items() if k not in ("classes", "vocabulary")}
-        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
-            if not number:
-                sizes[key] = 0
-                continue
+        sizes = {"classes": Size(0), "vocabulary": Size(0)}
+        for key, number in self._sizes.items():
             declared = 0 if key in self.found_in else number
-            size = found_size(key, declared, train, test, f"data {self.name}", True)
-            sizes[key] = size.size
-            if size.found_in:
-                found_in[key] = size.found_in
-        made = _split(with_unusable(train, sizes))
+            sizes[key] = found_size(key, declared, train, test, f"data {self.name}", True)
         return replace(
             self,
-            train=made,
-            num_classes=sizes["classes"],
-            vocabulary=sizes["vocabulary"],
-            found_in=found_in,
+            train=_split(with_unusable(train, sizes)),
+            num_classes=sizes["classes"].size,
+            vocabulary=sizes["vocabulary"].size,
+            found_in=_found_in(self.found_in, sizes),
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """How many classes and tokens there are, as far as there are any."""
+        sizes = {"classes": self.num_classes, "vocabulary": self.vocabulary}
+        return {key: number for key, number in sizes.items() if number}
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -281,7 +279,7 @@ class Dataset:
             for key, declared in (("classes", classes), ("vocabulary", vocabulary))
         }
         if protected:
-            first = with_unusable(first, {key: size.size for key, size in sizes.items()})
+            first = with_unusable(first, sizes)
         return cls(
             name,
             _split(first),
@@ -290,11 +288,14 @@ class Dataset:
             sizes["vocabulary"].size,
             *statistics(mean, std, first["x"], where),
             source=source,
-            found_in={
-                **(found_in or {}),
-                **{key: size.found_in for key, size in sizes.items() if size.found_in},
-            },
+            found_in=_found_in(found_in or {}, sizes),
         )
+
+
+def _found_in(others: Mapping[str, str], sizes: Mapping[str, Size]) -> dict[str, str]:
+    """What was not declared, and where it was found: the sizes, and ``others``."""
+    found = {key: size.found_in for key, size in sizes.items() if size.found_in}
+    return {key: split for key, split in others.items() if key not in sizes} | found
 
 
 def _arrays(split: Split) -> dict[str, Array]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import extras, registry, regular_files
-from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, read_folder, read_npz
+from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, cause, read_folder, read_npz
 from fedsim.datasets.checks import Layout
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
@@ -143,9 +143,9 @@ def read_saved(path: Path, columns: str) -> Arrays:
     try:
         saved = datasets.load_from_disk(str(regular_files.require_all(path)))
     except Exception as error:
-        cause = str(error).strip().replace("\n", " ").rstrip(".")[:200]
         raise FedsimError(
-            f"{path} could not be read ({cause}); it must be a folder that datasets has saved."
+            f"{path} could not be read ({cause(error)}); it must be a folder that datasets has "
+            "saved."
         ) from error
     return arrays_of(saved, columns, str(path))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import registry
-from fedsim.arguments import check_arguments
+from fedsim.arguments import check_arguments, keywords_of
 from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import arrays_of_tables
@@ -103,10 +102,8 @@ def load(
 
 def _accepted(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
     """Those of the offered keywords that a callable takes."""
-    parameters = inspect.signature(thing).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return {name: value for name, value in offered.items() if name != "path"}
-    return {name: value for name, value in offered.items() if name in parameters}
+    named, others = keywords_of(thing)
+    return {k: v for k, v in offered.items() if k in named or (others and k != "path")}
 
 
 _WANTED = (

@@ -348,7 +348,7 @@ def _import_kinds() -> None:
     for module in _USED_BY_TASKS:
         importlib.import_module(module)
     registry: Any = importlib.import_module("fedsim.registry")
-    for kind in registry.PACKAGES:
+    for kind in registry.KINDS:
         for name in sorted({*registry.names(kind)} - {*registry.plugins(kind)}):
             registry.find(kind, name, kind)
     # The first config of a process makes the classes of its tables.

@@ -17,8 +17,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,19 @@ def library(
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         _log.debug("%s is not compiled (%s)", source, error)
     return None
+
+
+def declare(compiled: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> None:
+    """Say what a library's functions take; they return nothing."""
+    for name, types in arguments.items():
+        function = getattr(compiled, name)
+        function.argtypes, function.restype = types, None
+
+
+def loaded(compiled: ctypes.CDLL | None) -> ctypes.CDLL:
+    """A library that is known to be there: callers have asked whether it is."""
+    assert compiled is not None
+    return compiled
 
 
 def _cache() -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.building import library
+from fedsim.kernels.building import declare, library
 from fedsim.lazy import Tensor, torch
 
 Floats = npt.NDArray[np.float32]
@@ -26,7 +26,7 @@ LN_2 = 0.6931471805599453
 SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 
 _POINTER, _NUMBER, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t
-_ARGUMENTS = (_POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _SIZE, _POINTER)
+_ARGUMENTS = {"gradients": (_POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _SIZE, _POINTER)}
 
 
 class _Batches(ctypes.Structure):
@@ -45,10 +45,13 @@ class ClassBatches:
         Classes.
     weights : float32 Tensor ``[S, B]``
         What each example's loss counts.
+    counts : bool Tensor ``[S, B]``
+        Whether an example does; the weight of one that does not is 0, and so is its loss.
     """
 
-    def __init__(self, targets: Tensor, weights: Tensor) -> None:
+    def __init__(self, targets: Tensor, weights: Tensor, counts: Tensor) -> None:
         self._targets, self._weights = targets.contiguous(), weights.contiguous()
+        self._counts = counts
         self._least, self._largest = (int(bound) for bound in targets.aminmax())
         # As where there is one class: a loss of 0.
         self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
@@ -57,7 +60,7 @@ class ClassBatches:
         self._batches = _Batches(*places, targets.shape[1])
         self._address, self._compiled = ctypes.addressof(self._batches), _compiled()
 
-    def gradients(self, outputs: Tensor, first: int) -> Tensor:
+    def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Gradients of the weighted loss with respect to the outputs.
 
         Parameters
@@ -92,11 +95,11 @@ class ClassBatches:
         gradients, sums[:], below[:] = by_arrays(outputs.numpy(), targets, weights)
         return torch.from_numpy(gradients)
 
-    def losses(self) -> Tensor:
+    def values(self) -> Tensor:
         """Loss of each example, float32 ``[S, B]``; 0 of batches not gone through."""
         logarithms = _logarithms(self._sums.double().numpy())
         losses: Tensor = torch.from_numpy(logarithms).sub_(self._below).to(torch.float32)
-        return losses
+        return losses.masked_fill_(~self._counts, 0.0)
 
 
 def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Floats, Floats, Floats]:
@@ -162,7 +165,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
     """Say what the function takes, and compare what it gives with what numpy gives."""
-    compiled.gradients.argtypes, compiled.gradients.restype = _ARGUMENTS, None
+    declare(compiled, _ARGUMENTS)
     random = np.random.default_rng(0)
     # Some far below the largest, and with a gap between the batches.
     block = (10 * random.standard_cauchy((3, 7, 11))).astype(np.float32)

@@ -15,7 +15,7 @@ import functools
 from dataclasses import dataclass
 from functools import cached_property
 
-from fedsim.kernels.building import FUSED, library
+from fedsim.kernels.building import FUSED, declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
 NARROWEST, WIDEST = 4, 16  # float32 numbers of a register
@@ -107,7 +107,12 @@ class Windows:
 
 
 def convolve_and_pool(
-    x: Tensor, weight: Tensor, bias: Tensor | None, patches: Patches, windows: Windows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    patches: Patches,
+    windows: Windows,
+    compiled: ctypes.CDLL | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Largest of what a convolution gives in each window, and the places that won.
 
@@ -120,49 +125,13 @@ def convolve_and_pool(
     patches : Patches
         Fewer than 2**31 an image.
     windows : Windows
+    compiled : CDLL, optional
+        Another library than the one that is in use.
 
     Returns
     -------
     float32 and int64 Tensor ``[n, H', W', O]``
     """
-    compiled = _compiled()
-    assert compiled is not None
-    return _convolve_and_pool(compiled, x, weight, bias, patches, windows)
-
-
-def weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
-    """Gradient of the weights, ``[O, kernel height, kernel width * C]``.
-
-    Parameters
-    ----------
-    x : float32 Tensor ``[n, H, W, C]``
-        The images, without gaps.
-    delta : float32 Tensor ``[n, Q, O]``
-        Gradient of what each window gives, without gaps.
-    places : int64 Tensor ``[n, Q, O]``
-        The place that won it.
-    patches : Patches
-    """
-    compiled = _compiled()
-    assert compiled is not None
-    return _weight_gradient(compiled, x, delta, places, patches)
-
-
-def input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
-    """Gradient of the images, ``[n, H, W, C]``, from the weights as `weight_gradient` has them."""
-    compiled = _compiled()
-    assert compiled is not None
-    return _input_gradient(compiled, weight, delta, places, patches)
-
-
-def _convolve_and_pool(
-    compiled: ctypes.CDLL,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    patches: Patches,
-    windows: Windows,
-) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     n, outputs = len(x), len(weight)
     channels = -(-outputs // WIDEST) * WIDEST
@@ -174,7 +143,7 @@ def _convolve_and_pool(
     )
     largest = torch.empty(n, down, across, outputs)
     winners = torch.empty(n, down, across, outputs, dtype=torch.int64)
-    compiled.convolve_and_pool(
+    loaded(compiled or _compiled()).convolve_and_pool(
         x.data_ptr(), n, x[0].numel(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         outputs, patches.offsets.data_ptr(), patches.kernel[0], patches.length, patches.step,
         patches.stride[1] * patches.image[2], *patches.places,
@@ -184,9 +153,23 @@ def _convolve_and_pool(
     return largest, winners
 
 
-def _weight_gradient(
-    compiled: ctypes.CDLL, x: Tensor, delta: Tensor, places: Tensor, patches: Patches
+def weight_gradient(
+    x: Tensor, delta: Tensor, places: Tensor, patches: Patches, compiled: ctypes.CDLL | None = None
 ) -> Tensor:
+    """Gradient of the weights, ``[O, kernel height, kernel width * C]``.
+
+    Parameters
+    ----------
+    x : float32 Tensor ``[n, H, W, C]``
+        The images, without gaps.
+    delta : float32 Tensor ``[n, Q, O]``
+        Gradient of what each window gives, without gaps.
+    places : int64 Tensor ``[n, Q, O]``
+        The place that won it.
+    patches : Patches
+    compiled
+        As of `convolve_and_pool`.
+    """
     n, windows, outputs = delta.shape
     scratch = (
         *_registers(patches),
@@ -195,7 +178,7 @@ def _weight_gradient(
         torch.empty(outputs, dtype=torch.int64),
     )
     gradient = torch.empty(outputs, patches.kernel[0], patches.length)
-    compiled.weight_gradient(
+    loaded(compiled or _compiled()).weight_gradient(
         x.data_ptr(), n, x[0].numel(), delta.data_ptr(), places.data_ptr(), windows, outputs,
         patches.offsets.data_ptr(), patches.kernel[0], patches.length, patches.step,
         *(tensor.data_ptr() for tensor in scratch), gradient.data_ptr(),
@@ -203,9 +186,14 @@ def _weight_gradient(
     return gradient
 
 
-def _input_gradient(
-    compiled: ctypes.CDLL, weight: Tensor, delta: Tensor, places: Tensor, patches: Patches
+def input_gradient(
+    weight: Tensor,
+    delta: Tensor,
+    places: Tensor,
+    patches: Patches,
+    compiled: ctypes.CDLL | None = None,
 ) -> Tensor:
+    """Gradient of the images, ``[n, H, W, C]``, from the weights as `weight_gradient` has them."""
     n, windows, outputs = delta.shape
     positions = len(patches.pixels)
     scratch = (
@@ -216,7 +204,7 @@ def _input_gradient(
         torch.empty(outputs),
     )
     images = torch.zeros(n, *patches.image)
-    compiled.input_gradient(
+    loaded(compiled or _compiled()).input_gradient(
         weight.data_ptr(), delta.data_ptr(), places.data_ptr(), n, images[0].numel(), windows,
         outputs, patches.offsets.data_ptr(), positions, patches.kernel[0], patches.length,
         patches.step, *(tensor.data_ptr() for tensor in scratch), images.data_ptr(),
@@ -238,9 +226,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def self_test(compiled: ctypes.CDLL) -> bool:
     """Say what its functions take, and compare what they give with what autograd gives."""
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(compiled, name)
-        function.argtypes, function.restype = arguments, None
+    declare(compiled, _ARGUMENTS)
     generator = torch.Generator().manual_seed(0)
     return all(
         _agrees(compiled, patches, outputs, generator)
@@ -269,16 +255,16 @@ def _agrees(
         wanted = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
     windows, winners = (_last(t).flatten(1, 2).contiguous() for t in (delta, places))
     bias = torch.randn(outputs, generator=generator)
-    largest, found = _convolve_and_pool(
-        compiled, x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0))
+    largest, found = convolve_and_pool(
+        x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0)), compiled
     )
     # Rounding may choose another place of a window, though not one with another number.
     at_found = convolved.detach().flatten(2).gather(2, found.flatten(1, 2).transpose(1, 2))
     pairs = (
         (largest - bias, _last(pooled.detach())),
         (at_found.view(pooled.shape), pooled.detach()),
-        (_weight_gradient(compiled, x, windows, winners, patches), _last(wanted[0]).flatten(2)),
-        (_input_gradient(compiled, weight.flatten(2), windows, winners, patches), _last(wanted[1])),
+        (weight_gradient(x, windows, winners, patches, compiled), _last(wanted[0]).flatten(2)),
+        (input_gradient(weight.flatten(2), windows, winners, patches, compiled), _last(wanted[1])),
     )
     return all(bool((ours - torchs).norm() <= TOLERANCE * torchs.norm()) for ours, torchs in pairs)
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedsim.kernels.building import FUSED, library
+from fedsim.kernels.building import FUSED, declare, library
 from fedsim.lazy import Tensor, torch
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
@@ -161,9 +161,7 @@ def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Say what the functions take, and compare a pass through three layers with torch's."""
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(compiled, name)
-        function.argtypes, function.restype = arguments, None
+    declare(compiled, _ARGUMENTS)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

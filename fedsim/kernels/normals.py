@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.kernels.building import library
+from fedsim.kernels.building import declare, library
 
 Array = npt.NDArray[np.float64]
 ARCHIVE = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
 """What numpy draws with."""
 # Draws from which on taking a generator's state and giving it back is worth it.
 LEAST = 1024
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "learn": (),
+    "normals": (_POINTER, _SIZE, _SIZE, _POINTER),
+}
 
 
 class _Stream(ctypes.Structure):
@@ -77,11 +82,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
     """Learn the layers, and compare with numpy."""
-    compiled.learn.argtypes, compiled.learn.restype = (), None
-    compiled.normals.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p,
-    )  # fmt: skip
-    compiled.normals.restype = None
+    declare(compiled, _ARGUMENTS)
     compiled.learn()
     philox = np.random.Philox(key=1)
     ours, numpys = np.random.Generator(philox), np.random.Generator(np.random.Philox(key=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from fedsim.kernels.building import library
+from fedsim.kernels.building import declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
 TILE = 4096
@@ -46,42 +46,32 @@ def is_supported(rows: Tensor) -> bool:
     return rows.dtype in (torch.float32, torch.float64) and _compiled() is not None
 
 
-def squared_norms(rows: Tensor) -> Tensor:
-    """Squares of the L2 norms of rows ``[n, d]``, summed as `by_halves` does: float64 ``[n]``."""
-    compiled = _compiled()
-    assert compiled is not None
-    return _squares(compiled, rows)
+def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
+    """Squares of the L2 norms of rows ``[n, d]``, summed as `by_halves` does: float64 ``[n]``.
 
-
-def add_rounded(
-    rows: Tensor, factors: Tensor, coarse: Tensor, fine: Tensor | None, scale: float
-) -> None:
-    """Add rows ``[n, d]`` times ``factors [n]``, rounded towards zero, to ``coarse [d]``.
-
-    What that leaves, times ``scale`` and rounded too, goes to ``fine [d]`` where there is one. All
-    but the rows are float64, without gaps.
+    ``compiled``: another library than the one that is in use.
     """
-    compiled = _compiled()
-    assert compiled is not None
-    _add(compiled, rows, factors, coarse, fine, scale)
-
-
-def _squares(compiled: ctypes.CDLL, rows: Tensor) -> Tensor:
     squares = torch.empty(len(rows), dtype=torch.float64)
     scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
-    function = getattr(compiled, f"squares_{_type(rows)}")
+    function = getattr(loaded(compiled or _compiled()), f"squares_{_type(rows)}")
     function(*_block(rows), scratch.data_ptr(), squares.data_ptr())
     return squares
 
 
-def _add(
-    compiled: ctypes.CDLL,
+def add_rounded(
     rows: Tensor,
     factors: Tensor,
     coarse: Tensor,
     fine: Tensor | None,
     scale: float,
+    compiled: ctypes.CDLL | None = None,
 ) -> None:
+    """Add rows ``[n, d]`` times ``factors [n]``, rounded towards zero, to ``coarse [d]``.
+
+    What that leaves, times ``scale`` and rounded too, goes to ``fine [d]`` where there is one. All
+    but the rows are float64, without gaps. ``compiled`` as of `squared_norms`.
+    """
+    compiled = loaded(compiled or _compiled())
     sums = (factors.data_ptr(), coarse.data_ptr())
     if fine is None:
         getattr(compiled, f"add_{_type(rows)}")(*_block(rows), *sums)
@@ -104,10 +94,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
     """Say what its functions take, and compare what they give with what torch gives."""
-    for name, arguments in _ARGUMENTS.items():
-        for dtype in _TYPES:
-            function = getattr(compiled, f"{name}_{dtype}")
-            function.argtypes, function.restype = arguments, None
+    declare(compiled, {f"{name}_{kind}": of for name, of in _ARGUMENTS.items() for kind in _TYPES})
     generator = torch.Generator().manual_seed(0)
     # With a gap between rows, as where they are some columns of a block; and of such different
     # magnitudes that sums in another order round otherwise.
@@ -123,8 +110,8 @@ def _agrees(compiled: ctypes.CDLL, rows: Tensor) -> bool:
     coarse = products.trunc()
     fine = ((products - coarse) * scale).trunc().sum(0)
     sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(3)]
-    _add(compiled, rows, factors, sums[0], None, scale)
-    _add(compiled, rows, factors, sums[1], sums[2], scale)
+    add_rounded(rows, factors, sums[0], None, scale, compiled)
+    add_rounded(rows, factors, sums[1], sums[2], scale, compiled)
     wanted = [by_halves(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
-    given = [_squares(compiled, rows), *sums]
+    given = [squared_norms(rows, compiled), *sums]
     return all(map(torch.equal, given, wanted))

@@ -136,15 +136,25 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
                 f"{where} has dtype {found[name].dtype} for {name}; it must be one that fits "
                 f"{own[name].dtype}."
             )
-        if not bool(torch.isfinite(found[name].to(own[name].dtype)).all()):
-            raise FedsimError(
-                f"{where} has NaN, infinite or too large numbers in {name}; every number must be "
-                f"finite in {own[name].dtype}."
-            )
+        require_finite(where, name, found[name], own[name].dtype)
     with torch.no_grad():
         for name in wanted:
             own[name].copy_(found[name])  # the model's own storage
     return wanted
+
+
+def require_finite(where: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor of a file, ``where`` in words, that is not finite in the model's dtype.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not bool(torch.isfinite(tensor.to(dtype)).all()):
+        raise FedsimError(
+            f"{where} has NaN, infinite or too large numbers in {name}; every number must be "
+            f"finite in {dtype}."
+        )
 
 
 def _sort(tensor: Tensor) -> str:

@@ -16,23 +16,19 @@ NOT_COVERED = (
     "metrics of clients' data, where evaluate.unprotected releases them",
 )
 
-SAMPLER_DECLARED = (
-    "Declared by the user: that the sampler draws what its event says. It was not derived from "
-    "inclusion probabilities."
-)
-NOISE_DECLARED = (
-    "Declared by the user: that the noise, which is not fedsim's own, costs no more than its law "
-    "says."
-)
-BOUND_DECLARED = (
-    "Declared by the user: that the bound, which is not fedsim's own, makes no row longer than "
-    "it says, and splits the noise into no less than is charged for."
-)
-
 DECLARED_SENTENCES = {
-    "sampler": SAMPLER_DECLARED,
-    "noise": NOISE_DECLARED,
-    "bound": BOUND_DECLARED,
+    "sampler": (
+        "Declared by the user: that the sampler draws what its event says. It was not derived from "
+        "inclusion probabilities."
+    ),
+    "noise": (
+        "Declared by the user: that the noise, which is not fedsim's own, costs no more than its "
+        "law says."
+    ),
+    "bound": (
+        "Declared by the user: that the bound, which is not fedsim's own, makes no row longer than "
+        "it says, and splits the noise into no less than is charged for."
+    ),
 }
 """Sentences by the public fact of an entry that is declared by the user."""
 

@@ -101,17 +101,11 @@ class Stopping:
         if not self.left or event is None:
             return []
         events = [event.further(self.left, self.made)]
-        if evaluations := self._evaluations_left:
-            assert self.evaluation is not None
-            events.append(self.evaluation.times(evaluations))
+        if self.evaluation is not None:
+            every = self.evaluation_every
+            if evaluations := (self.made + self.left) // every - self.made // every:
+                events.append(self.evaluation.times(evaluations))
         return events
-
-    @property
-    def _evaluations_left(self) -> int:
-        if self.evaluation is None:
-            return 0
-        every = self.evaluation_every
-        return (self.made + self.left) // every - self.made // every
 
     def epsilon(self, history: History, delta: float) -> float:
         """Epsilon that may be claimed of a history, after any round.

@@ -181,9 +181,7 @@ class SampledGaussian(DominatingPair):
         weight = np.exp(-(x**2) / 2)
         if upper:
             x, weight = np.append(x, x + 1 / z), np.append((1 - q) * weight, q * weight)
-        loss = self._loss(x * z)
-        mean = weight @ loss / weight.sum()
-        return math.sqrt(float(weight @ (loss - mean) ** 2 / weight.sum()))
+        return _weighted_std(self._loss(x * z), weight)
 
     def _loss(self, x: Array) -> Array:
         """log of (upper density / lower density) at ``x``; increasing."""
@@ -243,8 +241,30 @@ class Reversed(DominatingPair):
         return lower[::-1], upper[::-1]
 
 
+class AtomicPair(DominatingPair):
+    """A pair that has few finite losses, each with a mass of its own."""
+
+    @abstractmethod
+    def _atoms(self) -> tuple[Array, Array, Array]:
+        """Finite losses, ascending, and the masses of ``upper`` and ``lower`` at each."""
+
+    def std(self, *, upper: bool = False) -> float:
+        """Standard deviation of the loss under ``lower``, or under ``upper``."""
+        losses, of_upper, of_lower = self._atoms()
+        return _weighted_std(losses, of_upper if upper else of_lower)
+
+    def _sums(self, places: npt.NDArray[np.intp], size: int) -> list[Array]:
+        """Masses of ``upper`` and ``lower`` by these places of the atoms, ``[size]`` each."""
+        return [np.bincount(places, mass, size).astype(float) for mass in self._atoms()[1:]]
+
+
+def _weighted_std(values: Array, weight: Array) -> float:
+    mean = weight @ values / weight.sum()
+    return math.sqrt(float(weight @ (values - mean) ** 2 / weight.sum()))
+
+
 @dataclass(frozen=True)
-class DiscretePair(DominatingPair):
+class DiscretePair(AtomicPair):
     """A pair by the distribution of its loss, which is all that matters of it.
 
     Attributes
@@ -263,14 +283,14 @@ class DiscretePair(DominatingPair):
     probs: tuple[float, ...]
     infinite: float
 
-    def _atoms(self) -> tuple[Array, Array]:
+    def _atoms(self) -> tuple[Array, Array, Array]:
         probs = np.array(self.probs)
-        return (self.start + np.arange(len(probs), dtype=np.float64)) * self.step, probs
+        losses = (self.start + np.arange(len(probs), dtype=np.float64)) * self.step
+        return losses, probs, probs * np.exp(-losses)
 
     def distributions(self) -> tuple[Array, Array, Array]:
         """All losses, infinite ones among them, and their masses of ``upper`` and ``lower``."""
-        losses, probs = self._atoms()
-        others = probs * np.exp(-losses)
+        losses, probs, others = self._atoms()
         upper = np.concatenate([[0.0], probs, [self.infinite]])
         lower = np.concatenate([[max(0.0, 1.0 - others.sum())], others, [0.0]])
         losses = np.concatenate([[-np.inf], losses, [np.inf]])
@@ -278,24 +298,14 @@ class DiscretePair(DominatingPair):
 
     def ends(self) -> tuple[float, float]:
         """The least and the largest finite loss, but for negligible mass."""
-        losses, _ = self._atoms()
+        losses, *_ = self._atoms()
         return float(losses[0]), float(losses[-1])
-
-    def std(self, *, upper: bool = False) -> float:
-        """Standard deviation of the loss under ``lower``, or under ``upper``."""
-        losses, weight = self._atoms()
-        weight = weight if upper else weight * np.exp(-losses)
-        mean = weight @ losses / weight.sum()
-        return math.sqrt(float(weight @ (losses - mean) ** 2 / weight.sum()))
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
         """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
-        losses, probs = self._atoms()
+        losses, *_ = self._atoms()
         # Rounding may put the largest loss beyond the last point, where it would count as infinite.
-        place = np.minimum(np.searchsorted(grid, losses), len(grid) - 1)
-        size = len(grid) + 1
-        upper, lower = np.zeros(size), np.zeros(size)
-        np.add.at(upper, place, probs)
-        np.add.at(lower, place, probs * np.exp(-losses))
+        places = np.minimum(np.searchsorted(grid, losses), len(grid) - 1)
+        upper, lower = self._sums(places, len(grid) + 1)
         upper[-1] += self.infinite
         return upper, lower

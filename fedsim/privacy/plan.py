@@ -27,8 +27,8 @@ from fedsim.privacy.laws import (
     Sampler,
     declared_population,
 )
-from fedsim.privacy.laws.correlated import CorrelatedLaw
-from fedsim.privacy.laws.extended import ExtendedLaw, Extension
+from fedsim.privacy.laws.base import is_shipped
+from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
@@ -384,8 +384,7 @@ def _name_of(noise: Noise) -> str:
 
 def of_user(value: object) -> bool:
     """Whether its class, or that of a bound in it, is not fedsim's."""
-    ours = type(value).__module__.partition(".")[0] == "fedsim"
-    return not ours or any(map(of_user, _bounds_in(value)))
+    return not is_shipped(value) or any(map(of_user, _bounds_in(value)))
 
 
 def _bounds_in(value: object) -> Iterator[object]:

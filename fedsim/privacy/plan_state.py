@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.extended import Extension
+from fedsim.privacy.laws.correlated import Extension
 from fedsim.privacy.plan import ReleasePlan
 
 Plan = TypeVar("Plan", bound=ReleasePlan[Any])

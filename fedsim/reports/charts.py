@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedsim.runs.columns import (
+from fedsim.runs.metrics import (
     EXAMPLES,
     QUANTILES,
+    brief,
     display_name,
     is_share,
     learning_columns,
+    size,
     subject,
 )
-from fedsim.runs.metrics import brief, size
 from fedsim.runs.record import RunRecord
 
 MOST_POINTS = 800

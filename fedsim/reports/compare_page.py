@@ -12,8 +12,14 @@ from fedsim.privacy.statement import epsilon_marks
 from fedsim.reports.charts import Cell, Line, Lines, PageTable, metric_chart
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
-from fedsim.runs.columns import display_name, is_share, learning_columns, lowest_is_best
-from fedsim.runs.metrics import brief, duration
+from fedsim.runs.metrics import (
+    brief,
+    display_name,
+    duration,
+    is_share,
+    learning_columns,
+    lowest_is_best,
+)
 from fedsim.runs.record import RunRecord
 
 # What two runs may differ in and be the same but for their seeds.

@@ -7,10 +7,9 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
-from fedsim.reports.page import ProgressBar, facts_table
+from fedsim.reports.page import ProgressBar, render
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.columns import display_name, is_share, row_marks
-from fedsim.runs.metrics import brief, duration
+from fedsim.runs.metrics import brief_metric, display_name, duration, row_marks
 
 BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
 
@@ -76,14 +75,12 @@ class Live(Callback):
         cells["round"] = ProgressBar(status.round, config.rounds, reached)
         for name, value in self._values.items():
             marks = row_marks(status.row) if name.endswith("epsilon") else ""
-            cells[display_name(name) + marks] = brief(
-                value, is_share(name.partition("-")[2], [value])
-            )
+            cells[display_name(name) + marks] = brief_metric(name.partition("-")[2], value)
         if any(self._failures.values()):
             cells["clients failed"] = describe_reasons(reasons_in([self._failures]))
         if status.ended is not None:
             cells["ended"] = f"{status.ended}. {status.why}".strip()
-        return facts_table(cells)
+        return render("facts.html", facts=cells)
 
     def _left(self, status: RunStatus) -> str:
         done = status.round - self._first

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,8 @@ def render(template: str, **context: object) -> str:
     Parameters
     ----------
     template : str
-        A file's name in ``templates``; `page.html` and those that extend it need a ``title``.
+        A file's name in ``templates``; `page.html` and those that extend it need a ``title``, and
+        `facts.html`, a bare table for a notebook, ``facts`` by their names.
     """
     environment = _environment()
     # Macros of a page number its charts.
@@ -51,11 +51,6 @@ class ProgressBar:
     done: int
     total: int
     text: str
-
-
-def facts_table(facts: Mapping[str, object]) -> str:
-    """Names and facts as a bare table, for a notebook."""
-    return render("facts.html", facts=facts)
 
 
 @cache

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.partitions.counts import (
+from fedsim.partitions.base import (
     Counts,
     Floats,
     by_largest_class,

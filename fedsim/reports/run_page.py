@@ -29,8 +29,16 @@ from fedsim.reports.charts import (
 )
 from fedsim.reports.describe import description, ending_sentence
 from fedsim.reports.page import render
-from fedsim.runs.columns import display_name, is_share, learning_columns, lowest_is_best
-from fedsim.runs.metrics import brief, duration, size, tail_mean
+from fedsim.runs.metrics import (
+    brief,
+    display_name,
+    duration,
+    is_share,
+    learning_columns,
+    lowest_is_best,
+    size,
+    tail_mean,
+)
 from fedsim.runs.record import RunRecord
 
 OPERATORS_FACTS = (

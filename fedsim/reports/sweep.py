@@ -20,9 +20,8 @@ from fedsim.privacy.claims import Stopping, shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.columns import display_name
 from fedsim.runs.directory import Ending
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, display_name
 from fedsim.runs.sweep.search import LAST_EVALUATIONS, Spread, numbers_in, validated
 
 _FINISHED = Ending("finished")

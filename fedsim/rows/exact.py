@@ -90,7 +90,7 @@ class GridSum:
         self.fine = torch.zeros_like(self.coarse) if fine_bits else None
         self._fine_scale = 2.0**fine_bits
         self._rounding = rounding
-        self._scratch = _Scratch()
+        self._scratch: Tensor | None = None
 
     @classmethod
     def bounded(
@@ -124,12 +124,21 @@ class GridSum:
     def add_(self, y: Tensor, owners: Owners = EVERYBODY) -> None:
         """Add rows ``y [..., c, size]`` of some owners, in units; ``y`` is overwritten."""
         if self.fine is not None:
-            coarse = truncate_(y, self._scratch.like(y))
+            coarse = truncate_(y, self._room_for(y))
             _add_rows(self.coarse, coarse, owners)
             y = truncate_(y.sub_(coarse).mul_(self._fine_scale))
             _add_rows(self.fine, y, owners)
         else:
             _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
+
+    def _room_for(self, y: Tensor) -> Tensor:
+        """Uninitialised rows of ``y``'s shape, in a buffer as large as the largest ones so far.
+
+        Allocating pages costs more than adding.
+        """
+        if self._scratch is None or self._scratch.numel() < y.numel():
+            self._scratch = y.new_empty(y.numel())
+        return self._scratch[: y.numel()].view(y.shape)
 
     def add_scaled_(self, rows: Tensor, factors: Tensor) -> None:
         """Add rows ``[c, size]`` times ``factors [c]`` to the one sum: the bytes of `add_`.
@@ -258,19 +267,6 @@ class RowMasks:
         self.usable = torch.ones(shape, dtype=torch.bool, device=device)
         self.rejected = torch.zeros_like(self.usable)
         self.clipped = torch.zeros_like(self.usable)
-
-
-class _Scratch:
-    """A buffer as large as the largest chunk so far: allocating pages costs more than adding."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def like(self, y: Tensor) -> Tensor:
-        """Uninitialised rows of ``y``'s shape."""
-        if self._buffer is None or self._buffer.numel() < y.numel():
-            self._buffer = y.new_empty(y.numel())
-        return self._buffer[: y.numel()].view(y.shape)
 
 
 def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,11 +45,6 @@ class Squares:
     values: Tensor
     sizes: Tensor | None = None
     depth: int = 0
-
-    @property
-    def sizes_(self) -> Tensor:
-        """The sizes, or the values."""
-        return self.values if self.sizes is None else self.sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,24 +93,24 @@ class LinearPart:
             return Squares(squares)
         cross = self._inner(delta, x, center * q)
         # Layer by layer of sums: rounding grows with the length of one, not with that of a row.
-        weighted, outputs, inputs = center.square() * q, delta.shape[-1], x.shape[-1]
-        weights = weighted[..., : outputs * inputs].view(*weighted.shape[:-1], outputs, inputs)
-        biases = weighted[..., outputs * inputs :]
+        weights, biases = self._split(center.square() * q)
         constant = (weights.sum(-1).sum(-1) + biases.sum(-1)).unsqueeze(-1)
+        values = (squares - 2 * cross + constant).clamp_min(0)
         # No cross term is larger than half of both: |2 a b| <= a^2 + b^2.
-        return Squares(
-            (squares - 2 * cross + constant).clamp_min(0),
-            squares + constant,
-            outputs + inputs,
-        )
+        return Squares(values, squares + constant, delta.shape[-1] + x.shape[-1])
+
+    def _split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """A vector like a row, as ``[..., outputs, inputs]`` and the bias's (empty without)."""
+        outputs, inputs = self.delta.shape[-1], self.x.shape[-1]
+        weight, bias = vector[..., : outputs * inputs], vector[..., outputs * inputs :]
+        return weight.view(*vector.shape[:-1], outputs, inputs), bias
 
     def _inner(self, delta: Tensor, x: Tensor, vector: Tensor) -> Tensor:
         """Inner products of ``outer(delta_k, x_k)``, then ``delta_k``, with ``vector``."""
-        outputs, inputs = delta.shape[-1], x.shape[-1]
-        weight = vector[..., : outputs * inputs].view(*vector.shape[:-1], outputs, inputs)
+        weight, bias = self._split(vector)
         products = (product(delta, aligned_double(weight)) * x).sum(-1)
         if self.bias:
-            products += (delta * vector[..., None, outputs * inputs :]).sum(-1)
+            products += (delta * bias.unsqueeze(-2)).sum(-1)
         return products
 
     def sums(self, weights: Tensor) -> list[Tensor]:
@@ -166,6 +162,12 @@ class OuterRows:
         """Number of rows."""
         return self.parts[0].count
 
+    @property
+    def _places(self) -> list[tuple[LinearPart, slice]]:
+        """Each layer, and its columns of a row."""
+        ends = accumulate(layer.size for layer in self.parts)
+        return [(p, slice(end - p.size, end)) for p, end in zip(self.parts, ends, strict=True)]
+
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """Norms ``[..., rows]``; one whose square leaves float64's range counts as non-finite."""
         measured = self.measure(scale, center)
@@ -182,21 +184,14 @@ class OuterRows:
         if cancels and self.parts[0].x.is_cuda:
             return None
         every = []
-        start = 0
-        for layer in self.parts:
-            columns = slice(start, start + layer.size)
-            every.append(
-                layer.squares(
-                    None if scale is None else scale[..., columns],
-                    None if center is None else center[..., columns],
-                )
-            )
-            start += layer.size
+        for layer, columns in self._places:
+            parts = (None if v is None else v[..., columns] for v in (scale, center))
+            every.append(layer.squares(*parts))
         values = torch.stack([squares.values for squares in every]).sum(0)
         norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
         doubtful: list[list[int]] = []
         if cancels:
-            sizes = torch.stack([squares.sizes_ for squares in every]).sum(0)
+            sizes = torch.stack([s.values if s.sizes is None else s.sizes for s in every]).sum(0)
             depth = max(squares.depth for squares in every) + DEPTH
             least = max(LEAST, 2.0**22 * depth * 2.0**-52)
             # NaN is not finite, and no doubt: such a row contributes nothing.
@@ -229,13 +224,11 @@ class OuterRows:
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
         """The same rows over these columns only; not written out where those are whole layers."""
-        chosen: list[LinearPart] = []
-        start = 0
-        for layer in self.parts:
-            stop = start + layer.size
-            if any(piece.start <= start and stop <= piece.stop for piece in slices):
-                chosen.append(layer)
-            start = stop
+        chosen = [
+            layer
+            for layer, place in self._places
+            if any(piece.start <= place.start and place.stop <= piece.stop for piece in slices)
+        ]
         if chosen and sum(p.size for p in chosen) == sum(s.stop - s.start for s in slices):
             return OuterRows(tuple(chosen))
         return DenseRows(self.dense()).columns(slices)

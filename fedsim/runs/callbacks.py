@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
-from fedsim.runs.columns import Row, subject
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.factories import private_metrics
+from fedsim.runs.metrics import Row, subject
 from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")

@@ -39,8 +39,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
 from fedsim.rows.block import KEEP_SINCE
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")
@@ -118,8 +118,7 @@ class RunState:
 
     def parted(self) -> tuple[dict[str, Tensor], str]:
         """Its tensors, by names of their own, and JSON for the rest."""
-        values = {state_field.name: getattr(self, state_field.name) for state_field in fields(self)}
-        return split_tree({"format": FORMAT, **values})
+        return split_tree({"format": FORMAT, **vars(self)})
 
     @classmethod
     def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim import datasets, partitions
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
@@ -152,21 +152,6 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
         found.append(values.view(-1, 1, 1) if values is not None and images else values)
     mean, std = found
     return mean, std
-
-
-class DatasetCache:
-    """`load_dataset` for many runs: what one ``[data]`` table names is read once."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[tuple[tuple[str, Scalar], ...], Dataset] = {}
-
-    def load(self, config: RunConfig) -> Dataset:
-        """The examples that a config names."""
-        flat = config.to_run_config().items()
-        table = tuple((key, value) for key, value in flat if key.startswith("data."))
-        if table not in self._loaded:
-            self._loaded[table] = load_dataset(config)
-        return self._loaded[table]
 
 
 def load_dataset(config: RunConfig) -> Dataset:

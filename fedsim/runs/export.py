@@ -53,34 +53,37 @@ def export(saved: SavedRun, to: str) -> bytes:
 def _onnx(saved: SavedRun) -> bytes:
     extras.require("--to onnx", "onnx", "onnxscript")
     model, example = saved.model, _example(saved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            program: Any = torch.onnx.export(
-                model,
-                (example,),
-                input_names=["inputs"],
-                output_names=["outputs"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                dynamo=True,
-                verbose=False,
-            )
-        except Exception as error:
-            raise _does_not_fit(saved, "onnx", error) from error
+    with _converting(saved, "onnx"):
+        program: Any = torch.onnx.export(
+            model,
+            (example,),
+            input_names=["inputs"],
+            output_names=["outputs"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            verbose=False,
+        )
     return bytes(program.model_proto.SerializeToString())
 
 
 def _torchscript(saved: SavedRun) -> bytes:
     model, example, file = saved.model, _example(saved), io.BytesIO()
+    with _converting(saved, "torchscript"):
+        traced: Any = torch.jit.trace  # has no types
+        torch.jit.save(traced(model, example), file)
+    return file.getvalue()
+
+
+@contextmanager
+def _converting(saved: SavedRun, to: str) -> Iterator[None]:
+    """Say in a sentence that a format does not take a model, and why."""
     with warnings.catch_warnings():
-        # torch asks for its successor, which only torch can read.
+        # torch asks for TorchScript's successor, which only torch can read.
         warnings.simplefilter("ignore")
         try:
-            traced: Any = torch.jit.trace  # has no types
-            torch.jit.save(traced(model, example), file)
+            yield
         except Exception as error:
-            raise _does_not_fit(saved, "torchscript", error) from error
-    return file.getvalue()
+            raise _does_not_fit(saved, to, error) from error
 
 
 def _safetensors(saved: SavedRun) -> bytes:

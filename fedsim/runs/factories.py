@@ -26,7 +26,7 @@ from fedsim.config.plan import (
     made_noise,
     stopping,
 )
-from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
+from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
@@ -49,20 +49,12 @@ from fedsim.training.paths.choice import KernelName, most_rows
 from fedsim.training.payload import Compression
 
 
-def aggregated(settings: MechanismSection) -> Mechanism | RobustMean:
-    """The mechanism of the config, or the robust mean in its place."""
-    made = settings.make()
-    alone = not (settings.per_layer or settings.private_scalar)
-    return made if alone and isinstance(made, RobustMean) else _composed(made, settings)
+def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:
+    """The `Mechanism` that bounds updates, or a client's per-example gradients.
 
-
-def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
-    """The mechanism that bounds updates, or a client's per-example gradients."""
-    return _composed(settings.make(), settings)
-
-
-def _composed(bound: Mechanism, settings: MechanismSection | ClientMechanismSection) -> Mechanism:
-    """A bound in what the settings put around it."""
+    In the place of the one of updates there may be a `RobustMean`.
+    """
+    bound = settings.make()
     if settings.per_layer:
         bound = mechanisms.PerLayer(bound)
     if isinstance(settings, MechanismSection) and settings.private_scalar:
@@ -95,7 +87,7 @@ def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
     """What the server releases: its noise as the config says, or calibrated to the target."""
-    return plan.release_plan(config, aggregated(config.mechanism))
+    return plan.release_plan(config, mechanism(config.mechanism))
 
 
 def secure_aggregation(config: RunConfig) -> SecureAggregation | None:
@@ -116,7 +108,7 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
     if event is None:
         return None
     evaluate, known = config.evaluate, {"loss": None, **metrics(config)}
-    declared = evaluate.declared_ranges()
+    declared = read_ranges(evaluate.ranges)
     for name in declared:
         if name not in known:
             raise FedsimError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
@@ -112,12 +111,11 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
         If the model fails, with its error and where that is; or if what it gives is no row of
         numbers for each example, or nothing that training could change.
     """
-    example = next((indices[0] for indices in clients.indices if len(indices)), None)
-    if example is None:
+    if (one := clients.one_example(protected=config.protects)) is None:
         return
     device, dtype = clients.x.device, getattr(torch, config.model.dtype)
     # Two: layers that normalise a batch do not take one, and are refused by name later.
-    x = clients.inputs(torch.from_numpy(np.full(2, example)).to(device), dtype)
+    x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
         tried = scratch_copy(model.to(device)).train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():

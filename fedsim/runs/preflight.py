@@ -28,6 +28,8 @@ from fedsim.runs.round_rows import columns_of
 from fedsim.runs.split_record import check_state_dir
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
+from fedsim.training.own_state import OwnState
+from fedsim.training.paths.plain import PlainPath
 
 TOO_NOISY = 0.05
 """Share of a metric's range: a standard deviation of the noise beyond it is warned of."""
@@ -157,18 +159,19 @@ def _check_scalars(resolved: Resolved, names: tuple[str, ...]) -> None:
 def _try_example(resolved: Resolved) -> None:
     """Try loss and metrics on one example: `try_model` has tried the model alone."""
     trainer = resolved.trainer
-    example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
-    if example is None:
+    if (one := trainer.data.one_example(protected=resolved.config.protects)) is None:
         return
+    if resolved.config.private and isinstance(trainer.path, PlainPath):
+        OwnState(trainer.model, trainer.loss)  # which refuses what cannot be put back
     trainer.model.eval()
     theta = trainer.personal.initial[None]
     metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
-    evaluate_clients([trainer.path], theta, trainer.data, [example], metrics)
-    index = torch.from_numpy(example).to(trainer.device)
-    x = trainer.data.inputs(index, theta.dtype)
+    evaluate_clients([trainer.path], theta, one, one.indices, metrics)
+    index = torch.from_numpy(one.indices[0]).to(trainer.device)
+    x = one.inputs(index, theta.dtype)
     outputs = trainer.path.outputs(theta, x[None])[0].detach().requires_grad_()
     # `torch.func` takes zeros for a gradient that is not there: clients would train nothing.
-    if not trainer.loss(outputs, trainer.data.targets(index, theta.dtype)).requires_grad:
+    if not trainer.loss(outputs, one.targets(index, theta.dtype)).requires_grad:
         raise FedsimError(
             f"task.loss = {resolved.config.task.loss!r}, whose values have no gradient (as after "
             "argmax, detach or a comparison); it must be differentiable in the model's outputs."

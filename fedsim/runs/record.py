@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
 
 from fedsim import regular_files
@@ -18,12 +19,10 @@ from fedsim.config import Scalar
 from fedsim.config.plan import stopping, with_config_figures
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
-from fedsim.runs.columns import Row, display_name, is_share
 from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
-from fedsim.runs.metrics import brief
+from fedsim.runs.metrics import Row, brief, brief_metric, display_name
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:
@@ -331,7 +330,7 @@ class RunResult:
         cells |= self._facts()
         if self.directory is not None:
             cells["directory"] = self.directory.path
-        table: str = function("fedsim.reports.page:facts_table")(cells)
+        table: str = resolve_name("fedsim.reports.page:render")("facts.html", facts=cells)
         return table
 
     @property
@@ -344,10 +343,7 @@ class RunResult:
         last: dict[str, float] = {}
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
-        facts = {
-            display_name(name): brief(value, is_share(name, [value]))
-            for name, value in last.items()
-        }
+        facts = {display_name(name): brief_metric(name, value) for name, value in last.items()}
         for statement in self.statements:
             if statement.private and statement.cost.releases:
                 level = f"{statement.words} at {statement.level} level"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from flwr.clientapp import ClientApp
@@ -21,7 +22,6 @@ from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
-from fedsim.lazy import function
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
@@ -137,7 +137,7 @@ def run(
         if grid is not None:
             return drive(resolved, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
         launch = FLOWER_RUNTIMES[resolved.config.engine.name]
-        result: RunResult = function(launch)(resolved, directory and directory.path, callbacks)
+        result: RunResult = resolve_name(launch)(resolved, directory and directory.path, callbacks)
         return result
 
 

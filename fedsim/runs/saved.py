@@ -41,6 +41,7 @@ from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated, resolve
+from fedsim.tasks.metrics import predicted_classes
 
 _CHUNK = 256  # examples that go through the model at a time
 
@@ -262,9 +263,7 @@ class SavedRun:
         if not self._dataset.num_classes:
             numbers: Array = outputs.reshape(len(inputs), -1).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
-        if outputs.shape[-1] == 1:
-            return (outputs[..., 0] > 0).long().numpy()
-        return outputs.argmax(-1).numpy()
+        return predicted_classes(outputs).numpy()
 
     def _inputs(self, x: Array | Tensor) -> Tensor:
         if hasattr(x, "columns"):

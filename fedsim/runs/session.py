@@ -18,10 +18,9 @@ from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.loggers import loggers
-from fedsim.runs.metrics import update_code
+from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunLedgers, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.round_rows import RoundRows

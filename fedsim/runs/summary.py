@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,14 @@ from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.lazy import function
-from fedsim.partitions.counts import by_largest_class, class_counts, class_shares
+from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
+from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION
 
@@ -73,7 +74,7 @@ def leave_report(
 
 
 def _page(record: RunRecord) -> str:
-    html: str = function("fedsim.reports.run_page:run_page")(record)
+    html: str = resolve_name("fedsim.reports.run_page:run_page")(record)
     return html
 
 
@@ -240,10 +241,7 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
                 return None
             predicted.append(outputs.reshape(-1))
         elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
-            alone = outputs.shape[-1] == 1
-            predicted.append(
-                ((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1)
-            )
+            predicted.append(predicted_classes(outputs).reshape(-1))
         else:
             return None
         true.append(targets.reshape(-1))

@@ -25,7 +25,6 @@ class ServerOptimizer(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume what `state` gave."""
-        del state
 
 
 class StatefulOptimizer(ServerOptimizer):

@@ -78,7 +78,6 @@ class FirstOverRoot(StatefulOptimizer):
 
     def rate(self, step: int) -> float:
         """Of a step: ``lr``, or what it is corrected to; steps are counted from 1."""
-        del step
         return self.lr
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
@@ -95,8 +94,6 @@ class FirstOverRoot(StatefulOptimizer):
 @dataclass
 class FedAdam(FirstOverRoot):
     """FedAdam (Reddi et al. 2021) with Flower's correction of its first rounds."""
-
-    lr: Rate = 0.1
 
     def squares(self, second: Tensor, update: Tensor) -> Tensor:
         """Their moving average."""

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
-from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import ExactSum, Mean, Metric, counted
+from fedsim.tasks.metrics import ExactSum, Mean, Metric, by_label, counted, predicted_classes
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,8 +48,8 @@ class Accuracy(Hits):
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """More examples."""
         logits, classes = counted(outputs, targets)
-        predicted = logits[:, 0] > 0 if logits.shape[1] == 1 else logits.argmax(-1)
-        return self.merge(state, np.array([int((predicted == classes).sum()), len(classes)]))
+        hits = int((predicted_classes(logits) == classes).sum())
+        return self.merge(state, np.array([hits, len(classes)]))
 
 
 @register("metric", "top-k")
@@ -94,16 +93,14 @@ class F1(Metric):
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """More examples."""
         if targets.is_floating_point():
-            logits = like_targets(outputs, targets)
-            columns = (-1, targets.shape[-1] if targets.dim() > 1 else 1)
-            logits, labels = logits.reshape(columns), targets.reshape(columns)
+            logits, labels = by_label(outputs, targets)
             actual, predicted = labels == 1, (logits > 0) & ~labels.isnan()
         else:
             logits, classes = counted(outputs, targets)
             width = max(2, logits.shape[1])
-            best = (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(-1)
             one_hot = torch.nn.functional.one_hot
-            actual, predicted = one_hot(classes, width) > 0, one_hot(best, width) > 0
+            actual = one_hot(classes, width) > 0
+            predicted = one_hot(predicted_classes(logits), width) > 0
         counts = [(actual & predicted).sum(0), predicted.sum(0), actual.sum(0)]
         return self.merge(state, torch.stack(counts).numpy())
 

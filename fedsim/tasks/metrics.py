@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
-from fedsim.tasks.losses import IGNORED, Loss, class_logits, with_settings
+from fedsim.tasks.losses import IGNORED, Loss, class_logits, like_targets, with_settings
 
 Floats = npt.NDArray[np.float64]
 
@@ -176,6 +176,17 @@ def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = class_logits(outputs, targets).flatten(0, -2)
     counts = targets.flatten() != IGNORED
     return logits[counts], targets.flatten()[counts]
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """The class of the largest of ``[..., K]``; with one output, whether that is above 0."""
+    return (logits[..., 0] > 0).long() if logits.shape[-1] == 1 else logits.argmax(-1)
+
+
+def by_label(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets as ``[m, K]``: a column for each label, or number of a vector."""
+    columns = (-1, targets.shape[-1] if targets.dim() > 1 else 1)
+    return like_targets(outputs, targets).reshape(columns), targets.reshape(columns)
 
 
 def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:

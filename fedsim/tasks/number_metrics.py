@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Mean, Metric
+from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Mean, Metric, by_label
 
 
 @register("metric", "rmse")
@@ -49,9 +49,7 @@ class R2(Metric):
 
     def update(self, state: Sums, outputs: Tensor, targets: Tensor) -> Sums:
         """More examples."""
-        columns = (-1, targets.shape[-1] if targets.dim() > 1 else 1)
-        predicted = like_targets(outputs, targets).double().reshape(columns).numpy()
-        truth = targets.double().reshape(columns).numpy()
+        predicted, truth = (columns.double().numpy() for columns in by_label(outputs, targets))
         sums = []
         for p, y in zip(predicted.T, truth.T, strict=True):
             known = ~np.isnan(y)

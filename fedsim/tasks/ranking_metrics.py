@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import Metric, counted
+from fedsim.tasks.metrics import Metric, by_label, counted
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,7 +37,7 @@ class Ranking(Metric):
     def update(self, state: Scores, outputs: Tensor, targets: Tensor) -> Scores:
         """More examples."""
         if targets.is_floating_point():
-            scores, labels = like_targets(outputs, targets), targets
+            scores, labels = outputs, targets
         else:
             logits, classes = counted(outputs, targets)
             if logits.shape[1] == 1:
@@ -49,14 +48,8 @@ class Ranking(Metric):
                 # Against the rest a class is ranked by its probability, not by its logit alone.
                 scores = logits.double().softmax(-1)
                 labels = torch.nn.functional.one_hot(classes, logits.shape[1])
-        columns = (-1, labels.shape[-1] if labels.dim() > 1 else 1)
-        return (
-            *state,
-            (
-                scores.double().reshape(columns).numpy(),
-                labels.double().reshape(columns).numpy(),
-            ),
-        )
+        scores, labels = by_label(scores, labels)
+        return (*state, (scores.double().numpy(), labels.double().numpy()))
 
     def merge(self, first: Scores, second: Scores) -> Scores:
         """All scores."""

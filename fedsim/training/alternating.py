@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from fedsim.training.batches import Ints
 from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.local_rounds import LocalResult
-from fedsim.training.paths.choice import PathName
 from fedsim.training.trainer import Trainer
 
 
@@ -77,18 +76,12 @@ class AlternatingTrainer(Trainer):
         super().__init__(model, algorithm, data, **settings)
         self.alternation = alternation
         # One path and one block size for all parts, as a config says them.
-        settings |= {
-            "path": cast(PathName, self.path.name),
-            "kernel": self.kernel,
-            "block_size": self.block_size,
-            "device": self.device,
-        }
+        of_parts = super()._settings() | {"path": self.path.name, "privacy": privacy}
         self._parts: list[Trainer] = []
         self._columns: list[Tensor] = []
         for turn in range(len(alternation.parts)):
             resting = alternation.resting(turn)
-            alone = _frozen_copy(self.model, resting)
-            trainer = Trainer(alone, algorithm, self.data, privacy=privacy, **settings)
+            trainer = Trainer(**(of_parts | {"model": _frozen_copy(self.model, resting)}))
             if (releases := trainer.rounds.releases) is not None:
                 releases.changing = resting
                 if self._parts:  # one client has one ledger
@@ -123,9 +116,9 @@ class AlternatingTrainer(Trainer):
         for trainer in self._parts:
             trainer.join(run)
 
-    def copy_for(self, device: str) -> Trainer:
+    def copy_for(self, device: str) -> Self:
         """The same clients on another device; see `Trainer.copy_for`."""
-        copied = cast(AlternatingTrainer, super().copy_for(device))
+        copied = super().copy_for(device)
         for trainer in copied._parts:
             trainer.rounds.releases = None
         return copied

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import draw_poisson
-from fedsim.privacy.laws.shuffle import ShuffledPasses, draw_passes
+from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
@@ -69,27 +68,22 @@ class Workload:
             )
         return cls(work, data, np.asarray(counts, dtype=np.int64))
 
-    def counts_of(self, client_ids: Ints) -> Ints | None:
-        """These clients' own numbers, ``[n]``."""
-        return None if self.counts is None else self.counts[client_ids]
-
     def steps(self, client_ids: Ints) -> Floats:
         """Gradient evaluations of each client in a round, ``[n]``."""
-        steps = [work.steps_of(size) for work, size in self._each_of(client_ids)]
-        return np.array(steps, dtype=np.float64)
+        return self._of_each(client_ids, LocalWork.steps_of)
 
     def examples(self, client_ids: Ints) -> Floats:
         """How many examples each client goes through in a round, ``[n]``."""
-        examples = [work.examples_of(size) for work, size in self._each_of(client_ids)]
-        return np.array(examples, dtype=np.float64)
+        return self._of_each(client_ids, LocalWork.examples_of)
 
-    def _each_of(self, client_ids: Ints) -> Iterator[tuple[LocalWork, int]]:
-        """Each client's work, and how many examples it has."""
-        for client in client_ids.tolist():
-            work = self.work
-            if self.counts is not None:
-                work = work.counted(int(self.counts[client]))
-            yield work, self.data.size(client)
+    def _of_each(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
+        """A number of each client's work and how many examples it has, ``[n]``."""
+        work, counts, size = self.work, self.counts, self.data.size
+        if counts is None:
+            numbers = [number(work, size(k)) for k in client_ids.tolist()]
+        else:
+            numbers = [number(work.counted(int(counts[k])), size(k)) for k in client_ids.tolist()]
+        return np.array(numbers, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -175,9 +169,12 @@ def plan_batches(
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)
                 for i in members[rows].tolist()
             ]
-            own = works[members[rows[0]]]
-            sampler = own.passes(examples.shape[1], one_order=one_order)
-            _fill(own, sampler, examples, draws, round, index, weight, rows)
+            own, size = works[members[rows[0]]], examples.shape[1]
+            sampler, number_of_steps = own.passes(size, one_order=one_order), own.steps_of(size)
+            orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
+            passes = np.take_along_axis(examples[:, None], orders, axis=2)
+            index[rows] = examples[:, :1, None]
+            _fill(index, weight, rows, passes, own.batch_of(size), number_of_steps)
         yield Batches(members, index, weight, steps)
 
 
@@ -249,27 +246,14 @@ def _groups(
         yield B, members[order], steps[order]
 
 
-def _fill(
-    work: LocalWork,
-    sampler: ShuffledPasses | Full,
-    examples: Ints,
-    draws: Sequence[Draws],
-    round: int,
-    index: Ints,
-    weight: Floats,
-    rows: Ints,
-) -> None:
-    """Batches of clients with ``examples [k, N]`` into these rows of ``[n, S, B]``.
+def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, steps: int) -> None:
+    """Cut shuffled ``passes [k, P, N]`` of clients into batches, in these rows of ``[n, S, B]``.
 
     A pass at a time, for all of them at once.
     """
-    size = examples.shape[1]
-    batch, steps = work.batch_of(size), work.steps_of(size)
-    full, short = divmod(size, batch)
-    orders = draw_passes(sampler, draws, round, -(-steps // sampler.steps))
-    index[rows] = examples[:, :1, None]
-    for number, first in enumerate(range(0, steps, sampler.steps)):
-        shuffled = np.take_along_axis(examples, orders[:, number], axis=1)
+    full, short = divmod(passes.shape[2], batch)
+    for number, first in enumerate(range(0, steps, full + (short > 0))):
+        shuffled = passes[:, number]
         complete = min(full, steps - first)
         whole = shuffled[:, : complete * batch].reshape(-1, complete, batch)
         index[rows, first : first + complete] = whole[:, :, :1]
@@ -285,11 +269,12 @@ def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dty
     """Multiplications of a client's local work, on average over the first clients."""
     data, work = workload.data, workload.work
     sizes = [data.size(client) for client in range(min(data.population, CLIENTS))]
-    examples = data.first(2)
-    if examples is None or not any(sizes):
+    one = data.one_example(protected=True)  # how many processes there are tells of nobody
+    if one is None or not any(sizes):
         return 0.0
     gradients = sum(work.steps_of(n) * min(work.batch_size or n, n) for n in sizes) / len(sizes)
-    return gradients * multiplications(model, data.inputs(examples, dtype))
+    two = torch.zeros(2, dtype=torch.int64, device=one.x.device)
+    return gradients * multiplications(model, one.inputs(two, dtype))
 
 
 @torch.no_grad()

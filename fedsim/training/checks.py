@@ -93,6 +93,7 @@ def check_settings(
             "client.work is set; it must be empty where clients protect their examples: their "
             "numbers of steps are a declared constant of the plan, the same for all."
         )
+    data.require_disjoint()
     refuse_vectors(algorithm)
     if max_grad_norm:
         raise FedsimError(

@@ -82,12 +82,8 @@ class PersistentState:
                     "as the model; it must be 'reset' or 'client'."
                 )
             self.store = ServerState({})
-        elif kind == "reset":
-            self.store = StateStore()
         else:
-            raise FedsimError(
-                f"client.state is '{kind}'; it must be 'reset', 'client' or 'server'."
-            )
+            self.store = StateStore()
 
     @property
     def required(self) -> bool:
@@ -126,10 +122,8 @@ class PersistentState:
         if not personal:
             return shared.expand(n, -1)
         theta = shared.repeat(n // len(shared), 1)
-        theta[:, personal.inside] = personal.initial[personal.inside]
-        if PERSONAL in carried.rows:
-            owners = torch.from_numpy(np.flatnonzero(carried.present)).to(theta.device)
-            theta[owners[:, None], personal.inside] = carried.rows[PERSONAL].to(theta)[owners]
+        initial = personal.initial[personal.inside].unsqueeze(0)
+        theta[:, personal.inside] = carried.instead_of(initial, PERSONAL)
         return theta
 
     def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
@@ -138,10 +132,7 @@ class PersistentState:
         theta = self.personal.shared.pack(vector[None])
         if self.personal:
             theta = self.start(theta, carried)
-        if self.algorithm.evaluates in carried.rows:
-            present = torch.from_numpy(carried.present).to(theta.device)[:, None]
-            theta = torch.where(present, carried.rows[self.algorithm.evaluates].to(theta), theta)
-        return theta
+        return carried.instead_of(theta, self.algorithm.evaluates)
 
     def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
         """What these clients keep, as of the start of a round; without clients, a checkpoint's."""
@@ -171,10 +162,18 @@ class CarriedState(NamedTuple):
     present: npt.NDArray[np.bool_]
     rows: Mapping[str, Tensor]
 
-    def at(self, positions: npt.NDArray[np.int64]) -> CarriedState:
+    def at(self, positions: npt.NDArray[np.int64] | slice) -> CarriedState:
         """What the clients at these positions have."""
-        rows = {k: v[torch.from_numpy(positions).to(v.device)] for k, v in self.rows.items()}
-        return CarriedState(self.present[positions], rows)
+        index = positions if isinstance(positions, slice) else torch.from_numpy(positions)
+        return CarriedState(self.present[positions], {k: v[index] for k, v in self.rows.items()})
+
+    def instead_of(self, default: Tensor, name: str) -> Tensor:
+        """``default [1 or n, ...]``, but for clients that have something of this name: that."""
+        if name not in self.rows:
+            return default
+        present = torch.from_numpy(self.present).to(default.device)
+        present = present.view(-1, *[1] * (default.dim() - 1))
+        return torch.where(present, self.rows[name].to(default), default)
 
     def packed(self, client_ids: Ids) -> ClientStates:
         """What these ``n`` clients have, for a checkpoint or another process."""

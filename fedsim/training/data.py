@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,11 +90,10 @@ class ClientData:
         device = torch.device(device)
         if self.x.device == device and self.y.device == device:
             return self
-        mean, std, mask = (
-            None if t is None else t.to(device) for t in (self.mean, self.std, self.mask)
-        )
-        x, y = self.x.to(device), self.y.to(device)
-        return ClientData(x, y, self.indices, mean, std, mask, self.unusable)
+        tensors: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)
+        }
+        return replace(self, **tensors)
 
     def require_usable(self, client_ids: Iterable[int]) -> None:
         """Raise FedsimError if a client has an example that is none."""
@@ -135,15 +135,33 @@ class ClientData:
         no_example = torch.zeros(0, dtype=torch.int64, device=self.x.device)
         return self.inputs(no_example, dtype), self.targets(no_example, dtype)
 
-    def first(self, count: int) -> Tensor | None:
-        """Positions of the first client's first examples, int64 ``[count]``, to try a model on.
+    def one_example(self, *, protected: bool) -> ClientData | None:
+        """One client with one example, to try a model, a loss and metrics on; None without any.
 
-        Fewer are repeated. Where no client has any they are the data's own first; None without any.
+        It is the first that a client has. Where clients' data are protected it is made up, of ones:
+        whether a run begins must not follow from what anybody's example is.
         """
-        owned = next((part for part in self.indices if len(part)), np.arange(len(self.x)))
-        if not len(owned):
+        if not len(self.x):
             return None
-        return torch.from_numpy(np.resize(owned[:count], count)).to(self.x.device)
+        if not protected:
+            first = next((part[:1] for part in self.indices if len(part)), None)
+            return None if first is None else replace(self, indices=[first])
+        x, y = (torch.ones_like(values[:1]) for values in (self.x, self.y))
+        one = [np.zeros(1, dtype=np.int64)]
+        return replace(self, x=x, y=y, indices=one, mask=None, unusable=None)
+
+    def require_disjoint(self) -> None:
+        """Raise FedsimError if an example is a client's twice, or two clients'."""
+        seen, count = np.zeros(len(self.x), dtype=np.bool_), 0
+        for part in self.indices:
+            seen[part] = True
+            count += len(part)
+        if int(seen.sum()) < count:
+            raise FedsimError(
+                f"clients have {count} positions, of {int(seen.sum())} examples; with "
+                "example-level privacy each example must be one client's, and once: what it can "
+                "change is counted once."
+            )
 
 
 def _require_positions(parts: Sequence[object], first: int) -> None:

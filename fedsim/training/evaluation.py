@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.process import thread_pool
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import MeanOf, Metric
-from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
-from fedsim.training.paths.choice import Path
+from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import EVALUATION, Seeds, exact
 from fedsim.training.steps import Stepper
-from fedsim.training.structure.reading import Structure, read
+from fedsim.training.structure.reading import read
 
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
@@ -36,22 +35,30 @@ CLIENTS = 256  # of a block
 CALL_BYTES = 2**26  # of the inputs and outputs of one call
 
 
+@dataclass
+class CallSize:
+    """How many chunks go through a model at once: one, until the size of an output is known."""
+
+    chunks: int = 1
+
+    def learn(self, *tensors: Tensor) -> None:
+        """Follow from what a call took and gave, each with a chunk to a row."""
+        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
+        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
+
+
+@dataclass
 class Evaluation:
     """Evaluates clients with what each of them has.
 
     Parameters
     ----------
-    model : nn.Module
+    trained : TrainedModel
     stepper : Stepper
-    loss : callable
     metrics : mapping of name to Metric
     data : ClientData
         Test examples, or those they train on.
     client_state : PersistentState
-    trained : Structure or None
-        What was read of the model as it trains.
-    draws : bool
-        Whether the model draws in evaluation.
 
     Attributes
     ----------
@@ -60,22 +67,13 @@ class Evaluation:
         keep to itself, threads would share. The numbers are those of one thread.
     """
 
-    threads = 1
-
-    def __init__(
-        self,
-        model: nn.Module,
-        stepper: Stepper,
-        loss: Loss,
-        metrics: Mapping[str, Metric],
-        data: ClientData,
-        client_state: PersistentState,
-        trained: Structure | None,
-        draws: bool,
-    ) -> None:
-        self.model, self.stepper, self.loss, self.metrics = model, stepper, loss, metrics
-        self.data, self.client_state, self.trained, self.draws = data, client_state, trained, draws
-        self._call_size = CallSize()
+    trained: TrainedModel
+    stepper: Stepper
+    metrics: Mapping[str, Metric]
+    data: ClientData
+    client_state: PersistentState
+    threads: int = field(default=1, init=False)
+    _call_size: CallSize = field(default_factory=CallSize, init=False)
 
     def blocks(
         self, vector: Tensor, client_ids: Ints, round: int, randomness: Randomness
@@ -84,16 +82,16 @@ class Evaluation:
         for first in range(0, len(client_ids), CLIENTS):
             ids = client_ids[first : first + CLIENTS]
             self.data.require_usable(ids.tolist())
-            theta = self.client_state.evaluated(vector, ids)
+            theta, draws = self.client_state.evaluated(vector, ids), self.trained.draws.evaluation
             paths, by_chunk = self._paths
-            self.model.eval()
+            self.trained.model.eval()
             values = evaluate_clients(
                 paths,
                 theta,
                 self.data,
                 [self.data.indices[i] for i in ids],
-                {"loss": MeanOf(self.loss), **self.metrics},
-                Seeds([randomness] * len(ids), ids, round) if self.draws else None,
+                {"loss": MeanOf(self.trained.loss), **self.metrics},
+                Seeds([randomness] * len(ids), ids, round) if draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
             )
@@ -104,14 +102,23 @@ class Evaluation:
         """What evaluates, once for each thread, and whether metrics see one chunk at a time."""
         stepper = self.stepper
         shapes = stepper.data.empty(stepper.dtype)
-        reading = read(self.model.eval(), self.loss, *shapes, declared=True)
+        model, loss, structure = (
+            self.trained.model,
+            self.trained.loss,
+            self.trained.reading.structure,
+        )
+        reading = read(model.eval(), loss, *shapes, declared=True)
         path = stepper.path
         # The trained path may run another graph than the model has in evaluation.
-        if self.trained is None or reading.model is None or not self.trained.same(reading.model):
-            path = PlainPath(self.model, stepper.packing, self.loss)
+        if structure is None or reading.model is None or not structure.same(reading.model):
+            path = PlainPath(model, stepper.packing, loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
         by_example = reading.loss is not None and all(map(reading.reads, functions))
-        if not isinstance(path, Program | FuncPath) or self.draws or self.data.x.is_cuda:
+        if (
+            not isinstance(path, Program | FuncPath)
+            or self.trained.draws.evaluation
+            or self.data.x.is_cuda
+        ):
             return [path], not by_example
         # A call puts a client's parameters into the modules of its path for as long as it lasts.
         tensors = [*path.model.parameters(), *path.model.buffers()]
@@ -168,13 +175,14 @@ def evaluate_clients(
 
     @torch.no_grad()  # which a thread does not inherit
     def called(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
-        x = data.inputs(all_indices[call], theta.dtype)
-        if len(theta) == 1:  # the same for all clients: not copied for each chunk
-            points = theta.expand(len(owner[call]), -1)
+        x, whose = data.inputs(all_indices[call], theta.dtype), torch.from_numpy(owner[call])
+        # The same for all clients is not copied for each chunk.
+        points = theta.expand(len(x), -1) if len(theta) == 1 else theta[whose.to(theta.device)]
+        if isinstance(path, PlainPath):
+            counts = real[call].sum(axis=1).tolist()
+            outputs = path.outputs(points, x, counts, None if drawn is None else drawn[call])
         else:
-            points = theta[torch.from_numpy(owner[call]).to(theta.device)]
-        counts = real[call].sum(axis=1).tolist()
-        outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
+            outputs = path.outputs(points, x)
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
     with exact(data.x.device), thread_pool(len(paths)) as pool:
@@ -195,21 +203,10 @@ def evaluate_clients(
             start = calls[-1].stop
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
-        values = (
-            metric.finish(state[name]) if size else 0.0
-            for state, size in zip(states, sizes, strict=True)
-        )
-        result[name] = np.array(list(values), dtype=np.float64)
+        ended = zip(states, sizes, strict=True)
+        values = [metric.finish(state[name]) if size else 0.0 for state, size in ended]
+        result[name] = np.array(values, dtype=np.float64)
     return result
-
-
-def _outputs(
-    path: Path, points: Tensor, x: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
-) -> Tensor:
-    if isinstance(path, PlainPath):
-        return path.outputs(points, x, counts, seeds)
-    assert seeds is None
-    return path.outputs(points, x)
 
 
 def _take(
@@ -236,20 +233,5 @@ def _take(
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
     """A seed for each chunk, client by client."""
     drawn = seeds.of_step(EVALUATION, len(chunks), int(chunks.max(initial=1)))
-    return [
-        seed
-        for client_seeds, count in zip(drawn.tolist(), chunks, strict=True)
-        for seed in client_seeds[:count]
-    ]
-
-
-@dataclass
-class CallSize:
-    """How many chunks go through a model at once: one, until the size of an output is known."""
-
-    chunks: int = 1
-
-    def learn(self, *tensors: Tensor) -> None:
-        """Follow from what a call took and gave, each with a chunk to a row."""
-        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
-        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
+    of_clients: list[int] = drawn[np.arange(drawn.shape[1]) < chunks[:, None]].tolist()
+    return of_clients

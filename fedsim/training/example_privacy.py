@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
@@ -30,6 +30,7 @@ from fedsim.randomness import Randomness
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
+from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.steps import RoundStart, Stepper
 
@@ -223,10 +224,9 @@ class ExampleReleases:
     Parameters
     ----------
     privacy : ExamplePrivacy
-    model : nn.Module
+    trained : TrainedModel
     stepper : Stepper
     work : LocalWork
-    loss : Loss
     method : GradientMethod
 
     Attributes
@@ -240,20 +240,19 @@ class ExampleReleases:
     def __init__(
         self,
         privacy: ExamplePrivacy,
-        model: nn.Module,
+        trained: TrainedModel,
         stepper: Stepper,
         work: LocalWork,
-        loss: Loss,
         method: GradientMethod,
     ) -> None:
         self.ledgers = privacy.ledgers()
-        self._privacy, self._model, self._work = privacy, model, work
+        self._privacy, self._model, self._work = privacy, trained.model, work
         self._data, algorithm = stepper.data, stepper.algorithm
         # Another path or method gives other bits.
         path = f"{stepper.path.name}, {method.name}"
         bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
         self._settings = (algorithm, work, *bounded, path, stepper.device.type)
-        self._code = (algorithm, loss, privacy.mechanism, *model.modules())
+        self._code = (algorithm, trained.loss, privacy.mechanism, *trained.model.modules())
         self._rows = method.evidence
         self.run: str | None = None
         self.changing: Collection[str] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,16 +21,8 @@ MOST_BYTES = 2**30
 """What the outputs of all examples may take; beyond it they are computed batch by batch."""
 
 
-@dataclass
-class Outputs:
-    """Outputs of a stem ``[N, ...]``, and which stands where, by digests of what it is of."""
-
-    places: dict[bytes, int] = field(default_factory=dict)
-    rows: Tensor | None = None
-
-
-_LATEST: dict[bytes, Outputs] = {}
-"""Of the stem that this process used last, by its digest. Both stay in the process.
+_LATEST: dict[bytes, dict[bytes, Tensor]] = {}
+"""Outputs of the stem that this process used last: by its digest, and by those of examples.
 
 The runs of a sweep differ in what comes after the stem and in how examples are split, and going
 through it may take longer than training does.
@@ -112,22 +103,19 @@ def _kept_outputs(
     key = _digest(*stem.state_dict().values(), *scale, about=about)
     if key not in _LATEST:
         _LATEST.clear()
-        _LATEST[key] = Outputs()
+        _LATEST[key] = {}
     kept = _LATEST[key]
     digests = [_digest(example) for example in data.x[examples].cpu()]
-    if kept.rows is not None and _too_many(len({*kept.places, *digests}), kept.rows[0]):
-        kept = _LATEST[key] = Outputs()
-    first = {digest: k for k, digest in reversed([*enumerate(digests)])}
-    new = sorted(k for digest, k in first.items() if digest not in kept.places)
-    if new:
+    if kept and _too_many(len({*kept, *digests}), next(iter(kept.values()))):
+        kept = _LATEST[key] = {}
+    first = {digest: k for k, digest in reversed([*enumerate(digests)]) if digest not in kept}
+    if new := sorted(first.values()):
         with exact(data.x.device):
             rows = _outputs(stem, data, examples[new], dtype)
         if rows is None:
             return None
-        kept.places |= {digests[k]: len(kept.places) + place for place, k in enumerate(new)}
-        kept.rows = rows if kept.rows is None else torch.cat([kept.rows, rows])
-    assert kept.rows is not None
-    return kept.rows[[kept.places[digest] for digest in digests]]
+        kept.update(zip((digests[k] for k in new), rows, strict=True))
+    return torch.stack([kept[digest] for digest in digests])
 
 
 def _digest(*tensors: Tensor, about: str = "") -> bytes:

@@ -11,7 +11,7 @@ cache. Norms and distances follow from the factors as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -107,18 +107,11 @@ class Parts:
         """Norms of the difference, parameter by parameter."""
         if not isinstance(other, Parts):
             return Dense(self.dense()).distance(other)
-        norms = [
-            torch.linalg.vector_norm((gradient - other.parts[name]).flatten(1), dim=1)
-            for name, gradient in self.parts.items()
-        ]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return norm
+        return _joint_norms(part - other.parts[name] for name, part in self.parts.items())
 
     def norms(self) -> Tensor:
         """Of the parameters' norms."""
-        norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in self.parts.values()]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return norm
+        return _joint_norms(self.parts.values())
 
     def scaled(self, factors: Tensor) -> Parts:
         """Each part times the factors."""
@@ -133,6 +126,13 @@ class Parts:
         return torch.stack(
             [Dense(gradient.flatten(1)).peak() for gradient in self.parts.values()]
         ).amax(0)
+
+
+def _joint_norms(parts: Iterable[Tensor]) -> Tensor:
+    """L2 norms ``[n]`` of rows that are parts ``[n, *shape]`` beside each other."""
+    norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in parts]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return norm
 
 
 @dataclass(frozen=True)
@@ -159,37 +159,12 @@ class Factor:
         return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
 
 
-def inner_products(one: Sequence[Factor], other: Sequence[Factor]) -> Tensor:
-    """Inner products of two batches' examples' gradients, from their factors, ``[..., B, B]``.
-
-    ``(x_i . x_j) (delta_i . delta_j)``, added up over the layers: no weight gradient is written
-    down.
-    """
-    total, *others = [_of_layer(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
-    for products in others:
-        total += products
-    return total
-
-
 def distance_between(square: Tensor, other: Tensor, inner: Tensor) -> Tensor:
     """L2 distance of two gradients from their squared norms and their inner product, ``[...]``.
 
     The relative error grows with ``(|gradient| / distance)^2``, far below what moves a step.
     """
     return (square + other - 2 * inner).clamp_(min=0).sqrt_()
-
-
-def _of_layer(one: Factor, other: Factor) -> Tensor:
-    products = _products(one.delta, other.delta)
-    if one.weight is not None:
-        inputs = _products(one.x, other.x)
-        products *= inputs if one.bias is None else inputs.add_(1)
-    return products
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """``a b^T``."""
-    return product(a, b.transpose(-1, -2))
 
 
 @dataclass(frozen=True)
@@ -244,18 +219,30 @@ class Factored:
                 torch.sub(theta[:, factor.bias], _summed(scaled), out=into)
 
     def distance(self, other: Gradient) -> Tensor:
-        """From the factors, by `inner_products`."""
+        """From the factors, by inner products."""
         if not isinstance(other, Factored):
             return Dense(self.dense()).distance(other)
         return distance_between(self._inner(self), other._inner(other), self._inner(other))
 
     def norms(self) -> Tensor:
-        """From the factors, by `inner_products`."""
+        """From the factors, by inner products."""
         return self._inner(self).clamp_(min=0).sqrt_()
 
     def _inner(self, other: Factored) -> Tensor:
-        """Inner product of the two gradients, ``[n]``."""
-        return inner_products(self.factors, other.factors).flatten(1).sum(1)
+        """Inner product of the two gradients, ``[n]``.
+
+        The sum over pairs of examples of ``(x_i . x_j) (delta_i . delta_j)``, added up over the
+        layers first: no weight gradient is written down.
+        """
+        total: Tensor | None = None
+        for mine, theirs in zip(self.factors, other.factors, strict=True):
+            products = product(mine.delta, theirs.delta.transpose(-1, -2))
+            if mine.weight is not None:
+                inputs = product(mine.x, theirs.x.transpose(-1, -2))
+                products *= inputs if mine.bias is None else inputs.add_(1)
+            total = products if total is None else total.add_(products)
+        assert total is not None
+        return total.flatten(1).sum(1)
 
     def scaled(self, factors: Tensor) -> Factored:
         """The output gradients times the factors."""

@@ -37,7 +37,8 @@ from torch import Tensor
 from fedsim.clients.base import Dense, State, Step
 from fedsim.rows.packing import LINE
 from fedsim.training.gradients import Factor, Factored, Parts
-from fedsim.training.paths.choice import is_captured
+from fedsim.training.paths.func import FuncPath
+from fedsim.training.paths.program import Program
 from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
@@ -65,8 +66,10 @@ class GraphRecorder(Protocol):
 
 
 def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
-    """Steps from graphs on a GPU, where `fedsim.training.paths.choice` says that there are any."""
-    if stepper.device.type == "cuda" and is_captured(stepper.path):
+    """Steps from graphs, on a GPU and where all kernels of a step are those of a whole block."""
+    path = stepper.path
+    of_block = isinstance(path, FuncPath) or (isinstance(path, Program) and not path.convolutions)
+    if stepper.device.type == "cuda" and of_block:
         rows = min(block_size, max(1, stepper.data.population))
         return StepGraphs(stepper, CudaRecorder(stepper.device), rows)
     return None
@@ -96,7 +99,8 @@ class StepGraphs:
         n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
             # Graphs know their buffers by address: larger buffers are others.
-            self._forget()
+            self.graphs.clear()
+            self._buffers.clear()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
         buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
@@ -194,10 +198,6 @@ class StepGraphs:
         for to, tensor in saved:
             to.copy_(tensor)
         return result, tuple(structure)
-
-    def _forget(self) -> None:
-        self.graphs.clear()
-        self._buffers.clear()
 
 
 def _entries(buffered: State) -> State:

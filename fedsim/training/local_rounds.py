@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_STATE
-from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
-from fedsim.training.paths.program import Program
+from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import Probe, gradient_methods
-from fedsim.training.side_effects import HiddenDraws
 from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
-from fedsim.training.structure.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,17 @@ class LocalRounds:
 
     Attributes
     ----------
-    model : nn.Module
+    trained : TrainedModel
+    stepper : Stepper
     client_state : PersistentState
     payload : Payload
-    factory : PlainStepFactory or PrivateStepFactory
+    workload : Workload
     compression : Compression or None
         Of what clients send.
+    privacy : ExamplePrivacy or None
+        Of clients that protect their examples.
+    factory : PlainStepFactory or PrivateStepFactory
+        Makes their batches and steps.
     releases : ExampleReleases or None
         Where they write down what they release of their examples; None where they release
         nothing, or where another trainer has written it down.
@@ -68,53 +69,32 @@ class LocalRounds:
         The algorithm's numbers as the server sends them, in the place of its own.
     """
 
-    model: nn.Module
+    trained: TrainedModel
+    stepper: Stepper
     client_state: PersistentState
     payload: Payload
-    factory: PlainStepFactory | PrivateStepFactory
+    workload: Workload
     compression: Compression | None
-    releases: ExampleReleases | None
+    privacy: ExamplePrivacy | None
+    factory: PlainStepFactory | PrivateStepFactory = field(init=False)
+    releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
     _started: dict[int, int] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(
-        cls,
-        stepper: Stepper,
-        model: nn.Module,
-        loss: Loss,
-        client_state: PersistentState,
-        payload: Payload,
-        workload: Workload,
-        compression: Compression | None,
-        *,
-        draws: HiddenDraws,
-        reading: Reading,
-        privacy: ExamplePrivacy | None,
-        program: Program | None,
-    ) -> Self:
-        """Of clients that protect their examples, or do not; parameters as a trainer has them."""
-        if privacy is None:
-            plain = PlainStepFactory(stepper, workload, draws.training)
-            return cls(model, client_state, payload, plain, compression, None)
-        packing, data = stepper.packing, stepper.data
-        drawing = draws.training or draws.evaluation
-        methods = gradient_methods(model, packing, loss, reading, program, drawing)
-        method = Probe(model, packing, loss, draws, data, reading).fastest(methods)
-        private = PrivateStepFactory(
-            stepper,
-            workload,
-            privacy,
-            method,
-            draws.training,
-            keeps_state=client_state.kind == "client",
-        )
-        releases = ExampleReleases(privacy, model, stepper, workload.work, loss, method)
-        return cls(model, client_state, payload, private, compression, releases)
-
     def __post_init__(self) -> None:
+        trained, stepper, workload = self.trained, self.stepper, self.workload
+        draws = trained.draws.training
+        if self.privacy is None:
+            self.factory = PlainStepFactory(stepper, workload, draws)
+        else:
+            method = Probe(trained).fastest(gradient_methods(trained))
+            keeps = self.client_state.kind == "client"
+            self.factory = PrivateStepFactory(
+                stepper, workload, self.privacy, method, draws, keeps_state=keeps
+            )
+            self.releases = ExampleReleases(self.privacy, trained, stepper, workload.work, method)
         # All of its modules; then, to go through them for each block would take longer than a step.
-        self.model.train()
+        trained.model.train()
 
     def blocks(
         self, client_ids: Ints, round: int, randomness: Randomness, size: int
@@ -183,8 +163,8 @@ class LocalRounds:
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
         unsent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
         result = BlockResult(start, self._metrics(clients), unsent)
-        if not self.model.training:
-            self.model.train()
+        if not self.trained.model.training:
+            self.trained.model.train()
         for batches in self._batches(clients):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
@@ -198,8 +178,7 @@ class LocalRounds:
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
                 | {k: v[positions] for k, v in named.items()}
                 | self._mask(len(members)),
-                group.carried.rows,
-                torch.from_numpy(group.carried.present).to(start.device),
+                group.carried,
             )
             if self.compression is not None:
                 vectors = received.vectors[positions % len(received.vectors)]
@@ -254,10 +233,10 @@ class LocalRounds:
     @property
     def algorithm(self) -> LocalAlgorithm:
         """The clients' algorithm."""
-        return self.factory.stepper.algorithm
+        return self.stepper.algorithm
 
     def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
-        sizes = [self.factory.stepper.data.size(i) for i in clients.client_ids.tolist()]
+        sizes = [self.stepper.data.size(i) for i in clients.client_ids.tolist()]
         metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
         if self.factory.reports_loss:
             metrics["loss"] = np.zeros(len(clients))

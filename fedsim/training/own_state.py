@@ -1,13 +1,14 @@
-"""What a model and a loss keep from one call to the next: buffers, and attributes of their own.
+"""What a model and a loss keep from one call to the next: buffers, attributes, fixed parameters.
 
-Each protected example begins from the same ones: they are put back between examples, and a model or
-a loss that changes them is refused.
+Nothing of one client, or of one protected example, may reach another's update this way: each begins
+from the same ones, which are put back between them. With example-level privacy a model or a loss
+that changes them is refused, too, where it is seen to.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,14 @@ from fedsim.errors import FedsimError
 from fedsim.tasks.losses import Loss
 from fedsim.training.structure.tables import is_torchs_own
 
-# Of every module; nothing that a user's forward would write to.
-_MODULES_OWN = frozenset(vars(nn.Module())) - {"_buffers"}
+# Of every module: its registries are looked at by themselves, and hooks are nobody's memory.
+_MODULES_OWN = frozenset(vars(nn.Module()))
+_REGISTRIES = ("_parameters", "_modules")
+
+# What torch's recurrent layers keep of their own parameters.
+_RECURRENT = frozenset(
+    {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
+)
 
 _NEVER_CHANGES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 
@@ -38,38 +45,68 @@ class _Saved:
 
 
 class OwnState:
-    """Buffers and attributes of a model, and attributes of a loss.
+    """Buffers, attributes and fixed parameters of a model, and attributes of a loss.
 
     Parameters
     ----------
     model : nn.Module
     loss : callable
         Those of a function are what a user set on it; what it closes over is out of reach.
+    trained : collection of str
+        The parameters that are trained, of which every call is given its own.
+    strict : bool
+        Whether an attribute that cannot be copied is refused; otherwise it is left as it is.
+
+    Attributes
+    ----------
+    quiet : bool
+        Whether it is known that there is nothing to put back: the model is made of torch's own
+        layers without buffers, none of which writes to its parameters.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self.model, self.loss = model, loss
-        self._owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
-        # Modules and parameters are not copied: they are what is trained.
+    def __init__(
+        self, model: nn.Module, loss: Loss, trained: Collection[str] = (), *, strict: bool = True
+    ) -> None:
+        owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
+        self._strict = strict
+        # Modules and parameters are not copied with what refers to them.
         models = [m for m in (model, loss) if isinstance(m, nn.Module)]
         self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
-        self._saved = [self._save(_attributes(owner)) for _, owner in self._owners]
+        self._saved = [
+            (whose, self._save(attributes))
+            for whose, owner in owners
+            for attributes in _attributes(owner)
+        ]
+        modules = [module for m in models for module in m.modules()]
+        keeps = any(saved.changeable for _, saved in self._saved)
+        self.quiet = all(map(_leaves_itself, modules)) and not keeps
+        self._registered = [
+            (registry, dict(registry))
+            for module in modules
+            for registry in (getattr(module, name) for name in _REGISTRIES)
+        ]
+        fixed = {} if self.quiet else _fixed(model, loss, trained)
+        self._fixed = {name: (p.data, p.detach().clone()) for name, p in fixed.items()}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back what a call has changed, once it is over."""
+        """Begin from what there was, and put back what calls have changed once they are over."""
+        if self.quiet:
+            yield
+            return
+        self._restore()  # an evaluation's metrics may call the same loss
         try:
             yield
         finally:
-            for saved in self._saved:
-                self._restore(saved)
+            self._restore()
 
     @property
     def changed(self) -> list[str]:
         """Names of what has changed since."""
-        return [
+        fixed = [name for name, (now, before) in self._fixed.items() if not _same(now, before)]
+        return fixed + [
             f"{whose}{name}"
-            for (whose, _), saved in zip(self._owners, self._saved, strict=True)
+            for whose, saved in self._saved
             for name in sorted({*_own(saved.attributes)} | saved.names)
             if not _same(
                 saved.attributes.get(name, _NOTHING),
@@ -81,25 +118,36 @@ class OwnState:
         own = _own(attributes)
         constant = {k: v for k, v in own.items() if self._is_constant(v)}
         rest = {k: v for k, v in own.items() if k not in constant}
-        try:
-            changeable = copy.deepcopy(rest, dict(self._shared))
-        except Exception as error:  # a user's object may raise anything when it is copied
-            raise FedsimError(
-                f"the model's or the loss's attributes {', '.join(rest)} cannot be copied "
-                f"({type(error).__name__}: {error}); with example-level privacy each example "
-                "begins from the same ones: they must be plain values, tensors or modules."
-            ) from error
+        changeable = {}
+        for name, value in rest.items():
+            try:
+                changeable[name] = copy.deepcopy(value, dict(self._shared))
+            except Exception as error:  # a user's object may raise anything when it is copied
+                if self._strict:
+                    raise FedsimError(
+                        f"the model's or the loss's attribute {name} cannot be copied "
+                        f"({type(error).__name__}: {error}); in a private run each client, or "
+                        "protected example, begins from the same ones: they must be plain values, "
+                        "tensors or modules."
+                    ) from error
         return _Saved(attributes, frozenset(own), constant, changeable)
 
     def _is_constant(self, value: Any) -> bool:
         return isinstance(value, _NEVER_CHANGES) or id(value) in self._shared
 
-    def _restore(self, saved: _Saved) -> None:
-        for name in _own(saved.attributes).keys() - saved.names:
-            del saved.attributes[name]
-        saved.attributes.update(saved.constant)
-        if saved.changeable:
-            saved.attributes.update(copy.deepcopy(saved.changeable, dict(self._shared)))
+    def _restore(self) -> None:
+        for registry, entries in self._registered:
+            if [*map(id, registry.values())] != [*map(id, entries.values())]:
+                registry.clear()
+                registry.update(entries)
+        for now, before in self._fixed.values():
+            now.copy_(before)
+        for _, saved in self._saved:
+            for name in _own(saved.attributes).keys() - saved.names:
+                del saved.attributes[name]
+            saved.attributes.update(saved.constant)
+            if saved.changeable:
+                saved.attributes.update(copy.deepcopy(saved.changeable, dict(self._shared)))
 
 
 _NOTHING = object()
@@ -115,16 +163,27 @@ def _named(whose: str, owner: object) -> list[tuple[str, object]]:
     return [(whose, owner), *_named(whose, inner)]
 
 
-def _attributes(owner: object) -> dict[str, Any]:
-    """What may change of an object: of torch's own modules their buffers and nothing else."""
-    if isinstance(owner, nn.Module) and is_torchs_own(owner):
-        return owner._buffers
-    attributes: dict[str, Any] = getattr(owner, "__dict__", {})
-    return attributes
+def _leaves_itself(module: nn.Module) -> bool:
+    """Whether a module is known to write neither to its attributes nor to its parameters."""
+    return is_torchs_own(module) and getattr(module, "max_norm", None) is None
+
+
+def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, nn.Parameter]:
+    """Parameters that are not trained, each with a name for sentences."""
+    own = {f"the model's {n}": p for n, p in model.named_parameters() if n not in trained}
+    if isinstance(loss, nn.Module):
+        own |= {f"the loss's {name}": p for name, p in loss.named_parameters()}
+    return own
+
+
+def _attributes(owner: object) -> list[dict[str, Any]]:
+    """What an object keeps by name."""
+    kept = [getattr(owner, "__dict__", {})]
+    return [*kept, owner._buffers] if isinstance(owner, nn.Module) else kept
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in _MODULES_OWN}
+    return {k: v for k, v in attributes.items() if k not in _MODULES_OWN and k not in _RECURRENT}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ block at once where their models are small, else client by client too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,10 @@ from fedsim.clients.base import State, Step
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import empty_rows
 from fedsim.training.batches import Batches, Floats, Ints, Workload, plan_batches, width
+from fedsim.training.client_state import CarriedState
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import Seeds, lent_generator
+from fedsim.training.side_effects import Seeds
 from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
 # To draw for more clients at once gains nothing; so many examples of steps take a MiB.
@@ -79,13 +80,14 @@ class PlainStepFactory:
             If a client has an example whose label or token is none.
         """
         self.stepper.data.require_usable(client_ids.tolist())
+        counts = self.workload.counts
         return plan_batches(
             self.workload.work,
             [self.stepper.data.indices[i] for i in client_ids],
             client_ids,
             randomness,
             round,
-            self.workload.counts_of(client_ids),
+            None if counts is None else counts[client_ids],
         )
 
     def steps(self, batches: Batches, clients: RoundClients) -> Steps:
@@ -109,20 +111,14 @@ class SequentialSteps(Steps):
         super().__init__(stepper, batches, round, seeds)
         self._losses = np.zeros(batches.weight.shape)
 
-    def run(
-        self, start: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> EndState:
+    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
         """All steps of each client; parameters as of `Steps.run`."""
         ends, theta = [], empty_rows(len(start), start.shape[1], start.dtype)
         for k, steps in enumerate(self.batches.steps.tolist()):
             client, row = slice(k, k + 1), theta[k : k + 1]
             # Not all rows are copied at once: the one just written is in the cache.
-            state = self.start(
-                row.copy_(start[client]),
-                {name: values[client] for name, values in numbers.items()},
-                {name: values[client] for name, values in carried.items()},
-                present[client],
-            )
+            own_numbers = {name: values[client] for name, values in numbers.items()}
+            state = self.start(row.copy_(start[client]), own_numbers, carried.at(client))
             self._all_steps(state, k, steps)
             end = self.end(state, 0)
             if end.theta.data_ptr() != row.data_ptr():
@@ -139,8 +135,8 @@ class SequentialSteps(Steps):
         # Real examples come first.
         is_real = self.batches.weight[k, :steps] != 0
         counts = is_real.sum(axis=1).tolist()
-        generator = nullcontext() if self.seeds is None else lent_generator()
-        with generator, path.bound(algorithm.point(state)):
+        generator = nullcontext() if self.seeds is None else torch.random.fork_rng(devices=[])
+        with generator, path.state.restored(), path.bound(algorithm.point(state)):
             for together in self._gathered(steps):
                 index, weight = self.index[k, together], self.weight[k, together]
                 x, y = data.inputs(index, dtype), data.targets(index, dtype)
@@ -183,12 +179,10 @@ class ProgramSteps(SequentialSteps):
         targets = stepper.data.targets(self._by_step.flatten(0, 1), stepper.dtype)
         self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
 
-    def run(
-        self, start: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> EndState:
+    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
         """All steps of each client; parameters as of `Steps.run`."""
         run = super().run if self.path.sequential else partial(Steps.run, self)
-        return run(start, numbers, carried, present)
+        return run(start, numbers, carried)
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

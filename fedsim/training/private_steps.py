@@ -103,16 +103,14 @@ class PrivateSteps(Steps):
                 plans.append(plan)
         layout = stepper.packing.layout
         self.releaser = Releaser(plans, layout, device=stepper.device, exact=False)
-        carried = clients.carried.rows
-        present = torch.from_numpy(clients.carried.present & self.keeps_state).to(stepper.device)
         self.state: dict[str, Tensor] = {}
         """The mechanism's, of the clients that were active last."""
         for name, initial in privacy.mechanism.init(layout).items():
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
-            if MECHANISM + name in carried:
-                mask = present.view(-1, *[1] * initial.dim())
-                start = torch.where(mask, carried[MECHANISM + name].to(start), start)
-            self.state[name] = start
+            kept = self.keeps_state
+            self.state[name] = (
+                clients.carried.instead_of(start, MECHANISM + name) if kept else start
+            )
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

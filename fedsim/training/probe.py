@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.models.parameters import call_with
-from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import Loss
-from fedsim.training.data import ClientData
 from fedsim.training.own_state import OwnState
+from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import (
     GradientMethod,
     OneByOne,
@@ -32,9 +30,7 @@ from fedsim.training.paths.examples import (
     is_recurrent,
 )
 from fedsim.training.paths.factored import Hooked, ProgramRows, owned_by_layers, product_layers
-from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import HiddenDraws, exact, seeded
-from fedsim.training.structure.reading import Reading
+from fedsim.training.side_effects import exact, seeded
 
 _log = logging.getLogger(__name__)
 
@@ -46,55 +42,35 @@ TOLERANCE = 1e-5
 SEED = 1
 
 
-def gradient_methods(
-    model: nn.Module,
-    packing: Packing,
-    loss: Loss,
-    reading: Reading,
-    program: Program | None,
-    draws: bool = False,
-) -> list[GradientMethod]:
-    """All that a model's structure allows, from the fastest to the one that takes everything.
-
-    ``draws``: whether the model draws random numbers.
-    """
-    state = OwnState(model, loss)
-    structure, read_loss = reading.structure, reading.loss
+def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
+    """All that a model's structure allows, from the fastest to the one that takes everything."""
+    model, packing, loss, program = trained.model, trained.packing, trained.loss, trained.program
+    state = OwnState(model, loss, packing.slices)
+    structure, read_loss = trained.reading.structure, trained.reading.loss
     methods: list[GradientMethod] = []
     recurrent: list[GradientMethod] = []
     if structure is not None and read_loss is not None:
         module = structure.module
         if program is not None and program.by_example:
-            methods.append(ProgramRows(program))
+            methods.append(ProgramRows(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(Hooked(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
             recurrent.append(Unrolled(module, packing, read_loss))
     vmapped = Vmapped(model, packing, loss, state)
-    return [*methods, vmapped, *recurrent, OneByOne(model, packing, loss, state, draws)]
+    drawing = trained.draws.training or trained.draws.evaluation
+    return [*methods, vmapped, *recurrent, OneByOne(model, packing, loss, state, drawing)]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A model and a loss, with made-up examples.
+    """A model and a loss, with made-up examples of its data's shapes and dtypes.
 
-    Parameters
-    ----------
-    model, packing, loss
-    draws : HiddenDraws
-        What the model draws is held fixed where examples change, and left out (by evaluating)
-        where batches of several sizes are compared.
-    data : ClientData
-        Of which shapes and dtypes examples are.
-    reading : Reading
+    What the model draws is held fixed where examples change, and left out (by evaluating) where
+    batches of several sizes are compared.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
-    draws: HiddenDraws
-    data: ClientData
-    reading: Reading
+    trained: TrainedModel
 
     def fastest(self, methods: Sequence[GradientMethod]) -> GradientMethod:
         """The first of the methods, from fast to slow, that gives gradients of single examples.
@@ -104,10 +80,11 @@ class Probe:
         FedsimError
             If the model or the loss mixes examples, or cannot take one alone.
         """
-        if not len(self.data.x):
+        x = self.trained.data.x
+        if not len(x):
             return methods[0]  # no client has an example whose gradient could be taken
-        with exact(self.data.x.device):
-            state = OwnState(self.model, self.loss)
+        with exact(x.device):
+            state = OwnState(self.trained.model, self.trained.loss, self.trained.packing.slices)
             with state.restored():
                 batch, others = self._made_up()
                 self._require_separate(batch, others)
@@ -118,7 +95,7 @@ class Probe:
                     "leave a trace in the next one's gradient; with example-level privacy a model "
                     "and a loss must leave their buffers and attributes as they are."
                 )
-            if self.draws.evaluation:
+            if self.trained.draws.evaluation:
                 methods = methods[-1:]  # no two of them could be compared
             found: GradientMethod | None = None
             why = ""
@@ -144,9 +121,9 @@ class Probe:
 
     def _train(self, drawing: bool) -> None:
         """The mode of training, or the one in which a model does not draw."""
-        structure = self.reading.structure
-        for module in (self.model, *((structure.module,) if structure else ())):
-            module.train(drawing or not self.draws.training)
+        structure = self.trained.reading.structure
+        for module in (self.trained.model, *((structure.module,) if structure else ())):
+            module.train(drawing or not self.trained.draws.training)
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
         """Two batches that have nothing in common, and that the model takes.
@@ -155,7 +132,7 @@ class Probe:
         tried.
         """
         generator = torch.Generator().manual_seed(SEED)
-        x, y = self.data.empty(self.packing.layout.dtype)
+        x, y = self.trained.data.empty(self.trained.packing.layout.dtype)
         pairs: list[tuple[_Batch, _Batch]] = []
         failure: BaseException | None = None
         for positive in (False, True):
@@ -186,18 +163,24 @@ class Probe:
     def _theta(self) -> Tensor:
         """Somewhere near the initial parameters: layers that start at zero hide what they do."""
         generator = torch.Generator().manual_seed(SEED)
-        row = self.packing.layout.flatten(dict(self.model.named_parameters()))
+        row = self.trained.packing.layout.flatten(dict(self.trained.model.named_parameters()))
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
-        return self.packing.pack((row + 0.05 * noise.to(row))[None])[0]
+        return self.trained.packing.pack((row + 0.05 * noise.to(row))[None])[0]
 
     @torch.no_grad()
     def _run(self, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor | None, Tensor]:
         """Outputs, if they are one tensor with a row for each example, and losses ``[B]``."""
         self._train(drawing)
-        named = self.packing.named(self._theta)
+        theta, before = self._theta, self._theta
+        named = self.trained.packing.named(theta)
         with seeded(SEED, batch.x.device):
-            outputs = call_with(self.model, named, batch.x.clone())
-            losses = self.loss(outputs, batch.y)
+            outputs = call_with(self.trained.model, named, batch.x.clone())
+            losses = self.trained.loss(outputs, batch.y)
+        if not torch.equal(theta, before):
+            raise FedsimError(
+                "the model or its loss writes to parameters that are trained as examples go "
+                "through; with example-level privacy only the noisy step may."
+            )
         if not isinstance(losses, Tensor) or losses.shape != batch.y.shape[:1]:
             shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise FedsimError(
@@ -214,7 +197,7 @@ class Probe:
         for j in WATCHED:
             changed = self._run(others.with_example(j, batch))
             self._require_same(results, changed, j, j, "what the other examples are")
-            if not self.draws.evaluation:
+            if not self.trained.draws.evaluation:
                 try:
                     alone = self._run(batch.only(j), drawing=False)
                 except (Exception, SystemExit) as error:
@@ -250,13 +233,13 @@ class Probe:
     ) -> str:
         """What is wrong with a method; empty if nothing is."""
         rows, losses = self._rows(method, batch)
-        if rows.shape != (EXAMPLES, self.packing.layout.d):
+        if rows.shape != (EXAMPLES, self.trained.packing.layout.d):
             return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
         for j in WATCHED:
             changed, their_losses = self._rows(method, others.with_example(j, batch))
             if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
                 return "an example's gradient has other bits beside other examples"
-        if method is reference or self.draws.evaluation:
+        if method is reference or self.trained.draws.evaluation:
             return ""
         still, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.models.normalization import statistics_of
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.training.data import ClientData
 
@@ -64,8 +63,8 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     model : nn.Module
         Left as it is.
     x : Tensor ``[4, ...]`` or None
-        Examples of its data; without any, or where the model does not take them, what its modules
-        are known to draw decides.
+        Inputs of its data's kind; without any, or where the model does not take them, what its
+        modules are known to draw decides.
 
     Raises
     ------
@@ -89,24 +88,20 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     return HiddenDraws(training or known, evaluation)
 
 
-def examples_to_try(data: ClientData, dtype: torch.dtype, *, private: bool) -> Tensor | None:
-    """Inputs ``[4, ...]`` for `hidden_draws`; None without any data.
+def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
+    """Inputs ``[4, ...]`` of the data's kind for `hidden_draws`; None without any data.
 
-    ``private``: examples are protected, and inputs are made up, as the probe's are: what is found,
-    and may be refused, must not tell of anybody.
+    Nobody's own: what is found, and may be refused, must not tell of anybody.
     """
-    examples = data.first(4)
-    if examples is None or not private:
-        return None if examples is None else data.inputs(examples, dtype)
+    if not len(data.x):
+        return None
     x, _ = data.empty(dtype)
     return torch.cat([x.new_zeros(2, *x.shape[1:]), x.new_ones(2, *x.shape[1:])])
 
 
 def scratch_copy(model: nn.Module) -> nn.Module:
-    """A model to try things on: all that it writes to is its own, the parameters are shared."""
-    written = {*statistics_of(model)}
-    shared = {id(p): p for name, p in model.named_parameters() if name not in written}
-    return copy.deepcopy(model, shared)
+    """A model to try things on: all that it may write to is its own, parameters too."""
+    return copy.deepcopy(model)
 
 
 def _known_to_draw(module: nn.Module) -> bool:
@@ -188,25 +183,11 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with lent_generator(), _seeded_gpu(seed, device) if device.type == "cuda" else nullcontext():
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.cuda.device(device) if gpus else nullcontext():
         torch.default_generator.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def lent_generator() -> Iterator[None]:
-    """With torch's generator of the CPU for one's own use; after it, it is as it was."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-@contextmanager
-def _seeded_gpu(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device]), torch.cuda.device(device):
-        torch.cuda.manual_seed(seed)
+        if gpus:
+            torch.cuda.manual_seed(seed)
         yield
 
 
@@ -251,22 +232,16 @@ class Seeds:
 
     def of_client(self, position: int, steps: int) -> Ints:
         """Seeds for all steps of one of the clients, ``[steps]``."""
-        seeds = [
-            draws.integers(2**63, dtype=np.uint64) for draws in self._draws(position, range(steps))
-        ]
-        return np.array(seeds, dtype=np.uint64).astype(np.int64)
+        return self._seeds(position, range(steps), 1)[:, 0]
 
     def of_step(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
-        seeds = np.empty((active, count), dtype=np.uint64)
-        for position in range(active):
-            (draws,) = self._draws(position, range(step, step + 1))
-            seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64)
-        return seeds.astype(np.int64)
+        one_step = range(step, step + 1)
+        return np.concatenate([self._seeds(k, one_step, count) for k in range(active)])
 
-    def _draws(self, position: int, steps: range) -> Iterator[np.random.Generator]:
-        """One step's generator after another, each good until the next is asked for."""
-        return self.randomness[position].generators(
+    def _seeds(self, position: int, steps: range, count: int) -> Ints:
+        """Of one of the clients, ``[steps, count]``."""
+        generators = self.randomness[position].generators(
             Purpose.DROPOUT,
             level="example",
             round=self.round,
@@ -274,6 +249,9 @@ class Seeds:
             parts=steps,
             stream=self._stream,
         )
+        # Each generator is good until the next is asked for.
+        seeds = [draws.integers(2**63, size=count, dtype=np.uint64) for draws in generators]
+        return np.array(seeds, dtype=np.uint64).astype(np.int64)
 
     @cached_property
     def _stream(self) -> Stream:

@@ -108,7 +108,7 @@ class Stepper:
         Places in a packed row that the model itself writes to when it runs (statistics of batches),
         and that no rule of the algorithm (decay, a pull) may move.
     captured : callable, optional
-        Makes the same step from CUDA graphs: `fedsim.training.graphs.StepGraphs`.
+        Makes the steps of `eager` from CUDA graphs: `fedsim.training.graphs.StepGraphs`.
     """
 
     path: Path
@@ -130,7 +130,7 @@ class Stepper:
         """The model's."""
         return self.packing.layout.dtype
 
-    def __call__(
+    def eager(
         self,
         state: State,
         index: Tensor,
@@ -138,7 +138,7 @@ class Stepper:
         at: Step,
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
-        """Update the state of ``n`` clients.
+        """Update the state of ``n`` clients, operation by operation.
 
         Parameters
         ----------
@@ -156,19 +156,6 @@ class Stepper:
         Tensor ``[n, B]``
             Loss of each example, unweighted.
         """
-        if self.captured is not None and seeds is None:
-            return self.captured(state, index, weight, at)
-        return self.eager(state, index, weight, at, seeds)
-
-    def eager(
-        self,
-        state: State,
-        index: Tensor,
-        weight: Tensor,
-        at: Step,
-        seeds: Sequence[int] | None = None,
-    ) -> Tensor:
-        """The same step, operation by operation."""
         x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
         point = self.algorithm.point(state)
         if seeds is None:
@@ -255,16 +242,13 @@ class Steps:
         self.weight = torch.from_numpy(batches.weight).to(stepper.device, stepper.dtype)
         self.losses: list[Tensor] = []
 
-    def run(
-        self, start: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> EndState:
+    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
         """All steps, from packed parameters ``start [n, D]``, perhaps one row for all.
 
-        ``carried`` replaces the entries of the initial state of those clients that are ``present
-        [n]``.
+        What clients have ``carried`` from earlier rounds replaces entries of the initial state.
         """
         steps = self.batches.steps
-        state = self.start(start.clone(), numbers, carried, present)
+        state = self.start(start.clone(), numbers, carried)
         active = len(steps)
         groups: list[EndState] = []
         with exact(self.stepper.device):
@@ -280,22 +264,24 @@ class Steps:
         groups.reverse()  # those with most steps come first, and end last
         return EndState.joined(groups)
 
-    def start(
-        self, theta: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
-    ) -> State:
+    def start(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
         """The initial state; parameters as of `run`."""
         state = self.stepper.algorithm.init(theta, numbers)
         for name in self.stepper.carried:
-            if name in carried and name in state:
-                mask = present.view(-1, *[1] * (state[name].dim() - 1))
-                state[name] = torch.where(mask, carried[name].to(state[name]), state[name])
+            if name in state:
+                state[name] = carried.instead_of(state[name], name)
         return state
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         examples, weight = self.index[:active, index], self.weight[:active, index]
-        seeds = None if self.seeds is None else self.seeds.of_step(index, active)[:, 0].tolist()
-        self.losses.append(self.stepper(state, examples, weight, Step(self.round, index), seeds))
+        at, captured = Step(self.round, index), self.stepper.captured
+        if captured is not None and self.seeds is None:
+            losses = captured(state, examples, weight, at)
+        else:
+            seeds = None if self.seeds is None else self.seeds.of_step(index, active)[:, 0].tolist()
+            losses = self.stepper.eager(state, examples, weight, at, seeds)
+        self.losses.append(losses)
 
     def end(self, state: State, first: int) -> EndState:
         """What the clients from position ``first`` end with."""

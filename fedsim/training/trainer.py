@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,13 +30,17 @@ from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of, most_clients
-from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.program import lowered
+from fedsim.training.paths.choice import (
+    KernelName,
+    Path,
+    PathName,
+    TrainedModel,
+    choose,
+    kernel_of,
+    most_clients,
+)
 from fedsim.training.payload import Compression, Payload, Personal
-from fedsim.training.side_effects import examples_to_try, hidden_draws
 from fedsim.training.steps import RoundClients, RoundStart, Stepper
-from fedsim.training.structure.reading import read
 
 
 class Trainer:
@@ -159,17 +163,17 @@ class Trainer:
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
         statistics = checks.check_statistics(self.model, algorithm, own, private=private)
-        examples = examples_to_try(self.data, self.layout.dtype, private=private)
-        self.draws = hidden_draws(self.model, examples)
-        shapes = self.data.empty(self.layout.dtype)
-        self.reading = read(self.model.train(), self.loss, *shapes, declared=not private)
         self.kernel = kernel_of(kernel, self.device)
-        plain_only = self.draws.training or self.draws.evaluation or bool(statistics)
-        program = None if plain_only else lowered(self.reading, self.packing, self.kernel)
-        plain = PlainPath(self.model, self.packing, self.loss)
-        self.path: Path = choose(
-            path, plain, self.reading, program, self.data, self.device, plain_only=plain_only
+        self.trained = TrainedModel.of(
+            self.model,
+            self.packing,
+            self.loss,
+            self.data,
+            self.kernel,
+            statistics=bool(statistics),
+            private=private,
         )
+        self.path: Path = choose(path, self.trained, self.device)
         self.block_size = most_clients(self.model, self.packing, self.device, block_size)
         self.stepper = Stepper(
             self.path,
@@ -181,28 +185,18 @@ class Trainer:
             self.personal.places(statistics) if statistics else None,
         )
         self.stepper.captured = captured_steps(self.stepper, self.block_size)
-        self.rounds = LocalRounds.of(
+        self.rounds = LocalRounds(
+            self.trained,
             self.stepper,
-            self.model,
-            self.loss,
             self.client_state,
             self.payload,
             self.workload,
             compression,
-            draws=self.draws,
-            reading=self.reading,
-            privacy=privacy,
-            program=program,
+            privacy,
         )
+        evaluated = self.data if test is None else test.to(self.device)
         self.evaluation = Evaluation(
-            self.model,
-            self.stepper,
-            self.loss,
-            self.metrics,
-            self.data if test is None else test.to(self.device),
-            self.client_state,
-            self.reading.structure,
-            self.draws.evaluation,
+            self.trained, self.stepper, self.metrics, evaluated, self.client_state
         )
 
     @property
@@ -269,19 +263,19 @@ class Trainer:
         """Let clients keep what `state` gave, and nothing else."""
         self.client_state.store.restore(states)
 
-    def on(self, path: PathName, block_size: int = 0) -> Trainer:
+    def on(self, path: PathName, block_size: int = 0) -> Self:
         """The same clients on another path, without state."""
         state: StateKind = "client" if self.client_state.required else "reset"
         return self._copy(path=path, block_size=block_size, state=state)
 
-    def copy_for(self, device: str) -> Trainer:
+    def copy_for(self, device: str) -> Self:
         """The same clients on another device, by the same path, in blocks of the same size."""
-        model, path = copy.deepcopy(self.model), cast(PathName, self.path.name)
-        copied = self._copy(model=model, path=path, device=device, state=self.client_state.kind)
+        model, state = copy.deepcopy(self.model), self.client_state.kind
+        copied = self._copy(model=model, path=self.path.name, device=device, state=state)
         copied.rounds.releases = None  # the original writes down what it releases (`charge`)
         return copied
 
-    def _copy(self, **changes: Any) -> Trainer:
+    def _copy(self, **changes: Any) -> Self:
         return type(self)(**(self._settings() | changes))
 
     def _settings(self) -> dict[str, Any]:

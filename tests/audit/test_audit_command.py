@@ -91,7 +91,7 @@ def test_a_report_is_brief_unless_everything_is_asked_for() -> None:
 def test_a_refuted_claim_ends_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(factories, "aggregated", lambda settings: LessNoise(settings.clip_norm))
+    monkeypatch.setattr(factories, "mechanism", lambda settings: LessNoise(settings.clip_norm))
     status, output = invoke(tmp_path, "--runs", "60", "--canaries", "0", "--rounds", "1")
     assert status == 1
     assert "detected by alone" in output

@@ -10,6 +10,7 @@ import pytest
 from fedsim import RunConfig
 from fedsim.audit.checks import Finding, findings
 from fedsim.audit.config_audit import ConfigEvidence
+from fedsim.audit.evidence import ClientEvidence
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs.resolve import resolve
@@ -81,3 +82,11 @@ def test_an_example_that_counts_twice_is_seen_through_the_model_itself() -> None
         check = found(CONFIG, MODEL)
     assert check.p_value == 0
     assert np.isclose(float(check.measured.split()[0]), 2.0, atol=0.05)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_short_runs_are_as_noisy_in_any_direction(rounds: int) -> None:
+    short = ConfigEvidence(resolve(CONFIG.replace(rounds=rounds)), 1).full
+    (finding,) = findings(ClientEvidence(short, 1).checks(), "size in any direction")
+    assert finding.tested
+    assert finding.p_value > 1e-3

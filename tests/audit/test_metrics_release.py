@@ -34,14 +34,19 @@ CONFIG = RunConfig.parse(
 RISK = 1e-4  # of each of some sixteen checks
 
 
-def violated(seed: int) -> set[str]:
-    evidence = MetricsEvidence(evaluating(resolve(CONFIG)), seed)
+def violated(seed: int, config: RunConfig = CONFIG) -> set[str]:
+    evidence = MetricsEvidence(evaluating(resolve(config)), seed)
     return {str(one) for one in findings(evidence.checks()) if one.refutes(RISK)}
 
 
 @pytest.mark.parametrize("seed", slow_but(1, range(5)))
 def test_an_honest_evaluation_passes(seed: int) -> None:
     assert violated(seed) == set()
+
+
+def test_an_honest_evaluation_of_two_numbers_passes() -> None:
+    two = CONFIG.replace(**{"evaluate.quantiles": False, "evaluate.ranges": ""})
+    assert violated(6, two) == set()
 
 
 def _less_noise(monkeypatch: pytest.MonkeyPatch) -> None:

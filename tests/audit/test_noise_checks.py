@@ -45,6 +45,18 @@ def test_p_values_of_white_noise_are_not_too_small_too_often() -> None:
     assert ((p_values <= 0.02).sum(0) <= 10).all()
 
 
+@pytest.mark.parametrize("d", [2, 8, 24])
+def test_pairs_of_rounds_of_few_coordinates_raise_no_alarm(d: int) -> None:
+    samples = [np.random.default_rng(seed).standard_normal((4, 100, d)) for seed in range(20)]
+    of_pairs = [
+        check
+        for z in samples
+        for check in noise_checks(z, [slice(0, d)])
+        if check.name.startswith("pairs of rounds")
+    ]
+    assert min(check.p_value for check in of_pairs) > RISK
+
+
 def autoregressive(z: Floats) -> Floats:
     out = z.copy()
     for t in range(1, z.shape[1]):
@@ -120,6 +132,7 @@ def seeds_alike(z: Floats) -> Floats:
         (one_round_again, "exact repeats"),
         (one_round_again, "pairs of rounds"),
         (one_round_negated, "exact repeats"),
+        (one_round_negated, "pairs of rounds, without signs"),
         (one_round_smaller, "size in each round"),
         (one_coordinate_without, "size in each coordinate"),
         (one_layer_smaller, "size in each layer"),

@@ -20,8 +20,7 @@ import pytest
 from slow_cases import slow_but
 
 from fedsim.cli import main
-from fedsim.runs.columns import Row
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, Row
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [

@@ -8,6 +8,8 @@ from torch import nn
 
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData
+from fedsim.training.paths.choice import TrainedModel
+from fedsim.training.side_effects import HiddenDraws
 from fedsim.training.structure.reading import read
 
 
@@ -59,3 +61,9 @@ def reading_of(model, shape, loss=None):
     dtype = next(model.parameters()).dtype
     x, y = torch.zeros(1, *shape, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     return read(model, loss or CrossEntropy(), x, y)
+
+
+def as_trained(model, packing, reading, program):
+    """A model that draws nothing, without data, of which that is known."""
+    quiet = HiddenDraws(training=False, evaluation=False)
+    return TrainedModel(model, packing, CrossEntropy(), None, quiet, reading, False, program)

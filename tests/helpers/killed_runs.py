@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from fedsim.runs.checkpoints import Checkpointing
-from fedsim.runs.columns import Row
+from fedsim.runs.metrics import Row
 from fedsim.runs.session import Session
 
 

@@ -35,10 +35,10 @@ def batches(draw):
 
 
 def gone_through(outputs, targets, weights, first, *, compiled=True):
-    batches = ClassBatches(targets, weights)
+    batches = ClassBatches(targets, weights, torch.ones_like(targets, dtype=torch.bool))
     if not compiled:
         batches._compiled = None
-    return batches.gradients(outputs, first), batches.losses()
+    return batches.deltas(outputs, first), batches.values()
 
 
 @compiled
@@ -82,7 +82,7 @@ def test_one_batch_alone_is_that_batch_among_others() -> None:
     outputs = torch.randn(5, 7, 3, generator=generator)
     targets, weights = torch.arange(35).view(5, 7) % 3, torch.rand(5, 7, generator=generator)
     together, losses = gone_through(outputs, targets, weights, 0)
-    alone = ClassBatches(targets, weights)
+    alone = ClassBatches(targets, weights, torch.ones_like(targets, dtype=torch.bool))
     for batch in (3, 0, 4, 1, 2):
-        assert torch.equal(alone.gradients(outputs[batch], batch), together[batch])
-    assert torch.equal(alone.losses(), losses)
+        assert torch.equal(alone.deltas(outputs[batch], batch), together[batch])
+    assert torch.equal(alone.values(), losses)

@@ -75,7 +75,7 @@ def of_torch(x, weight, bias, patches, windows):
 @given(poolings())
 def test_pooled_convolutions_are_torchs_whatever_the_width_of_registers(pooling) -> None:
     x, weight, bias, patches, windows = pooling
-    found = [convolutions._convolve_and_pool(library, *pooling) for library in libraries()]
+    found = [convolutions.convolve_and_pool(*pooling, library) for library in libraries()]
     for other in found[1:]:
         assert all(map(same_bytes, found[0], other))
     largest, winners = found[0]
@@ -114,8 +114,8 @@ def test_every_width_of_registers_gives_the_same_bytes(convolution) -> None:
     x, weight, delta, places, patches = convolution
     found = [
         (
-            convolutions._weight_gradient(library, x, delta, places, patches),
-            convolutions._input_gradient(library, weight, delta, places, patches),
+            convolutions.weight_gradient(x, delta, places, patches, library),
+            convolutions.input_gradient(weight, delta, places, patches, library),
         )
         for library in libraries()
     ]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.partitions import IID, Dirichlet, InterpolatedPathological, Shards
-from fedsim.partitions.counts import class_counts
+from fedsim.partitions.base import class_counts
 from fedsim.reports.partition import draw, summary, tabulate
 from fedsim.reports.plots import save
 

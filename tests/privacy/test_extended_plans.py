@@ -13,8 +13,8 @@ from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.events import dominating_event
 from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.laws.allocation import Allocation
+from fedsim.privacy.laws.correlated import ExtendedLaw, Extension
 from fedsim.privacy.laws.cyclic import Cyclic
-from fedsim.privacy.laws.extended import ExtendedLaw, Extension
 from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.losses import gaussian_epsilon
 from fedsim.privacy.noise import Independent

@@ -19,7 +19,7 @@ from slow_cases import slow_but
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Event, Ledger
-from fedsim.privacy.adversary import SAMPLER_DECLARED
+from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.ledger_lines import GENESIS, sealed
 
 
@@ -410,11 +410,11 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     assert (told.epsilon, told.num_releases) == (spent(10), 10)
     assert ledger.get_delta(told.epsilon) == pytest.approx(DELTA, rel=1e-6)
     # What really draws is not seen here.
-    assert SAMPLER_DECLARED in ledger.statement().sentences()
+    assert DECLARED_SENTENCES["sampler"] in ledger.statement().sentences()
     # Undeclared, a partial sample is what Flower draws: of a fixed size.
     undeclared = Ledger(delta=DELTA)
     undeclared.compose(theirs)
-    assert SAMPLER_DECLARED not in undeclared.statement().sentences()
+    assert DECLARED_SENTENCES["sampler"] not in undeclared.statement().sentences()
     assert undeclared.entries[0].event == Event.of(FixedCohort(96, 480), 1.5)
     with pytest.raises(FedsimError, match="declared="):
         _ = undeclared.config

@@ -19,11 +19,10 @@ from fedsim.federation import client_metrics
 from fedsim.privacy import Entry, Event
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinned
-from fedsim.reports.page import facts_table, render, write
+from fedsim.reports.page import render, write
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
-from fedsim.runs.columns import QUANTILES, learning_columns, subject
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import QUANTILES, MetricsFile, learning_columns, subject
 from fedsim.runs.record import RunRecord
 from fedsim.runs.summary import whole_record
 from fedsim.runs.sweep import grid_runs, run_sweep
@@ -187,7 +186,7 @@ def test_what_strangers_write_is_text(tmp_path: Path) -> None:
 
 
 def test_a_fact_is_text() -> None:
-    assert "<th>&lt;b&gt;</th><td>&amp; &#34;</td>" in facts_table({"<b>": '& "'})
+    assert "<th>&lt;b&gt;</th><td>&amp; &#34;</td>" in render("facts.html", facts={"<b>": '& "'})
 
 
 def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from clients_helpers import reading_of
+from clients_helpers import as_trained, reading_of
 from release_helpers import releaser
 from torch import nn
 
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, Normalization, QuantileClipping
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import CrossEntropy
 from fedsim.training.paths.examples import BY_STRUCTURE
 from fedsim.training.paths.factored import PositionsPart
 from fedsim.training.probe import gradient_methods
@@ -98,7 +97,7 @@ def test_a_convolution_before_a_group_norm_is_bounded():
     packing = Packing(layout)
     theta = packing.pack(layout.flatten(dict(model.named_parameters()))[None])
     reading = reading_of(model, (16, 2, 2))
-    way = gradient_methods(model, packing, CrossEntropy(), reading, None)[0]
+    way = gradient_methods(as_trained(model, packing, reading, None))[0]
     assert way.evidence == BY_STRUCTURE
     (examples,) = way.rows(theta, x, y, [5], None)
     rows = examples.rows[0, slice(None)]

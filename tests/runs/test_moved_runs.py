@@ -30,7 +30,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of Flower's runtime, which starts processes."""
     monkeypatch.setattr(
         runner,
-        "function",
+        "resolve_name",
         lambda name: (
             lambda resolved, out, callbacks: runner.drive(
                 resolved, LocalGrid(resolved.trainer), RunDirectory(out)

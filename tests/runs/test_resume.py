@@ -17,9 +17,8 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.resolve import resolve
 from fedsim.runs.session import Session
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from killed_runs import killed_in
 from slow_cases import slow_but
@@ -18,9 +19,8 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.privacy.claims import Stopping
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes, run_sweep
 from fedsim.training import Trainer
 
@@ -71,6 +71,87 @@ def test_runs_of_a_sweep_end_with_the_same_bytes_as_alone(overs: list[str], tmp_
         assert ledgers[0] == ledgers[1]
         together, apart = (RunDirectory(d).metrics for d in (tmp_path / member.label, alone))
         assert together.read_text().count("\n") == apart.read_text().count("\n")
+
+
+LEANING = """
+from dataclasses import dataclass, replace
+from fedsim.clients import SGD
+
+@dataclass(frozen=True)
+class Leaning(SGD):
+    reach: float = 0.0
+
+    def for_run(self, facts):
+        return replace(self, reach=facts.bound.clip_norm)
+
+    def step(self, state, gradient, at):
+        super().step(state, gradient, at)
+        state["theta"] *= self.reach
+"""
+WAVES = """
+import torch
+
+class Waves(torch.nn.Module):
+    def __init__(self, input_shape, num_classes):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(input_shape[0], 16))
+        self.fc = torch.nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        return self.fc((x @ self.frequencies).cos())
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({"data.name": "four.npz"}, "noise.multiplier=1.0,0.0"),
+        ({"model.name": "waves:Waves"}, "seed=1,2"),
+        (
+            {"client.name": "leaning:Leaning", "client.options.lr": 0.1},
+            "mechanism.clip-norm=1.0,0.5",
+        ),
+        (
+            {
+                "mechanism.name": "none",
+                "noise.multiplier": "",
+                "client.mechanism.name": "adaptive-noise",
+                "client.mechanism.unsafe-non-private-raw-statistics": True,
+                "client.noise.multiplier": 1.0,
+            },
+            "client.lr=0.1,0.2",
+        ),
+    ],
+    ids=[
+        "examples that are protected or not",
+        "a model with buffers of its seed",
+        "an algorithm made for a bound",
+        "no guarantee",
+    ],
+)
+def test_runs_that_would_train_otherwise_share_no_block(
+    settings: dict[str, Any], over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("leaning.py").write_text(LEANING)
+    Path("waves.py").write_text(WAVES)
+    x = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    # The training examples have a class that the test examples lack.
+    np.savez("four.npz", x_train=x, y_train=np.arange(200) % 4, x_test=x, y_test=np.arange(200) % 3)
+    base = BASE.replace(**{"client.lr": RunConfig().client.lr}).replace(**settings)
+    grid = grid_runs(base, parse_axes([over]))
+    run_sweep(grid, tmp_path / "sweep")
+    for number, member in enumerate(grid):
+        alone = tmp_path / f"alone-{number}"
+        fedsim.run(member.config, out=alone)
+        together = tmp_path / "sweep" / member.label
+        assert (together / "model.safetensors").read_bytes() == (
+            alone / "model.safetensors"
+        ).read_bytes()
+        names = [
+            sorted(path.name for path in run.glob("clients/*.jsonl")) for run in (together, alone)
+        ]
+        assert names[0] == names[1]
 
 
 ADAPTED = {"adapter.name": "lora", "adapter.rank": 2, "adapter.targets": "fc1"}

@@ -16,9 +16,8 @@ from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
 from fedsim.runs import runner
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.columns import Row
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(

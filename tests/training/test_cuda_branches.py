@@ -30,11 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
+from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
-from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.program import lowered
 from fedsim.training.side_effects import exact
 from fedsim.training.steps import Steps
 
@@ -100,8 +99,8 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
                 ended = Steps(trainer.stepper, batches, t).run(
                     start.expand(n, -1).clone(),
                     {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
-                    {}, torch.ones(n, dtype=torch.bool, device="cuda"),
-                )  # fmt: skip
+                    CarriedState(np.ones(n, dtype=np.bool_), {}),
+                )
                 assert {found.device.type for found in (ended.theta, *ended.reports.values())} == {
                     "cuda"
                 }
@@ -120,9 +119,7 @@ class Branches(nn.Linear):
 def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
     clients = make_data([3, 3], features=36, shape=(1, 6, 6))
     trainer = make_trainer(model, ALGORITHMS["sgd"], clients, "plain")
-    plain = PlainPath(trainer.model, trainer.packing, trainer.loss)
-    program = lowered(trainer.reading, trainer.packing)
-    chosen = choose("auto", plain, trainer.reading, program, clients, torch.device("cuda"))
+    chosen = choose("auto", trainer.trained, torch.device("cuda"))
     assert chosen.name == path
 
 

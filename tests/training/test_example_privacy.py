@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_cnn, make_data, make_mlp, reading_of
+from clients_helpers import as_trained, make_cnn, make_data, make_mlp, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
@@ -105,7 +105,7 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     packing = Packing(Layout.of(dict(model.named_parameters())))
     reading = reading_of(model, shape)
     program = lowered(reading, packing)
-    rows = gradient_methods(model, packing, CrossEntropy(), reading, program)[way].rows
+    rows = gradient_methods(as_trained(model, packing, reading, program))[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
     found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):

@@ -165,7 +165,7 @@ def test_what_is_kept_never_takes_more_memory_than_one_run_may(
         other = ClientData(data.x + k, data.y, data.indices, data.mean, data.std)
         behind_frozen_stem(model, other)
     assert computed == 3 * [sum(SIZES)]
-    assert [len(kept.rows) for kept in module._LATEST.values()] == [sum(SIZES)]
+    assert [len(kept) for kept in module._LATEST.values()] == [sum(SIZES)]
 
 
 def test_clients_without_any_data_leave_the_model_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, reading_of
+from clients_helpers import as_trained, make_data, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm
@@ -14,7 +14,6 @@ from fedsim.kernels import convolutions
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
 from fedsim.training.paths import conv_layers
 from fedsim.training.paths.program import lowered
@@ -188,7 +187,7 @@ def test_examples_gradients_are_those_of_one_example_at_a_time(frozen: bool, gro
     packing, reading = Packing(Layout.of(trained_ones)), reading_of(model, (2, 11, 11))
     program = lowered(reading, packing)
     assert program is not None
-    methods = gradient_methods(model, packing, CrossEntropy(), reading, program)
+    methods = gradient_methods(as_trained(model, packing, reading, program))
     # Grouped weights meet some of the channels: no product of whole inputs with output gradients.
     assert [method.name for method in methods] == [
         *(["layered"] if groups == 1 else []), "vmapped", "one by one",

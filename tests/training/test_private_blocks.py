@@ -35,6 +35,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, private_steps
 from fedsim.training.batches import plan_poisson
+from fedsim.training.client_state import CarriedState
 from fedsim.training.private_steps import PrivateSteps
 from fedsim.training.probe import Probe
 
@@ -372,8 +373,7 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
-                {},
-                torch.ones(n, dtype=torch.bool, device="cuda"),
+                CarriedState(np.ones(n, dtype=np.bool_), {}),
             )
             found = (ended.theta, *steps.state.values())
             assert {tensor.device.type for tensor in found} == {"cuda"}

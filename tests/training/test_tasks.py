@@ -246,12 +246,12 @@ def test_an_evaluation_of_large_outputs_goes_in_calls_of_bounded_size(monkeypatc
     ids = np.arange(len(SIZES))
     (expected,) = t.evaluate(t.initial(), ids, 1)
     calls = []
-    real = evaluation._outputs
+    real = evaluation.CallSize.learn
     monkeypatch.setattr(evaluation, "CALL_BYTES", 1)
     monkeypatch.setattr(
-        evaluation,
-        "_outputs",
-        lambda path, points, x, *rest: calls.append(len(x)) or real(path, points, x, *rest),
+        evaluation.CallSize,
+        "learn",
+        lambda size, x, *rest: calls.append(len(x)) or real(size, x, *rest),
     )
     t = trainer("tokens")  # one that has not learnt yet what a call takes
     (again,) = t.evaluate(t.initial(), ids, 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fedsim.audit.outside.audit import audit_target
+from fedsim.audit.outside.audit import audit_target, open_target
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SyntheticFederation, TargetRelease
-from fedsim.audit.outside.loading import open_target
 
 __all__ = ["SyntheticFederation", "TargetClaim", "TargetRelease", "audit_target", "open_target"]

@@ -1,10 +1,19 @@
-"""The audit of a target: all attacks, tests of its noise and its samples, and a verdict."""
+"""A target by its name, and its audit: all attacks, tests of noise and samples, and a verdict.
+
+A target is a callable of this process, or of another one with its own packages.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -19,15 +28,17 @@ from fedsim.audit.outside.attacks import (
     CLIPPED_ARRAYS,
     NEARLY_ZERO_NORM,
     Attack,
+    AttackResult,
+    Observations,
     Target,
+    follows_rows,
 )
 from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import SHAPES, SyntheticFederation
-from fedsim.audit.outside.observations import AttackResult, Observations, follows_rows
+from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import TwoWorlds, distinguish
-from fedsim.audit.verdict import SHARE_OF_CHECKS, Verdict
+from fedsim.audit.verdict import Verdict, risk_of_attack
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant
 
@@ -83,7 +94,7 @@ class TargetAudit:
         attacks = self._attacks()
         runs = self.runs or self._affordable_runs(2 * len(attacks))
         silent = self._silent_runs()
-        risk = (1 - confidence) * (1 - SHARE_OF_CHECKS) / len(attacks)
+        risk = risk_of_attack(confidence, len(attacks), checked=True)
         results: list[AttackResult] = []
         two_worlds: list[TwoWorlds] = []
         for number, attack in enumerate(attacks, start=1):
@@ -268,3 +279,84 @@ def audit_target(
         raise
     except (ValueError, TypeError) as error:
         raise FedsimError(f"the target cannot be audited: {error}") from error
+
+
+def open_target(name: str, python: str = "") -> AbstractContextManager[Target]:
+    """The target of this name.
+
+    Parameters
+    ----------
+    name : str
+        ``module:callable`` or ``path/to/file.py:callable``.
+    python : str
+        The interpreter of another environment, in which the target runs as a process of its own;
+        it needs numpy there. Empty for this one.
+
+    Raises
+    ------
+    FedsimError
+        If there is no such target, or what it gives back is no release.
+    """
+    return _remote_target(name, python) if python else nullcontext(_local_target(name))
+
+
+def _local_target(name: str) -> Target:
+    try:
+        call = load(name)
+    except (Exception, SystemExit) as error:
+        raise FedsimError(f"--target is {name}, which cannot be loaded: {error}.") from error
+
+    def target(federation: SyntheticFederation) -> TargetRelease:
+        try:
+            # What a target prints is no part of a verdict.
+            with redirect_stdout(sys.stderr):
+                return TargetRelease.of(call(federation), federation)
+        except FedsimError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise FedsimError(
+                f"--target {name} could not be run: {type(error).__name__}: {error}"
+            ) from error
+
+    return target
+
+
+@contextmanager
+def _remote_target(name: str, python: str) -> Iterator[Target]:
+    command = [python, str(Path(__file__).with_name("federation.py")), name]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        raise FedsimError(
+            f"--python is {python}, which cannot be run: {error.strerror}."
+        ) from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    sends, receives = process.stdin, process.stdout
+    with tempfile.TemporaryDirectory() as directory:
+
+        def target(federation: SyntheticFederation) -> TargetRelease:
+            request = asdict(federation)
+            for key in ("rows", "examples"):
+                path = f"{directory}/{key}.npy"
+                np.save(path, request[key])
+                request[key] = path
+            try:
+                sends.write(json.dumps(request) + "\n")
+                sends.flush()
+                line = receives.readline()
+            except BrokenPipeError:
+                line = ""
+            answer = json.loads(line) if line else {"error": "its process has ended"}
+            if "error" in answer:
+                raise FedsimError(f"--target {name} could not be run: {answer['error']}.")
+            answer["models"] = np.load(answer["models"])
+            return TargetRelease.of(answer, federation)
+
+        try:
+            yield target
+        finally:
+            sends.close()
+            process.wait(timeout=30)

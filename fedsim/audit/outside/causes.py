@@ -22,9 +22,9 @@ from fedsim.audit.outside.attacks import (
     COUNTED_DENOMINATOR,
     OTHER_CLIP_NORM,
     UNCLIPPED_ROWS,
+    AttackResult,
 )
 from fedsim.audit.outside.federation import SHAPES
-from fedsim.audit.outside.observations import AttackResult
 from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread, succession
 from fedsim.privacy.laws import Inclusion
 

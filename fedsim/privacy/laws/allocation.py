@@ -22,6 +22,7 @@ from fedsim.privacy.losses import (
     ORDERS,
     RELEASE_TAIL,
     Array,
+    AtomicPair,
     DominatingPair,
     Reversed,
     SampledGaussian,
@@ -120,7 +121,7 @@ class AllocationLaw(Law):
 
 
 @dataclass(frozen=True)
-class AllocatedGaussian(DominatingPair):
+class AllocatedGaussian(AtomicPair):
     """A row in one of ``among`` rounds, removed, at noise multiplier z.
 
     The ratio of the two densities is ``S``, a mean of lognormal numbers. It is put on a grid of
@@ -134,36 +135,25 @@ class AllocatedGaussian(DominatingPair):
 
     def ends(self) -> tuple[float, float]:
         """The least and the largest finite loss, but for negligible mass."""
-        losses, lower = self._atoms()
-        upper = lower * np.exp(losses)
+        losses, upper, lower = self._atoms()
         (inside,) = np.nonzero(
             (np.cumsum(upper + lower) > RELEASE_TAIL)
             & (np.cumsum((upper + lower)[::-1])[::-1] > RELEASE_TAIL)
         )
         return float(losses[inside[0]]), float(losses[inside[-1]])
 
-    def std(self, *, upper: bool = False) -> float:
-        """Standard deviation of the loss under ``lower``, or under ``upper``."""
-        losses, weight = self._atoms()
-        weight = weight * np.exp(losses) if upper else weight
-        mean = weight @ losses / weight.sum()
-        return math.sqrt(float(weight @ (losses - mean) ** 2 / weight.sum()))
-
     def masses(self, grid: Array) -> tuple[Array, Array]:
         """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
-        losses, atoms = self._atoms()
-        place, size = np.searchsorted(grid, losses), len(grid) + 1
-        upper, lower = np.zeros(size), np.zeros(size)
-        np.add.at(upper, place, atoms * np.exp(losses))
-        np.add.at(lower, place, atoms)
+        places = np.searchsorted(grid, self._atoms()[0])
+        upper, lower = self._sums(places, len(grid) + 1)
         # What is missing of each lies at infinite losses.
         upper[-1] += max(0.0, 1.0 - float(upper.sum()))
         lower[0] += max(0.0, 1.0 - float(lower.sum()))
         return upper, lower
 
-    def _atoms(self) -> tuple[Array, Array]:
-        """Losses, ascending, and the mass of ``lower`` at each."""
-        return _mean_of_lognormals(self.among, self.noise_multiplier)
+    def _atoms(self) -> tuple[Array, Array, Array]:
+        losses, lower = _mean_of_lognormals(self.among, self.noise_multiplier)
+        return losses, lower * np.exp(losses), lower
 
 
 @lru_cache(maxsize=32)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law, is_shipped
 from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
 from fedsim.privacy.pld import discretised
 from fedsim.privacy.records import to_json
@@ -69,9 +69,8 @@ class DeclaredLaw(Law):
             )
         if not 0 < self.inclusion_rate <= 1 or not self.noise_multiplier >= 0:
             raise FedsimError(f"the law '{self.title}' has a rate or a noise out of range.")
-        if len(pairs) == 1 or not all(0 <= loss <= 1 for loss in losses):
-            raise FedsimError(f"the pairs of the law '{self.title}' are not distributions.")
-        if any(not pair.probs or not pair.step > 0 for pair in pairs):
+        whole = len(pairs) != 1 and all(pair.probs and pair.step > 0 for pair in pairs)
+        if not whole or not all(0 <= loss <= 1 for loss in losses):
             raise FedsimError(f"the pairs of the law '{self.title}' are not distributions.")
 
     @property
@@ -153,7 +152,7 @@ def as_data(law: Law, noise_multiplier: float) -> Law:
     FedsimError
         If the law gives something else than a curve and pairs.
     """
-    if type(law).__module__.partition(".")[0] == "fedsim":
+    if is_shipped(law):
         return law
     try:
         return _evaluated(law, noise_multiplier)

@@ -58,7 +58,10 @@ class BLT(Toeplitz):
 
     def series(self, rounds: int) -> Array:
         """1, and then sums of powers of the decays."""
-        return series_of(np.array(self._buffers()), rounds)
+        decays, weights = np.array(self._buffers()).T
+        series = np.ones(rounds)
+        series[1:] = (weights[:, None] * decays[:, None] ** np.arange(rounds - 1)).sum(0)
+        return series
 
     @property
     def bands(self) -> int:
@@ -75,14 +78,6 @@ class BLT(Toeplitz):
             str(index): decay * state[str(index)] + noise if state else noise
             for index, (decay, _) in enumerate(buffers)
         }
-
-
-def series_of(buffers: Array, rounds: int) -> Array:
-    """1, and then sums of powers of decays, of ``buffers [m, 2]`` with their weights."""
-    decays, weights = buffers.T
-    series = np.ones(rounds)
-    series[1:] = (weights[:, None] * decays[:, None] ** np.arange(rounds - 1)).sum(0)
-    return series
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Law, Participation
+from fedsim.privacy.laws.base import Law, Participation, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.noise.base import Noise
@@ -130,9 +130,8 @@ class Correlated(Noise):
     def law(self, law: Law) -> CorrelatedLaw:
         """Of the plan's rounds, or of a group of them that C does not couple to others."""
         participation = self.known_participation
-        shipped = type(law).__module__.partition(".")[0] == "fedsim"
         grouped = law.rounds == participation.separation and self.bands <= participation.separation
-        amplified = shipped and law.rate < 1 and grouped
+        amplified = is_shipped(law) and law.rate < 1 and grouped
         full = FullLaw(adjacency=law.adjacency, population=law.population)
         return CorrelatedLaw(
             base=law if amplified else full,

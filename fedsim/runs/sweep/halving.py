@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.columns import Row
+from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, require_validation, validated
 

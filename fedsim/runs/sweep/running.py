@@ -8,18 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.release_keys import split_settings
+from fedsim.config.release_keys import split_settings, training_settings
+from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.columns import Row
-from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.data_split import load_dataset, resolve_data
 from fedsim.runs.directory import Ending, RunDirectory, ending
 from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
+from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
@@ -40,12 +43,20 @@ class _Sweep:
 
     out: Path
     observer: Observer | None
-    datasets: DatasetCache = field(default_factory=DatasetCache)
+    datasets: dict[object, Dataset] = field(default_factory=dict)
 
     def resolve(self, run: SweepRun) -> Resolved:
         """Resolve a run, with data that are read once for all of them."""
-        data = resolve_data(run.config, load=self.datasets.load)
+        data = resolve_data(run.config, load=self._load)
         return resolve(run.config, out=self.out / run.label, data=data)
+
+    def _load(self, config: RunConfig) -> Dataset:
+        """What a ``[data]`` table names: for runs that protect it, other examples are refused."""
+        flat = config.to_run_config().items()
+        table = tuple((key, value) for key, value in flat if key.startswith("data."))
+        if (key := (config.protects, table)) not in self.datasets:
+            self.datasets[key] = load_dataset(config)
+        return self.datasets[key]
 
 
 def run_sweep(
@@ -207,30 +218,21 @@ def _reached(directory: RunDirectory) -> RunState | None:
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
-# Tables that no trainer reads. Clients are numbered by run, and their examples are those of its
-# partition; whatever other table differs, the runs are made apart.
-_SERVERS_OWN = (
-    "partition", "cohort", "mechanism", "noise", "secagg", "privacy", "server", "devices",
-    "evaluate", "checkpoint", "stop", "log",
-)  # fmt: skip
-
-
 def _shared_work(run: SweepRun) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all but the numbers that each may have."""
-    config = run.config
-    if config.client.private or config.client.state != "reset" or config.client.work:
+    config, client, trained_by = run.config, run.config.client, algorithm(run.config)
+    if client.mechanism.name != "none" or client.state != "reset" or client.work:
         # Ledgers, state and amounts of work belong to the clients of one run.
         return (run.label,)
-    free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
+    free = {f"client.{name.replace('_', '-')}" for name in trained_by.numbers()}
     # Frozen parameters are the trainer's, and start from the seed.
     frozen = config.model.trainable or config.adapter.name != "none"
     return (
+        config.protects,  # which examples are usable, and how many classes there are
+        # An algorithm may be made for the run, and the bound of its updates.
+        "" if trained_by == client.make() else str(config.mechanism.to_tree()),
         config.seed if frozen else None,
-        *(
-            (key, value)
-            for key, value in config.to_run_config().items()
-            if "." in key and key.split(".")[0] not in _SERVERS_OWN and key not in free
-        ),
+        *(setting for setting in training_settings(config) if setting[0] not in free),
     )
 
 
@@ -298,15 +300,35 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
 
 def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
     runs = [(session, LocalGrid(session.resolved.trainer)) for session in sessions]
-    if len(runs) == 1:
-        ((session, grid),) = runs
+    resolved = [session.resolved for session in sessions]
+    if len(runs) > 1 and _hold_the_same(resolved):
+        return in_step([session.rounds(grid) for session, grid in runs], resolved)
+    failed: dict[int, Exception] = {}
+    for index, (session, grid) in enumerate(runs):
         try:
             run_to_end(session.rounds(grid), grid, session.timeout(grid))
         except Exception as error:
-            return {0: error}
-        return {}
-    return in_step(
-        [session.rounds(grid) for session, grid in runs], [session.resolved for session in sessions]
+            failed[index] = error
+    return failed
+
+
+def _hold_the_same(runs: Sequence[Resolved]) -> bool:
+    """Whether what no client trains is the same in these runs' models: one trainer has one.
+
+    A user's model may draw its buffers, or parameters that it freezes, from its run's seed.
+    """
+    first, *others = (
+        {
+            name: values
+            for name, values in (*run.model.named_parameters(), *run.model.named_buffers())
+            if name not in run.initial_arrays
+        }
+        for run in runs
+    )
+    return all(
+        first.keys() == other.keys()
+        and all(torch.equal(values, other[name]) for name, values in first.items())
+        for other in others
     )
 
 

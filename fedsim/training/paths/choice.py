@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,13 @@ from fedsim.clients.base import Gradient
 from fedsim.errors import FedsimError
 from fedsim.kernels import convolutions, dense
 from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.program import Program
-from fedsim.training.structure.reading import Reading
+from fedsim.training.paths.program import Program, lowered
+from fedsim.training.side_effects import HiddenDraws, hidden_draws, made_up_inputs
+from fedsim.training.structure.reading import Reading, read
 
 _log = logging.getLogger(__name__)
 
@@ -93,35 +96,93 @@ class Path(Protocol):
         """Outputs ``[n, B, ...]`` for ``x [n, B, ...]`` at ``theta [n, D]``."""
 
 
-def choose(
-    wanted: PathName,
-    plain: PlainPath,
-    reading: Reading,
-    program: Program | None,
-    data: ClientData,
-    device: torch.device,
-    *,
-    plain_only: bool = False,
-) -> Path:
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its loss and its data, and what was found out about them.
+
+    Attributes
+    ----------
+    model : nn.Module
+    packing : Packing
+        Of all parameters that are trained.
+    loss : callable
+    data : ClientData
+    draws : HiddenDraws
+    reading : Reading
+        In training.
+    plain_only : bool
+        Whether it runs for one client at a time: it draws random numbers, for which torch's
+        generator is lent to a client, or writes down statistics of its batches.
+    program : Program or None
+        If it is such a chain of layers, and not ``plain_only``.
+    """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+    data: ClientData
+    draws: HiddenDraws
+    reading: Reading
+    plain_only: bool
+    program: Program | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        packing: Packing,
+        loss: Loss,
+        data: ClientData,
+        kernel: KernelName,
+        *,
+        statistics: bool,
+        private: bool,
+    ) -> Self:
+        """Try the model and read it, with its loss.
+
+        Parameters
+        ----------
+        model, packing, loss, data
+        kernel : "eager" or "compiled"
+            What its program computes with.
+        statistics : bool
+            Whether the model writes down statistics of its batches.
+        private : bool
+            Whether clients protect their examples: no loss is then taken at its word.
+
+        Raises
+        ------
+        FedsimError
+            If the model keeps something that would carry one client's data to another.
+        """
+        dtype = packing.layout.dtype
+        draws = hidden_draws(model, made_up_inputs(data, dtype))
+        reading = read(model.train(), loss, *data.empty(dtype), declared=not private)
+        plain_only = draws.training or draws.evaluation or statistics
+        program = None if plain_only else lowered(reading, packing, kernel)
+        return cls(model, packing, loss, data, draws, reading, plain_only, program)
+
+
+def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Path:
     """The path a setting asks for, or the rule's.
 
-    ``plain`` is the model's plain path, ``program`` its program, if it has one. The rule tries func
-    on some of the data's own examples before it settles on it. ``plain_only`` are models that run
-    for one client at a time: one that draws random numbers, for which torch's generator is lent to
-    a client, or that writes down statistics of its batches. So has one that may look across a
-    batch, as its ``reading`` says, the plain path only.
+    The rule tries func on made-up examples of the data's kind before it settles on it. A model that
+    may look across a batch has the plain path only.
 
     Raises
     ------
     FedsimError
-        If the path asked for does not exist, or cannot take this model.
+        If the path asked for cannot take this model.
     """
+    reading, program = trained.reading, trained.program
     structure, read_loss = reading.structure, reading.loss
-    if plain_only or structure is None or read_loss is None:
+    plain = PlainPath(trained.model, trained.packing, trained.loss)
+    kind = type(trained.model).__name__
+    if trained.plain_only or structure is None or read_loss is None:
         if wanted in ("auto", "plain"):
             return plain
         refused = f"a model or a loss that may look across a batch ({reading.why})"
-        if plain_only:
+        if trained.plain_only:
             refused = (
                 "a model that draws random numbers (dropout, say) or keeps statistics of batches"
             )
@@ -137,27 +198,18 @@ def choose(
             return program
     elif wanted == "layered":
         raise FedsimError(
-            f"client.path = 'layered' does not take a {type(plain.model).__name__} like this one; "
+            f"client.path = 'layered' does not take a {kind} like this one; "
             "it takes a chain of convolutions with ReLU and max-pooling, or none, and linear "
             "layers with ReLU, tanh or sigmoid. Allowed here: 'auto', 'func', 'plain'."
         )
-    func = FuncPath(structure.module, plain.packing, read_loss)
-    row_bytes = plain.packing.width * plain.packing.layout.dtype.itemsize
-    small = func.aligned and row_bytes <= SMALL_BYTES
-    fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
-    if wanted == "func" or fits:
-        return func
-    if wanted in ("auto", "plain"):
-        return plain
-    raise FedsimError(
-        f"client.path is '{wanted}'; it must be 'auto', 'layered', 'func' or 'plain'."
-    )
+    func = FuncPath(structure.module, trained.packing, read_loss)
+    small = func.aligned and _row_bytes(trained.packing) <= SMALL_BYTES
+    fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, trained.data)
+    return func if wanted == "func" or fits else plain
 
 
-def is_captured(path: Path) -> bool:
-    """Whether a GPU's steps on a path are captured: all kernels of a step must be a block's."""
-    dense = isinstance(path, Program) and not path.convolutions
-    return dense or isinstance(path, FuncPath)
+def _row_bytes(packing: Packing) -> int:
+    return packing.width * packing.layout.dtype.itemsize
 
 
 def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
@@ -171,8 +223,6 @@ def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
     FedsimError
         If compiled ones are asked for, and cannot be built.
     """
-    if wanted not in ("auto", "eager", "compiled"):
-        raise FedsimError(f"client.kernel is '{wanted}'; it must be 'auto', 'eager' or 'compiled'.")
     if wanted == "eager" or device.type != "cpu":
         return "eager" if wanted == "auto" else wanted
     if _can_compile():
@@ -197,14 +247,14 @@ def _can_compile() -> bool:
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
     """Whether the path can take the model: `vmap` knows no branches on values, for one."""
-    dtype, examples = path.packing.layout.dtype, data.first(4)
-    if examples is None:
+    dtype, one = path.packing.layout.dtype, data.one_example(protected=True)
+    if one is None:
         return True
-    index = examples.view(2, 2)
+    index = torch.zeros(2, 2, dtype=torch.int64, device=one.x.device)
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
         path.gradient(
-            theta, data.inputs(index, dtype), data.targets(index, dtype), theta.new_zeros(2, 2)
+            theta, one.inputs(index, dtype), one.targets(index, dtype), theta.new_zeros(2, 2)
         )
     except RuntimeError as error:
         _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
@@ -227,7 +277,7 @@ def most_clients(model: nn.Module, packing: Packing, device: torch.device, wante
         raise FedsimError(f"client.block-size is {wanted}; it must be 0 (auto) or more.")
     if device.type == "cpu" and _convolutional(model):
         return 1
-    return wanted or most_rows(device, packing.width * packing.layout.dtype.itemsize)
+    return wanted or most_rows(device, _row_bytes(packing))
 
 
 def most_rows(device: torch.device, row_bytes: int) -> int:

@@ -39,6 +39,8 @@ from fedsim.rows.packing import channels_last
 SPARSE = 40
 
 Result = TypeVar("Result")
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of a layer's inputs, its weight and a bias, of those that are wanted."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class ConvLayer:
 
 
 def is_plain(module: nn.Conv2d) -> bool:
-    """Whether a convolution is trained as a whole, and its padding, if any, is of zeros."""
-    trained = all(parameter.requires_grad for parameter in module.parameters())
-    return trained and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    """Whether a convolution's padding is of zeros, so many on each side."""
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,8 @@ def forward(
         weight = channels_last(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
         # The places are the windows' winners, from which `_of_winners` takes the gradients.
-        if compiled and layer.pool is not None and _has_kernels(layer, x):
-            convolved, outputs, places = _pooled_by_image(layer.module, layer.pool, x, weight, bias)
-        else:
-            convolved, outputs, places = _operations(layer.module, layer.pool, x, weight, bias)
+        pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations
+        convolved, outputs, places = pooled(layer, x, weight, bias)
         outputs = torch.relu_(outputs)
         passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
         x = outputs
@@ -135,9 +134,9 @@ Pooled = tuple[torch.Size, Tensor, Tensor | None]
 """The shape of what is convolved, what is pooled of it, and the places."""
 
 
-def _pooled_by_image(
-    module: nn.Conv2d, pool: nn.MaxPool2d, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Pooled:
+def _pooled_by_image(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
+    module, pool = layer.module, layer.pool
+    assert pool is not None
     images, patches = _images(module, x)
     windows = Windows(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
     rows = weight.permute(0, 2, 3, 1).flatten(2)
@@ -146,9 +145,8 @@ def _pooled_by_image(
     return torch.Size((len(x), module.out_channels, *patches.places)), outputs, places
 
 
-def _operations(
-    module: nn.Conv2d, pool: nn.MaxPool2d | None, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Pooled:
+def _operations(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
+    module, pool = layer.module, layer.pool
     convolved = F.conv2d(
         x, weight, bias, module.stride, module.padding, module.dilation, module.groups
     )
@@ -185,8 +183,11 @@ def gradients_by_name(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Gradients of a layer's inputs, where they are wanted, and of its parameters by name."""
     # Which is faster depends on how much pooling throws away.
-    made = _of_winners if compiled and _sparse(past) else _of_places
-    inputs, weight, bias = made(past, delta, below)
+    if compiled and _sparse(past):
+        inputs, weight, bias = _of_winners(past, delta, below)
+    else:
+        delta = _before_pooling(past, delta)
+        inputs, weight, bias = _products(past, delta, below, parameters=True)
     named = {f"{past.layer.name}.weight": weight, f"{past.layer.name}.bias": bias}
     return inputs, {name: part for name, part in named.items() if part is not None}
 
@@ -209,9 +210,7 @@ def _sparse(past: ConvActivations) -> bool:
     return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
 
 
-def _of_winners(
-    past: ConvActivations, delta: Tensor, below: bool
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
+def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
     """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
     module, places = past.layer.module, past.places
     assert places is not None
@@ -253,15 +252,6 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
 _patches = functools.cache(Patches)
 
 
-def _of_places(
-    past: ConvActivations, delta: Tensor, below: bool
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The same, by products over all places."""
-    inputs, weight, bias = _products(past, _before_pooling(past, delta), below, parameters=True)
-    assert weight is not None
-    return inputs, weight, bias
-
-
 def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
     """Gradients of all that is convolved, from those of the windows."""
     if past.layer.pool is None:
@@ -276,26 +266,22 @@ def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
     return gradients
 
 
-def _products(
-    past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the inputs, the weight and a bias, of those that are wanted."""
+def _products(past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool) -> Gradients:
+    """The same by products over all places, of those that are wanted."""
     module = past.layer.module
     biased = module.bias is not None
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (
-        torch.ops.aten.convolution_backward.default(
-            delta,
-            past.x,
-            past.weight,
-            [module.out_channels] if biased else None,
-            module.stride,
-            module.padding,
-            module.dilation,
-            False,
-            [0, 0],
-            module.groups,
-            [below, parameters, parameters and biased],
-        )
+    gradients: Gradients = torch.ops.aten.convolution_backward.default(
+        delta,
+        past.x,
+        past.weight,
+        [module.out_channels] if biased else None,
+        module.stride,
+        module.padding,
+        module.dilation,
+        False,
+        [0, 0],
+        module.groups,
+        [below, parameters, parameters and biased],
     )
     return gradients
 

@@ -63,7 +63,18 @@ class GradientMethod(ABC):
 
     ``name`` is what it is called; ``evidence`` how it is known that a row is one example's, for
     ledgers and statements.
+
+    Attributes
+    ----------
+    model : nn.Module
+        What runs: the graph that was read, or the user's own module.
+    packing : Packing
+    loss : callable
     """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
 
     name: ClassVar[str]
     evidence: ClassVar[str]
@@ -109,9 +120,6 @@ class Vmapped(GradientMethod):
     A model and a loss are given one example: what they could mix is not there.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
     state: OwnState
 
     name = "vmapped"
@@ -120,17 +128,13 @@ class Vmapped(GradientMethod):
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        with self.state.restored():
-            gradients, losses = self._all(named, x, y)
-        parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
-        return DenseRows(torch.cat(parts, dim=1)[None]), losses
-
-    def _all(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         of_examples: Any = vmap(
             grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different"
         )
-        gradients, losses = of_examples(named, x, y)
-        return gradients, losses
+        with self.state.restored():
+            gradients, losses = of_examples(named, x, y)
+        parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
+        return DenseRows(torch.cat(parts, dim=1)[None]), losses
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = call_with(self.model, named, x.unsqueeze(0))
@@ -146,9 +150,6 @@ class OneByOne(GradientMethod):
     and attributes, and what the model draws for it is seeded for it alone.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
     state: OwnState
     draws: bool
 
@@ -161,7 +162,9 @@ class OneByOne(GradientMethod):
         # Drawn from a generator that is seeded for the client; unused by a model that draws not.
         seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
         for j, seed in enumerate(seeds):
-            leaves = {k: v.detach().requires_grad_() for k, v in self.packing.named(theta).items()}
+            # An example's own: a forward that writes to its parameters leaves the next one's alone.
+            named = self.packing.named(theta.clone())
+            leaves = {k: v.detach().requires_grad_() for k, v in named.items()}
             with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
@@ -188,10 +191,6 @@ class Unrolled(GradientMethod):
     for it. The copy is what `fedsim.training.probe` compares with the model: that Opacus's layers
     compute what torch's do is not taken for granted.
     """
-
-    model: nn.Module
-    packing: Packing
-    loss: Loss
 
     name = "unrolled"
     evidence = BY_STRUCTURE
@@ -226,6 +225,7 @@ class Unrolled(GradientMethod):
             layer; the probe takes the next method then.
         """
         from opacus.grad_sample import GradSampleModule
+        from opacus.layers import DPGRU, DPLSTM, DPRNN
 
         copied = copy.deepcopy(self.model)
         for name, module in list(copied.named_modules()):
@@ -237,8 +237,8 @@ class Unrolled(GradientMethod):
         watched = GradSampleModule(copied, loss_reduction="sum")
         for module in watched.iterate_submodules(copied):
             trained = any(p.requires_grad for p in module.parameters(recurse=False))
-            known = type(module) in GradSampleModule.GRAD_SAMPLERS or _is_unrolled(module)
-            if trained and not known:
+            known = type(module) in GradSampleModule.GRAD_SAMPLERS
+            if trained and not known and not isinstance(module, DPRNN | DPGRU | DPLSTM):
                 raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
         return copied
 
@@ -282,9 +282,3 @@ def _unrolled(layer: Any) -> nn.Module:
         theirs[name].data.copy_(parameter.data)
         theirs[name].requires_grad_(parameter.requires_grad)
     return unrolled.train(layer.training)
-
-
-def _is_unrolled(module: nn.Module) -> bool:
-    from opacus.layers import DPGRU, DPLSTM, DPRNN
-
-    return isinstance(module, DPRNN | DPGRU | DPLSTM)

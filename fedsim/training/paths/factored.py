@@ -31,7 +31,7 @@ from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last
-from fedsim.tasks.losses import Loss
+from fedsim.training.paths.conv_layers import is_plain
 from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
 from fedsim.training.paths.program import Program
 from fedsim.training.structure.reading import Structure
@@ -61,10 +61,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
         module = model.get_submodule(owner)
         # Groups and other paddings multiply other windows than those that `_windows` gathers.
         plain = type(module) is nn.Linear or (
-            type(module) is nn.Conv2d
-            and module.groups == 1
-            and module.padding_mode == "zeros"
-            and not isinstance(module.padding, str)
+            type(module) is nn.Conv2d and module.groups == 1 and is_plain(module)
         )
         if not plain or not module.weight.requires_grad or calls.count(owner) != 1:
             return None
@@ -233,9 +230,6 @@ class Hooked(GradientMethod):
     so that the gradient of a layer's outputs has each example's own in its row.
     """
 
-    model: nn.Module
-    packing: Packing
-    loss: Loss
     layers: Sequence[tuple[str, nn.Module]]
 
     name = "factored"

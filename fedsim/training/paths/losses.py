@@ -33,32 +33,15 @@ def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
     counts = y != IGNORED
     classes, weight = torch.where(counts, y, 0), torch.where(counts, weight, 0.0)
     if weight.dtype == torch.float32 and not weight.is_cuda:
-        return ClassLosses(classes, weight, counts)
+        return ClassBatches(classes, weight, counts)
     return EagerClassLosses(classes, weight, counts)
 
 
-class ClassLosses:
-    """Cross-entropy of float32 on a CPU.
-
-    Parameters
-    ----------
-    classes : int64 Tensor ``[S, B]``
-    weight : Tensor ``[S, B]``
-    counts : bool Tensor ``[S, B]``
-        Whether an example does; the weight of one that does not is 0.
-    """
-
-    def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
-        self._batches, self._counts = ClassBatches(classes, weight), counts
-        self.deltas = self._batches.gradients
-
-    def values(self) -> Tensor:
-        """Loss of each example, ``[S, B]``."""
-        return self._batches.losses().masked_fill_(~self._counts, 0.0)
-
-
 class EagerClassLosses:
-    """Cross-entropy by torch's own softmax: on a GPU, and of float64. Parameters as above."""
+    """Cross-entropy by torch's own softmax: on a GPU, and of float64.
+
+    Parameters as `fedsim.kernels.classes.ClassBatches`, which is that of float32 on a CPU.
+    """
 
     def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
         self._classes, self._counts = classes.unsqueeze(-1), counts

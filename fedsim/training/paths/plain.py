@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
@@ -28,6 +27,7 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
+from fedsim.training.own_state import OwnState
 from fedsim.training.side_effects import seeded
 
 Views = dict[str, Tensor]
@@ -91,7 +91,8 @@ class ParameterBinding:
 class PlainPath:
     """Autograd, client by client: each batch as it is, without padding.
 
-    So it takes models and losses that look across a batch, too.
+    So it takes models and losses that look across a batch, too. What they keep from one call to the
+    next is put back before another client's (`state`): no bound would hold for what it carries.
     """
 
     model: nn.Module
@@ -112,19 +113,15 @@ class PlainPath:
 
         ``seeds [n]`` are those of what the model draws for each client.
         """
-        if self._binds(theta):
-            b = _real(weight[0])
-            with seeded(seeds[0] if seeds else None, theta.device):
-                parts, real = self.gradient_of_one(theta, x[0, :b], y[0, :b], weight[0, :b])
-            return parts, F.pad(real.to(weight), (0, weight.shape[1] - b)).unsqueeze(0)
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
             # A leaf for each parameter, cut from the row: the model's own parameters are not
             # touched.
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
-            with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
-                b = _real(weight[k])
+            seed = seeds[k] if seeds else None
+            with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
+                b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
                 client_losses = self.loss(
                     call_with(self.model, leaves, self._placed(x[k, :b])), y[k, :b]
                 )
@@ -144,13 +141,14 @@ class PlainPath:
         }
         return Parts(stacked, self.packing), losses
 
-    def _binds(self, theta: Tensor) -> bool:
-        """Whether the model's parameters are views of a block's one row for a gradient."""
-        return len(theta) == 1 and not theta.is_cuda
-
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
-        """For many gradients at ``theta [1, D]``: bind the model's parameters once, if at all."""
-        return self._binding.at(theta) if self._binds(theta) else nullcontext()
+        """For many gradients of one client on a CPU, at ``theta [1, D]``: bind parameters once."""
+        return self._binding.at(theta)
+
+    @cached_property
+    def state(self) -> OwnState:
+        """What each client's work begins from; what cannot be copied stays as it is."""
+        return OwnState(self.model, self.loss, self.packing.slices, strict=False)
 
     @cached_property
     def _binding(self) -> ParameterBinding:
@@ -202,7 +200,9 @@ class PlainPath:
         outputs: list[Tensor] = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
             real = inputs if counts is None else inputs[: counts[k]]
-            with seeded(seeds[k] if seeds else None, theta.device):
+            # A model that writes to its parameters must not write to those that are evaluated.
+            point = point if self.state.quiet else point.clone()
+            with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
                 of_real = call_with(self.model, self._named(point), self._placed(real))
             missing = of_real.new_zeros(len(inputs) - len(real), *of_real.shape[1:])
             outputs.append(torch.cat([of_real, missing]) if len(missing) else of_real)
@@ -228,8 +228,3 @@ class PlainPath:
                 if value.dim() == 4:
                     named[name] = value.contiguous(memory_format=torch.channels_last)
         return named
-
-
-def _real(weight: Tensor) -> int:
-    """How many examples a batch has; padding comes after them."""
-    return int(torch.count_nonzero(weight))

@@ -121,7 +121,12 @@ def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseL
         last = layers[-1] if layers else None
         if type(module) is nn.Linear and rank == 2:
             layers.append(DenseLayer(module, weight, bias, None))
-        elif type(module) is nn.Conv2d and weight and is_plain(module):
+        elif (
+            type(module) is nn.Conv2d
+            and is_plain(module)
+            and weight
+            and (bias or module.bias is None)
+        ):
             layers.append(ConvLayer(name, module, weight, bias))
         elif type(module) in ACTIVATIONS and last and last.activation is None:
             layers[-1] = replace(last, activation=type(module))

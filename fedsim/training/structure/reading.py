@@ -264,20 +264,15 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def value(self, argument: Any) -> Any:
-        """What a node stands for; what is inside others; a constant itself."""
-        if isinstance(argument, fx.Node):
-            if argument.op == "get_attr" and "value" not in argument.meta:
-                tensor = _attribute(self.root, str(argument.target))
-                argument.meta["value"] = Fixed(on_meta(tensor))
-            return argument.meta["value"]
-        if isinstance(argument, tuple | list):
-            inside = [self.value(a) for a in argument]
-            return tuple(inside) if isinstance(argument, tuple) else inside
-        if isinstance(argument, dict):
-            return {name: self.value(a) for name, a in argument.items()}
-        if isinstance(argument, slice):
-            return slice(*(self.value(a) for a in (argument.start, argument.stop, argument.step)))
-        return argument
+        """What nodes stand for, in what holds them; a constant itself."""
+        return fx.node.map_aggregate(argument, self._value_of)
+
+    def _value_of(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node.op == "get_attr" and "value" not in node.meta:
+            node.meta["value"] = Fixed(on_meta(_attribute(self.root, str(node.target))))
+        return node.meta["value"]
 
     def _result(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

@@ -183,12 +183,8 @@ def rule_of(module: nn.Module) -> Rule | None:
     kind = type(module)
     if not all(is_torchs_own(part) for part in module.modules()):
         return None
-    return MODULES[kind] if kind in MODULES and _fits(module) else None
-
-
-def _fits(module: nn.Module) -> bool:
-    condition = CONDITIONS.get(type(module))
-    return condition is None or condition(module)
+    condition = CONDITIONS.get(kind)
+    return MODULES.get(kind) if condition is None or condition(module) else None
 
 
 def prelu(call: NodeCall) -> Batched:

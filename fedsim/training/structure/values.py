@@ -6,12 +6,13 @@ up in their place, is needed to read a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
 BATCH = 7919
 """Stands for the number of examples on ``meta``: a prime, so that no other size is it by chance."""
@@ -136,7 +137,9 @@ class NodeCall(NamedTuple):
     @property
     def values(self) -> list[Any]:
         """All that it is given, with what is inside tuples, lists and slices."""
-        return list(_flat((self.args, self.kwargs)))
+        values: list[Any] = []
+        map_aggregate((self.args, self.kwargs), values.append)
+        return values
 
     @property
     def batched(self) -> list[Batched]:
@@ -159,7 +162,9 @@ class NodeCall(NamedTuple):
     @property
     def results(self) -> Any:
         """What it gives, on meta."""
-        return self.function(*_metas(self.args), **_metas(self.kwargs))
+        args: Any = map_aggregate(self.args, _meta)
+        kwargs: Any = map_aggregate(self.kwargs, _meta)
+        return self.function(*args, **kwargs)
 
     def need(self, met: bool, why: str) -> None:
         """Refuse the node unless a condition is met."""
@@ -209,26 +214,7 @@ def _plain(numbers: Any) -> bool:
     return all(isinstance(n, int) and not isinstance(n, BatchSize | bool) for n in numbers)
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for inside in value:
-            yield from _flat(inside)
-    elif isinstance(value, dict):
-        for inside in value.values():
-            yield from _flat(inside)
-    elif isinstance(value, slice):
-        yield from _flat((value.start, value.stop, value.step))
-    else:
-        yield value
-
-
-def _metas(value: Any) -> Any:
+def _meta(value: Any) -> Any:
     if isinstance(value, Batched | Fixed):
         return value.like
-    if isinstance(value, tuple | list):
-        return type(value)(_metas(inside) for inside in value)
-    if isinstance(value, dict):
-        return {name: _metas(inside) for name, inside in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_metas(end) for end in (value.start, value.stop, value.step)))
     return int(value) if isinstance(value, BatchSize) else value

@@ -31,7 +31,7 @@ class SecureAggregation:
     colluders: int = 0
 
     def __post_init__(self) -> None:
-        check_settings(self, "secagg.")
+        check_settings(self)
         if not 0 <= self.colluders < self.threshold or self.threshold < 2:
             raise FedsimError(
                 f"secagg.threshold = {self.threshold} with secagg.colluders = {self.colluders}; "

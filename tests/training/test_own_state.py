@@ -1,0 +1,236 @@
+"""What a model or a loss keeps reaches no other client's update and no other example's gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from fedsim.clients import SGD
+from fedsim.datasets import Dataset
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping
+from fedsim.randomness import Randomness
+from fedsim.tasks import CrossEntropy
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
+
+CLIENTS, EXAMPLES, LARGE = 6, 5, 1e4
+"""Nothing below LARGE is remembered: a model is tried on smaller inputs, and sees none."""
+
+
+class Buffer(nn.Module):
+    """Divides by the largest input that it has seen, which a buffer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inside = nn.Linear(4, 2), nn.Identity()
+        self.remember(LARGE)
+
+    def remember(self, value: float) -> None:
+        self.register_buffer("largest", torch.tensor(value))
+
+    def remembered(self) -> float:
+        return float(self.largest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and float(x.detach().abs().max()) > self.remembered():
+            self.remember(float(x.detach().abs().max()))
+        return self.linear(x * (LARGE / self.remembered()))
+
+
+class Attribute(Buffer):
+    def remember(self, value: float) -> None:
+        self.largest = value
+
+    def remembered(self) -> float:
+        return self.largest
+
+
+class OfAChild(Buffer):
+    """torch's own module has the attribute."""
+
+    def remember(self, value: float) -> None:
+        self.inside.largest = [value]
+
+    def remembered(self) -> float:
+        return self.inside.largest[0]
+
+
+class FixedParameter(Buffer):
+    def remember(self, value: float) -> None:
+        if not hasattr(self, "largest"):
+            self.largest = nn.Parameter(torch.tensor(value), requires_grad=False)
+        self.largest.data.fill_(value)
+
+    def remembered(self) -> float:
+        return float(self.largest)
+
+
+class AnotherParameter(FixedParameter):
+    def remember(self, value: float) -> None:
+        self.largest = nn.Parameter(torch.tensor(value), requires_grad=False)
+
+
+class TrainedParameter(Buffer):
+    """Writes to what is trained, and not by a step."""
+
+    def remember(self, value: float) -> None:
+        self.linear.bias.data.fill_(value)
+
+    def remembered(self) -> float:
+        return float(self.linear.bias[0])
+
+
+class Remembering(CrossEntropy):
+    """A loss in units of the largest that it has given."""
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = super().__call__(outputs, targets)
+        vars(self)["largest"] = max(vars(self).get("largest", LARGE), float(losses.detach().max()))
+        return losses * (LARGE / vars(self)["largest"])
+
+
+MODELS = [Buffer, Attribute, OfAChild, FixedParameter, AnotherParameter]
+
+
+def trainer(model: type[nn.Module], *, outlier: bool, **settings: object) -> Trainer:
+    """Clients with five examples each, the first of which may have a large one."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(CLIENTS * EXAMPLES, 4, generator=generator)
+    x[2] *= 1e6 if outlier else 1.0
+    y = torch.arange(len(x)) % 2
+    torch.manual_seed(0)
+    data = ClientData(x, y, np.split(np.arange(len(x)), CLIENTS))
+    settings = {"batch_size": 2, "epochs": 2, "randomness": Randomness(1), **settings}
+    return Trainer(model(), SGD(lr=0.5), data, **settings)
+
+
+def rows(trained: Trainer, rounds: int = 2) -> torch.Tensor:
+    ids = np.arange(CLIENTS)
+    blocks = [b for t in range(1, rounds + 1) for b in trained.train(trained.initial(), ids, t)]
+    return torch.cat([block.rows for block in blocks])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_client_leaves_anything_in_the_model_for_another(model: type[nn.Module]) -> None:
+    with_it, without = (rows(trainer(model, outlier=outlier)) for outlier in (True, False))
+    others = [k for k in range(2 * CLIENTS) if k % CLIENTS]
+    assert not torch.equal(with_it[0], without[0])
+    assert torch.equal(with_it[others], without[others])
+
+
+def test_no_client_leaves_anything_in_the_loss_for_another() -> None:
+    with_it, without = (
+        rows(trainer(Attribute, outlier=outlier, loss=Remembering())) for outlier in (True, False)
+    )
+    assert torch.equal(with_it[1:CLIENTS], without[1:CLIENTS])
+
+
+def test_an_evaluation_leaves_nothing_in_the_model_or_in_the_loss() -> None:
+    trained, untouched = (
+        trainer(Attribute, outlier=True, loss=Remembering(), metrics={}) for _ in range(2)
+    )
+    trained.model.train()
+    list(trained.evaluate(trained.initial(), np.arange(CLIENTS), 1))
+    assert torch.equal(rows(trained), rows(untouched))
+
+
+@pytest.mark.parametrize("model", [*MODELS, TrainedParameter])
+def test_no_example_leaves_anything_for_another_with_example_level_privacy(
+    model: type[nn.Module],
+) -> None:
+    def sums(outlier: bool) -> torch.Tensor:
+        privacy = ExamplePrivacy(Clipping(1.0), noise=1e-9)
+        return rows(trainer(model, outlier=outlier, privacy=privacy, batch_size=0, epochs=1), 1)
+
+    moved = (sums(True) - sums(False)) * EXAMPLES / 0.5  # of sums of clipped gradients
+    assert float(moved[0].norm()) <= 2 + 1e-3
+    assert torch.equal(moved[1:], torch.zeros_like(moved[1:]))
+
+
+def test_a_model_that_writes_to_trained_parameters_is_refused_where_it_is_seen_to() -> None:
+    class Clamped(Buffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear.weight.data.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    privacy = ExamplePrivacy(Clipping(1.0), noise=1.0)
+    with pytest.raises(FedsimError, match="writes to parameters that are trained"):
+        trainer(Clamped, outlier=False, privacy=privacy)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[[0, 1, 1], [2, 3]], [[0, 1], [1, 2]]],
+    ids=["twice a client's", "two clients'"],
+)
+def test_an_example_that_is_counted_once_is_one_clients_and_once(parts: list[list[int]]) -> None:
+    data = ClientData(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]), [np.array(p) for p in parts])
+    privacy = ExamplePrivacy(Clipping(1.0), noise=1.0)
+    settings = {"randomness": Randomness(1), "batch_size": 2, "epochs": 1}
+    with pytest.raises(FedsimError, match="must be one client's, and once"):
+        Trainer(nn.Linear(3, 2), SGD(lr=0.1), data, privacy=privacy, **settings)
+    Trainer(nn.Linear(3, 2), SGD(lr=0.1), data, **settings)
+
+
+PRIVATE = fedsim.RunConfig.of(
+    ["rounds=1", "partition.clients=8", "client.batch-size=4",
+     "cohort.name=full", "mechanism.name=clipping", "noise.multiplier=10.0"]
+)  # fmt: skip
+
+
+class Renormed(nn.Module):
+    """torch's table that rewrites the rows that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(50, 4, max_norm=0.5), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.table(x).mean(1))
+
+
+def test_a_private_run_begins_from_the_model_that_was_given_whatever_the_examples() -> None:
+    tokens = np.random.default_rng(1).integers(2, 50, (40, 6))
+    model = Renormed()
+    given = {name: value.clone() for name, value in model.state_dict().items()}
+    train, test = ({"x": part, "y": part[:, 0] % 2} for part in (tokens[:32], tokens[32:]))
+    data = Dataset.of("tokens", train, test, classes=2, vocabulary=50)
+    starts: list[torch.Tensor] = []
+
+    class First(fedsim.Callback):
+        def on_round(self, status: fedsim.RunStatus) -> None:
+            if status.round == 0:
+                starts.append(torch.from_numpy(status.arrays["table.weight"].numpy().copy()))
+
+    fedsim.run(PRIVATE, data=data, model=model, callbacks=[First()])
+    assert torch.equal(starts[0], given["table.weight"])
+
+
+class Finite(nn.Module):
+    """Raises where another model would give NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all():
+            raise ValueError("inputs must be finite")
+        return self.linear(x)
+
+
+def test_a_private_run_begins_whatever_the_first_example_is() -> None:
+    x = np.random.default_rng(1).random((40, 4), dtype=np.float32)
+    x[:32] = np.nan
+    train, test = ({"x": part, "y": np.arange(len(part)) % 2} for part in (x[:32], x[32:]))
+    data = Dataset.of("numbers", train, test, classes=2, protected=True)
+    result = fedsim.run(PRIVATE, data=data, model=Finite())
+    assert result.metrics[-1]["failed"] == 8
+    with pytest.raises((FedsimError, ValueError), match="inputs must be finite"):
+        fedsim.run(
+            PRIVATE.replace(**{"mechanism.name": "none", "noise.multiplier": ""}),
+            data=data, model=Finite(),
+        )  # fmt: skip
