@@ -189,6 +189,22 @@ WRONG = [
         "personal",
     ),
     ("training.Trainer(*trained, **keyed, state='x')", "state"),
+    *(
+        (f"list(trainer.{call}({given}))", argument)
+        for call in ("train", "evaluate")
+        for given, argument in (
+            ("trainer.initial(), [0, 1], 1", "client_ids"),
+            ("trainer.initial(), np.array([0.5]), 1", "client_ids"),
+            ("trainer.initial(), np.array([[0]]), 1", "client_ids"),
+            ("trainer.initial(), np.arange(3), 1", "client_ids"),
+            ("trainer.initial(), np.array([-1]), 1", "client_ids"),
+            ("trainer.initial(), np.array([1, 0, 1]), 1", "client_ids"),
+            ("torch.zeros(3), np.arange(2), 1", "vector"),
+            ("torch.zeros(1, 9), np.arange(2), 1", "vector"),
+            ("[0.0] * 9, np.arange(2), 1", "vector"),
+            ("trainer.initial(), np.arange(2), '1'", "round"),
+        )
+    ),
     ("training.ClientData(x, y, 3)", "indices"),
     ("training.ClientData(x, y, [3])", "indices"),
     ("training.ClientData(x, y, [np.array([0.5])])", "indices"),

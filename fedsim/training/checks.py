@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedsim.arguments import expected, require, shown
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import statistics_of
+from fedsim.rows.block import Ids
 from fedsim.training.data import ClientData
 
 CARRIED = (torch.float16, torch.float32, torch.float64)
@@ -62,6 +65,60 @@ def device_of(device: torch.device | str) -> torch.device:
             "that is there, such as 'cpu'."
         ) from None
     return found
+
+
+def check_call(
+    vector: Tensor, sizes: Collection[int], client_ids: Ids, round: int, population: int
+) -> None:
+    """Refuse parameters, clients or a round that a trainer cannot train or evaluate.
+
+    Parameters
+    ----------
+    vector : Tensor ``[d]``
+    sizes : collection of int
+        What d may be.
+    client_ids : int64 ``[n]``
+        Each once; in order they are checked fastest.
+    round, population : int
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not isinstance(vector, Tensor) or vector.dim() != 1 or len(vector) not in sizes:
+        raise FedsimError(
+            f"vector is {_form(vector)}; it must be a tensor [d] of the parameters, with d = "
+            f"{' or '.join(map(str, dict.fromkeys(sizes)))}."
+        )
+    if not isinstance(client_ids, np.ndarray) or client_ids.dtype.kind not in "iu":
+        raise FedsimError(
+            f"client_ids is {_form(client_ids)}; it must be an array of whole numbers [n], such as "
+            "np.array([0, 1])."
+        )
+    if client_ids.ndim != 1:
+        raise FedsimError(f"client_ids has shape {client_ids.shape}; it must be [n].")
+    if not (client_ids[1:] > client_ids[:-1]).all():
+        ordered = np.sort(client_ids)
+        if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
+            raise FedsimError(f"client_ids has {twice[0]} twice; it must have each client once.")
+        first, last = ordered[0], ordered[-1]
+    elif len(client_ids):
+        first, last = client_ids[0], client_ids[-1]
+    else:
+        first, last = 0, 0
+    if first < 0 or last >= population:
+        raise FedsimError(
+            f"client_ids has {first if first < 0 else last}; they must be from 0 to "
+            f"{population - 1}, the last of the {population} clients."
+        )
+    if type(round) is not int:
+        require("round", round, expected(int))
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"a {type(value).__name__} of shape {list(value.shape)} and {value.dtype}"
+    return shown(value)
 
 
 def check_settings(
