@@ -112,8 +112,9 @@ class AllowedCode:
                 "it must be a module of your own"
             )
         if not self.of_user:
+            allowed = f"only {list(self.modules)}" if self.modules else "no code of its own"
             return (
-                f"here a run may name {list(self.modules)}, and modules = "
+                f"here a run may name {allowed}, and modules = "
                 f"{_written((*self.modules, module))} in {self.file} would allow it"
             )
         return (

@@ -228,13 +228,13 @@ class RunConfig(ConfigTable):
             If the file cannot be read or anything in it is wrong, in one sentence.
         """
         allow(allow_code)
-        return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
+        return cls._changed(_read(path), _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
     def of(cls, overrides: Iterable[str]) -> RunConfig:
         """The defaults with ``key=value`` overrides applied to them."""
-        return cls._changed({}, dict(_parse_override(text) for text in overrides))
+        return cls._changed({}, _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
@@ -345,6 +345,15 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
     except ValueError as error:  # of its syntax, of its encoding, of an endless number
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
+
+
+def _parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    if isinstance(texts, Mapping):
+        raise FedsimError(
+            f"overrides is {shown(texts)}; it must be a list of strings such as 'client.lr=0.1': "
+            "replace(**{...}) of the config takes a mapping."
+        )
+    return dict(map(_parse_override, texts))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

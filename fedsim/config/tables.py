@@ -125,11 +125,9 @@ class ConfigTable:
         for needed in (m.key for m in setting.metadata if isinstance(m, Needs)):
             other = getattr(self, needed.replace("-", "_"))
             if value != setting.default and not other:
-                is_set = "= true" if other is False else "is set"
-                raise FedsimError(
-                    f"{self.key(setting.key)} = {shown(value)}; it must be unset unless "
-                    f"{self.key(needed)} {is_set}."
-                )
+                unless = f"{self.key(needed)} {'= true' if other is False else 'is set'}"
+                words = f"{self.key(setting.key)} = {shown(value)}; it must be unset unless"
+                raise FedsimError(f"{words} {unless}.")
 
     @classmethod
     def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:
@@ -152,6 +150,8 @@ class Choice(ConfigTable):
         The key that names the thing.
     filled : tuple of str
         Fields of such things that other keys of a config say.
+    note : str
+        What a refusal of another thing's key ends with.
     own : mapping of str to value
         The settings of the thing, by Python's names; they are attributes of the table too.
     options : mapping of str to Scalar
@@ -161,6 +161,7 @@ class Choice(ConfigTable):
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
     filled: ClassVar[tuple[str, ...]] = ()
+    note: ClassVar[str] = ""
 
     def __init_subclass__(cls, table: str = "") -> None:
         super().__init_subclass__(table)
@@ -332,7 +333,7 @@ class Choice(ConfigTable):
         if names := cls.takers(key):
             return FedsimError(
                 f"{cls.key(key)} = {shown(value)} has no effect with {chosen}; it belongs to "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
             )
         if cls.has_options(name):
             return FedsimError(

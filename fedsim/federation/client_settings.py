@@ -125,10 +125,16 @@ class ClientTraining:
             return
         if bound.guarantee != "none" and not algorithm.sends:
             return  # it bounds the same way itself
+        name = type(algorithm).__name__
+        if isinstance(bound, NoPrivacy):
+            raise FedsimError(
+                f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, of "
+                f"which {name} (client.name) needs the plain mean; it must be 'uniform'."
+            )
         raise FedsimError(
             f"{bound} (mechanism.name) weighs or bounds what clients send, of which "
-            f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' "
-            "with mechanism.weighting = 'uniform'."
+            f"{name} (client.name) needs the plain mean; it must be 'none' with "
+            "mechanism.weighting = 'uniform'."
         )
 
     def _check_alternation(self, plan: Plan) -> None:

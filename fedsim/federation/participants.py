@@ -117,7 +117,8 @@ class Participants:
             }
         if strangers and not self._begun:
             raise FedsimError(
-                f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
+                f"a node is client {strangers[0]}, but the population is {self.population} "
+                "(partition.clients of a config, or what the cohort declares); "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
         self.ignored = self._directory.ignored.total() + len(strangers)

@@ -73,7 +73,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
     groups = grouped(records)
     return render(
         "compare.html",
-        title=f"{len(records)} runs compared",
+        title=f"{len(records)} runs compared" if len(records) > 1 else "1 run",
         summary=_summary(records, groups),
         several_seeds=any(len(group.records) > 1 for group in groups),
         several_private=sum(record.last("epsilon") is not None for record in records) > 1,
@@ -135,6 +135,8 @@ def _value(value: Scalar | None) -> str:
 
 def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
+    if len(records) == 1:
+        return "One run."
     if many == 1:
         return f"{len(records)} runs of one config, which differ in their seeds only."
     return f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."

@@ -33,8 +33,9 @@ BAD = {
     ("client.name=sdg",): "client.name = 'sdg'; did you mean 'sgd'? It must be",
     ("client.name=adam", "client.momentum=0.9"): (
         "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, "
-        "scaffold, sgd."
+        "scaffold, sgd. Leave it out, or unset it by --set client.momentum=."
     ),
+    ("data.classes=7",): "In Python the mapping that is data= has it, such as 'classes': 10.",
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
     ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
     ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
