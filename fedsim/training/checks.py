@@ -18,7 +18,7 @@ from fedsim.training.data import ClientData
 CARRIED = (torch.float16, torch.float32, torch.float64)
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, *, private: bool) -> None:
     """Refuse modules whose result is not a function of one example and the parameters.
 
     Raises
@@ -35,11 +35,11 @@ def check_model(model: nn.Module) -> None:
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
+            keep = f", or let clients keep it: model.personal = '{name}.*'"
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                "model.fix = true put it in its place, or let clients keep it: model.personal = "
-                f"'{name}.*'."
+                f"model.fix = true put it in its place{keep * (not private)}."
             )
 
 

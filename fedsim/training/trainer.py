@@ -135,11 +135,11 @@ class Trainer:
     ) -> None:
         self.device = checks.device_of(device)
         self.model = model.to(self.device)
-        checks.check_model(self.model)
+        private = privacy is not None
+        checks.check_model(self.model, private=private)
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = test
-        private = privacy is not None
         checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
         self.loss: Loss = CrossEntropy() if loss is None else loss
