@@ -9,7 +9,7 @@ checks; a `Choice` has, besides, the settings of the thing that it names: ``[cli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -125,9 +125,11 @@ class ConfigTable:
         for needed in (m.key for m in setting.metadata if isinstance(m, Needs)):
             other = getattr(self, needed.replace("-", "_"))
             if value != setting.default and not other:
-                unless = f"{self.key(needed)} {'= true' if other is False else 'is set'}"
-                words = f"{self.key(setting.key)} = {shown(value)}; it must be unset unless"
-                raise FedsimError(f"{words} {unless}.")
+                raise FedsimError(
+                    f"{self.key(setting.key)} = {shown(value)}; it must be "
+                    f"{shown(setting.default) if setting.default else 'unset'} unless "
+                    f"{self.key(needed)} {'= true' if other is False else 'is set'}."
+                )
 
     @classmethod
     def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:
@@ -357,10 +359,18 @@ def belongs_to(setting: Setting) -> tuple[str, ...]:
 def drop_switched(
     table: type[ConfigTable], tree: dict[str, Any], changes: Mapping[str, Any]
 ) -> None:
-    """Drop from a tree the settings that follow what a change chooses: those at their defaults."""
+    """Drop from a tree what a change leaves without effect.
+
+    That is what needs a key which it unsets, and what it no longer chooses, where at its default.
+    """
     for key, inner in table.tables().items():
         if isinstance(tree.get(key), dict):
             drop_switched(inner, tree[key], changes)
+    for setting in settings_of(table):
+        needs = [table.key(m.key) for m in setting.metadata if isinstance(m, Needs)]
+        unset = any(not changes.get(key, True) for key in needs)
+        if unset and table.key(setting.key) not in changes:
+            tree.pop(setting.key, None)
     if not issubclass(table, Choice):
         return
     old, new = table.name_in(tree), changes.get(table.key(table.selector))
@@ -388,12 +398,3 @@ def _check_option(key: str, value: Any) -> None:
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
     if isinstance(value, float) and value - value != 0:  # NaN or infinite
         raise FedsimError(f"{key} = {shown(value)}; it must be a finite number.")
-
-
-def all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
-    """A table and those within it, the innermost first."""
-    for setting in settings_of(type(table)):
-        value = getattr(table, setting.name)
-        if isinstance(value, ConfigTable):
-            yield from all_tables(value)
-    yield table

@@ -117,7 +117,7 @@ class Participants:
             }
         if strangers and not self._begun:
             raise FedsimError(
-                f"a node is client {strangers[0]}, but the population is {self.population} "
+                f"a node is client {strangers[0]}, but population = {self.population} "
                 "(partition.clients of a config, or what the cohort declares); "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )

@@ -239,8 +239,7 @@ def test_a_stop_counts_the_evaluations_that_were_planned() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate.private": False, "evaluate.target-share": 0.1}, "set evaluate.private = true"),
-        ({"evaluate.private": False}, "evaluate.target-share = 0.2; it must be unset unless"),
+        ({"evaluate.private": False}, "set evaluate.private = true"),
         ({"evaluate.clients-every": 0}, "evaluate.private = true; it must be false unless"),
         ({"evaluate.clients-every": 13}, "from 1 to rounds = 12"),
         ({"evaluate.unprotected": True}, "while evaluate.unprotected = true"),
