@@ -260,7 +260,8 @@ class RunConfig(ConfigTable):
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``.
 
-        Where a change names another thing, what the old one had at its defaults goes with it.
+        Where a change names another thing, what the old one had at its defaults goes with it; where
+        it unsets a key, what needs that one.
         """
         return self._changed(self.to_tree(), changes)
 
