@@ -200,7 +200,11 @@ def _print_further(
     """Print what follows an answer: groups, extrapolated figures, declarations, attacks."""
     question = answer.question
     if (owned := read.group if group is None else group) != 1:
-        console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
+        # As `Statement.of_group`: a user's own sampler may draw rows of one owner together.
+        made = () if read.ledger is None else read.ledger.charged
+        chained = read.declared_by_user or any(entry.declared_by_user for entry in made)
+        cost = group_cost(answer.events, owned, question.delta, chained=chained)
+        console.print(cost.sentence(question.level))
     figure = read.extrapolated if extrapolated else None
     for sentence in ([] if figure is None else [figure.sentence()]) + list(read.declared):
         console.print(sentence)
@@ -340,15 +344,18 @@ def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
-    entries = ledger.charged
+    before, entries = ledger.history.before, ledger.history.of_this_run
     every = max(1, math.ceil(len(entries) / 10))
-    history = History()
+    history = History(before)
+    if before:
+        epsilon = history.accountant.epsilon(delta)
+        table.add_row(f"{history.releases:,}", "before", _number(epsilon))
     for number, entry in enumerate(entries, start=1):
         history.charge(entry)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
             epsilon = stopping.after(entry.round or 0).epsilon(history, delta)
-            table.add_row(f"{history.accountant.releases:,}", label, _number(epsilon))
+            table.add_row(f"{history.releases:,}", label, _number(epsilon))
     return table
 
 

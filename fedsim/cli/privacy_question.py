@@ -48,6 +48,8 @@ class Source:
         How many clients one person may own, as a config says.
     declared : tuple of str
         Sentences on what is declared by a config's user.
+    declared_by_user : bool
+        Whether its sampler or noise is.
     """
 
     question: Question = field(default_factory=Question)
@@ -56,6 +58,7 @@ class Source:
     extrapolated: Extrapolation | None = None
     group: int = 1
     declared: tuple[str, ...] = ()
+    declared_by_user: bool = False
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -87,9 +90,10 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _of_config(config: RunConfig) -> Source:
-    declared = set()
+    declared, by_user = set(), False
     if config.private:
-        declared |= {*uncalibrated_plan(config, config.mechanism.make()).declared}
+        plan = uncalibrated_plan(config, config.mechanism.make())
+        declared, by_user = {*plan.declared}, plan.declared_by_user
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
     return Source(
@@ -97,6 +101,7 @@ def _of_config(config: RunConfig) -> Source:
         extrapolated=extrapolation(config, config.rounds),
         group=config.privacy.group,
         declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
+        declared_by_user=by_user,
     )
 
 

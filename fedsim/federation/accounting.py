@@ -62,7 +62,8 @@ class Accounting:
         Whether what is released may end the run, and how far it was to go.
     ledger : Ledger
     release : str or None
-        The config's digest; without one no release is taken for one that was made before.
+        The config's digest; without one a release that was made before is known by an HMAC of the
+        strategy's own (`keyed`), which is not written: a user's objects may hold clients' data.
     placement, randomness
         What else the ledger's lines say.
     public : mapping of str to str, number or bool
@@ -119,6 +120,7 @@ class Accounting:
 
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without what only its releases say."""
+        own = str(self.randomness.release).encode()
         return Entry(
             kind=self.kind,
             round=server_round,
@@ -129,6 +131,7 @@ class Accounting:
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
             public={**self.plan.public, **self.public},
+            run=None if self.release else self.ledger.fingerprint([own]),
         )
 
     def _exceeds(self, server_round: int) -> str:

@@ -209,6 +209,11 @@ class ClientEvaluation:
         How their messages are read.
     aggregator : callable, optional
         As for `MetricMeans`.
+
+    Attributes
+    ----------
+    last_round : int
+        The last one that was aggregated; -1 before it.
     """
 
     participants: Participants
@@ -216,6 +221,7 @@ class ClientEvaluation:
     fraction: float
     keys: RecordKeys
     aggregator: MetricsAggregator | None = None
+    last_round: int = field(default=-1, init=False)
     _recipients: Recipients | None = field(default=None, init=False, repr=False)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
@@ -245,10 +251,21 @@ class ClientEvaluation:
     def configure(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Messages for this round's evaluators; none in rounds without an evaluation."""
+        """Messages for this round's evaluators; none in rounds without an evaluation.
+
+        Raises
+        ------
+        ValueError
+            If metrics of the round, or of a later one, were released before.
+        """
         self._recipients = None
         if not self.due(server_round):
             return []
+        if self.accounting is not None and server_round <= self.last_round:
+            raise ValueError(
+                f"the evaluation of round {server_round} cannot follow that of round "
+                f"{self.last_round}: its noise and its clients would be drawn twice."
+            )
         self._recipients = recipients = self.evaluators(server_round, grid)
         server = tensors(arrays)
         return Instructions(
@@ -275,4 +292,6 @@ class ClientEvaluation:
         metrics = self.metrics_sum(server_round)
         for reply in sent:
             metrics.add(replace(reply, block=tally.take(reply.block)))
-        return metrics.record()
+        record = metrics.record()
+        self.last_round = server_round
+        return record

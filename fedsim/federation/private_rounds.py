@@ -357,7 +357,7 @@ class PrivateRounds(ResumableStrategy):
         self._aggregation_settings.noise.restore(state.get("noise"))
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = dict(state["mechanism"])
-        self.rounds_done = state["round"]
+        self.rounds_done = self.evaluation.last_round = state["round"]
         for name, owner in self._parts.items():
             owner.restore(state.get(name))
         self.stopped = state["stopped"]

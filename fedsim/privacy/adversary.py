@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.entry import DECLARED, Entry, Fact
@@ -121,39 +122,72 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
 
 
 def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
-    events = [entry.event for entry in shared]
-    cohort = min((_expected(event) for event in events), default=None)
-    noise = min(event.total_noise_multiplier for event in events)
+    # An event of count 0 is of a round that an earlier one covers.
+    entries = [entry for entry in shared if entry.event.count]
+    noise = min((entry.event.total_noise_multiplier for entry in entries), default=0.0)
     rule = (
         "The server knows which clients it sampled and what noise it added itself, so sampling "
         "amplifies nothing against it. Where it sees only the sum of r shares, of which D are "
         "missing and k known to colluders, the noise multiplier against it is z sqrt((r-D-k)/r)"
     )
-    known = all(event.law.is_gaussian for event in events)
-    if not cohort or not noise or math.isinf(noise) or not known:
+    known = all(entry.event.law.is_gaussian and entry.event.law.population for entry in entries)
+    if not noise or math.isinf(noise) or not known:
         return [f"{rule}; where it sees a single share, z / sqrt(r)."]
-    cases = {"none missing or colluding": 0, "a tenth of them": math.ceil(cohort / 10)}
+    cases = {"none missing or colluding": 1.0, "a tenth of them": 0.9}
     spent = [
-        f"epsilon {_unamplified(events, (cohort - gone) / cohort, delta):.4g} with {name}"
-        for name, gone in cases.items()
-        if gone < cohort
+        f"epsilon {_unamplified(((e.event, share) for e in entries), delta):.4g} with {name}"
+        for name, share in cases.items()
     ]
-    alone = _unamplified(events, 1 / cohort, delta)
+    cohorts, left = _largest_cohorts(entries, delta)
+    most = sum(cohorts[entry.event] for entry in entries)
+    alone = _unamplified(((e.event, 1 / cohorts[e.event]) for e in entries), left)
+    unless = f" but with probability {delta - left:g}, which delta includes" if left < delta else ""
     return [
-        f"{rule} (z = {noise:g}, r = {cohort}: {', '.join(spent)}); without secure aggregation it "
-        f"sees each single share, at z / sqrt(r), epsilon {alone:.4g}."
+        f"{rule} (z = {noise:g}: {', '.join(spent)}); without secure aggregation it sees each "
+        f"single share, at z / sqrt(r), epsilon {alone:.4g} for a client that is sampled whenever "
+        f"it can be, where r is at most {most / len(entries):.4g} on average{unless}."
     ]
 
 
-def _expected(event: Event) -> int:
-    """How many clients a round samples, on average; 0 where the population is not known."""
-    return round(event.law.rate * event.law.population) if event.law.population else 0
+def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event, float], float]:
+    """How many clients are sampled with one that is, itself included, at most; by event.
+
+    Its cohorts are larger than the average one, and random. Of independent draws it is the mean
+    over an event's rounds, which is exceeded with a probability that delta pays for. Of other draws
+    whose size is not fixed, and of a user's own sampler, it is the population.
+
+    Returns
+    -------
+    dict of Event to float, and float
+        The latter is what is left of delta.
+    """
+    declared = {entry.event for entry in entries if entry.declared_by_user}
+    rounds = Counter(entry.event for entry in entries)
+    cohorts: dict[Event, float] = {}
+    independent = []
+    for event in rounds:
+        population = event.law.population or 0
+        drawn = event.law.inclusion(population)
+        known = drawn is not None and event.law.rounds == 1 and event not in declared
+        cohorts[event] = population
+        if known and drawn is not None and drawn.size is not None:
+            cohorts[event] = drawn.size
+        elif known:
+            independent.append(event)
+    if not independent:
+        return cohorts, delta
+    from scipy.stats import binom  # half a second that no other statement waits for
+
+    for event in independent:
+        others, each = rounds[event] * (cohorts[event] - 1), delta / 2 / len(independent)
+        cohorts[event] = 1 + float(binom.isf(each, others, event.law.rate)) / rounds[event]
+    return cohorts, delta / 2
 
 
-def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
-    """Epsilon where the adversary knows the cohort, with this share of the noise's variance."""
+def _unamplified(shares: Iterable[tuple[Event, float]], delta: float) -> float:
+    """Epsilon where the adversary knows the cohort, with these shares of the noise's variance."""
     accountant = Accountant()
-    for event in events:
+    for event, share in shares:
         z = event.total_noise_multiplier * math.sqrt(share)
         accountant.add(Event(noise_multiplier=z, law=unamplified(event.law), count=event.count))
     return accountant.epsilon(delta)

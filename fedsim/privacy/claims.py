@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,7 +14,7 @@ import numpy as np
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta, checked_event
-from fedsim.privacy.entry import History
+from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
 from fedsim.privacy.losses import bisected, gaussian_epsilon
@@ -67,6 +68,8 @@ class Stopping:
         The budget of a run all of whose rounds have one event.
     budget_delta : float
         Where that budget is held; at a smaller delta it says nothing.
+    run : str or None
+        Which run it is, in ledgers that several runs share.
     """
 
     times: int = 0
@@ -76,6 +79,7 @@ class Stopping:
     evaluation_every: int = 1
     max_epsilon: float | None = None
     budget_delta: float = math.inf
+    run: str | None = None
 
     def planned_delta(self, delta: float) -> float:
         """Where all planned rounds are accounted for, and a budget or target is held.
@@ -90,22 +94,53 @@ class Stopping:
 
     def planned(self, history: History) -> Accountant:
         """The accountant of all planned rounds, of which a history has those that were made."""
+        last = history.last(self.run)
+        if last is not None and last.kind == "planned":
+            return history.accountant  # releases have ended it, and the ledger charges the rest
+        return self._with_further(history)
+
+    def _with_further(self, history: History) -> Accountant:
         planned = history.accountant.copy()
         for event in self.further(history):
             planned.add(event)
         return planned
 
     def further(self, history: History) -> list[Event]:
-        """What the planned rounds cost that have not been made, and their evaluations."""
-        event = history.last_event
-        if not self.left or event is None:
+        """What the planned rounds cost that have not been made, and their evaluations.
+
+        Without what the history charges of them already.
+        """
+        last = history.last_round(self.run) if self.left else None
+        if last is None:
             return []
-        events = [event.further(self.left, self.made)]
+        events = [last.event.further(self.left, self.made)]
         if self.evaluation is not None:
             every = self.evaluation_every
             if evaluations := (self.made + self.left) // every - self.made // every:
                 events.append(self.evaluation.times(evaluations))
-        return events
+        left = [(event, event.count - history.ahead(event, self.run)) for event in events]
+        return [event.once.times(count) for event, count in left if count > 0]
+
+    def unmade(self, history: History) -> list[Entry]:
+        """Lines that charge what was planned and is not made, once releases have ended the run.
+
+        A budget would have ended it too: in which round, events alone decide.
+        """
+        last = history.last_round(self.run)
+        if last is None or history.last(self.run) is None or not history.accountant.private:
+            return []
+        plan, at = self, self.planned_delta(self.budget_delta)
+        if self.max_epsilon is not None and history.accountant.epsilon(at) <= self.max_epsilon:
+
+            def epsilon(left: int) -> float:
+                return replace(self, left=left)._with_further(history).epsilon(at)
+
+            within = bisect(range(self.left + 1), self.max_epsilon, key=epsilon) - 1
+            plan = replace(self, left=within)
+        line = replace(
+            last, kind="planned", attempt=0, settles=False, fragment="", fingerprint=None, sum=None
+        )
+        return [replace(line, event=event) for event in plan.further(history)]
 
     def epsilon(self, history: History, delta: float) -> float:
         """Epsilon that may be claimed of a history, after any round.
@@ -123,19 +158,19 @@ class Stopping:
         """The same, with how it was found."""
         cost = _cost(self._figures(history, delta), delta)
         epsilon = self._within_budget(history, delta, cost.epsilon)
-        return replace(cost, epsilon=epsilon, releases=history.accountant.releases)
+        return replace(cost, epsilon=epsilon, releases=history.releases)
 
     def _figures(self, history: History, delta: float) -> Figures:
         planned = self.planned(history)
         if self.times and self.left:
-            return _shared(history.accountant, planned, delta, self.times)
+            return _shared(history.spent, planned, delta, self.times)
         return [(planned, self.planned_delta(delta))]
 
     def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
         if not self.left or self.max_epsilon is None or delta < self.budget_delta:
             return epsilon
         # A budget that is exceeded already did not hold for what has been released.
-        holds = history.accountant.epsilon(self.planned_delta(delta)) <= self.max_epsilon
+        holds = history.spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
         return min(epsilon, self.max_epsilon) if holds else epsilon
 
 
@@ -180,6 +215,8 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
     Only one of those that say the same is accounted for, and of those with one kind of event
     only the Pareto front.
     """
+    if stopping.times and any(history.spent is not history.accountant for history in histories):
+        return max(histories, key=lambda history: stopping.epsilon(history, delta))
     distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}
     single = {
         next(event.times(count) for event, count in counts): counts

@@ -144,6 +144,12 @@ class ClientLedgers:
         stopping = replace(stopping, max_epsilon=None)  # the server's
         return stopping.epsilon(costliest(spent, self.delta, stopping), self.delta)
 
+    def charge_planned(self, stopping: Stopping) -> None:
+        """`Ledger.charge_planned` for each client that has released anything."""
+        own = replace(stopping, max_epsilon=None, evaluation=None)  # the server's
+        for ledger in self.everyone():
+            ledger.charge_planned(own)
+
     def worst(self) -> Ledger:
         """The ledger of the client that has spent most; at least one must have released."""
         everyone = self.everyone()

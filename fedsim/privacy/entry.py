@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fedsim.errors import FedsimError
@@ -16,11 +17,11 @@ from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import Ge, check_settings
 
-Kind = Literal["release", "evaluation", "torn"]
+Kind = Literal["release", "evaluation", "torn", "planned"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
-Place = tuple[Kind, str | None, str, int | None, int | None]
+Place = tuple[Kind, str | None, str | None, int | None, int | None]
 DECLARED = "declared"
 """Among an entry's public facts: the user answers for this part of the plan."""
 
@@ -34,9 +35,10 @@ class Entry:
 
     Attributes
     ----------
-    kind : "release", "evaluation" or "torn"
-        A round's release; that of the clients' metrics in a round; or what stands for an
-        unreadable last line, counted at the cost of ``event``.
+    kind : "release", "evaluation", "torn" or "planned"
+        A round's release; that of the clients' metrics in a round; what stands for an
+        unreadable last line, counted at the cost of ``event``; or releases that were planned after
+        this round, counted likewise, of a run that what it has released has ended.
     round : int or None
     attempt : int
         How often the round was drawn before; each attempt is charged.
@@ -68,7 +70,8 @@ class Entry:
     fragment : str
         What was written of a torn line.
     run : str or None
-        Which run's directory a release belongs to, in a ledger that several runs share.
+        Which run's directory a release belongs to, in a ledger that several runs share; or, of a
+        strategy without a release digest, an HMAC of what keys its draws.
     sum : str or None
         HMAC of the exact sum that was released, under a key beside the ledger. It and ``run`` are
         noted beside the hashed part of a line, so that equal runs have equal heads.
@@ -142,7 +145,7 @@ class Entry:
     @property
     def place(self) -> Place | None:
         """The kind, run, round and client of a release; None where nothing identifies it."""
-        if self.release is None or self.kind == "torn":
+        if (self.release is None and self.run is None) or self.kind == "torn":
             return None
         return (self.kind, self.run, self.release, self.round, self.client)
 
@@ -201,9 +204,13 @@ class History:
         self.charged: list[Entry] = []
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
-        for entry in before:
-            self.charge(entry)
+        self._ahead: Counter[_Planned] = Counter()
+        for entry in before:  # what an earlier run has planned no other run makes
+            self.accountant.add(entry.event)
+            self.charged.append(entry)
+            self.counts[entry.event.once] += entry.event.count
         self.before = tuple(self.charged)
+        self._unmade = sum(e.event.count for e in self.before if e.kind == "planned")
 
     @property
     def of_this_run(self) -> tuple[Entry, ...]:
@@ -211,9 +218,53 @@ class History:
         return tuple(self.charged[len(self.before) :])
 
     @property
-    def last_event(self) -> Event | None:
-        """What the round charged last has cost; None without any."""
-        return next((e.event for e in reversed(self.charged) if e.of_round), None)
+    def net(self) -> list[Entry]:
+        """What is charged, without the planned releases that were made after all."""
+        if not any(entry.kind == "planned" for entry in self.of_this_run):
+            return self.charged
+        ahead, net = self._ahead.copy(), []
+        for entry in reversed(self.of_this_run):
+            if entry.kind == "planned":
+                left = min(entry.event.count, ahead[_planned(entry)])
+                ahead[_planned(entry)] -= left
+                if not left:
+                    continue
+                entry = replace(entry, event=entry.event.once.times(left))
+            net.append(entry)
+        return [*self.before, *reversed(net)]
+
+    @property
+    def spent(self) -> Accountant:
+        """The accountant without what this run has planned and not made."""
+        if not self._ahead.total():
+            return self.accountant
+        net = self.net
+        made = [entry for entry in net[len(self.before) :] if entry.kind != "planned"]
+        return Accountant(entry.event for entry in [*self.before, *made])
+
+    @property
+    def releases(self) -> int:
+        """How many were made."""
+        return self.accountant.releases - self._unmade - self._ahead.total()
+
+    def ahead(self, event: Event, run: str | None = None) -> int:
+        """How many such releases are charged that this run, or one of several, has not made."""
+        return sum(
+            count
+            for (of_run, _, _, planned), count in self._ahead.items()
+            if planned == event.once and run in (None, of_run)
+        )
+
+    def last(self, run: str | None = None) -> Entry | None:
+        """The last line of this run, or of one of several; None without any."""
+        of_this_run = islice(reversed(self.charged), len(self.charged) - len(self.before))
+        return next((e for e in of_this_run if run in (None, e.run)), None)
+
+    def last_round(self, run: str | None = None) -> Entry | None:
+        """That of a round; where there is none, of any run."""
+        rounds = [e for e in reversed(self.charged) if e.of_round]
+        of_run = (e for e in rounds if run in (None, e.run))
+        return next(of_run, rounds[0] if rounds else None)
 
     @property
     def ends_torn(self) -> bool:
@@ -241,11 +292,23 @@ class History:
                 "it charges those."
             )
         if entry.settles and self.ends_torn:
-            accountant = Accountant(charged.event for charged in self.charged[:-1])
+            accountant = Accountant(charged.event for charged in self.net[:-1])
         else:
             accountant = self.accountant.copy()
-        accountant.add(entry.event)
+        self._add(accountant, entry)
         return accountant
+
+    def _add(self, accountant: Accountant, entry: Entry) -> None:
+        if covered := self._covered(entry):
+            accountant.add(entry.event.once, entry.event.count - covered)
+        else:
+            accountant.add(entry.event)
+
+    def _covered(self, entry: Entry) -> int:
+        """How many of these releases a planned line has charged already."""
+        if entry.kind == "planned" or entry.attempt:
+            return 0
+        return min(entry.event.count, self._ahead[_planned(entry)])
 
     def _covers(self, event: Event, law: Law) -> bool:
         """Whether what is charged includes this law, with the noise of an event."""
@@ -267,9 +330,22 @@ class History:
 
     def charge(self, entry: Entry) -> None:
         """Count one more entry, whatever stands before it."""
-        self.accountant.add(entry.event)
+        self._add(self.accountant, entry)
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
         self.charged.append(entry)
-        self.counts[entry.event.once] += entry.event.count
+        covered = self._covered(entry)
+        self.counts[entry.event.once] += entry.event.count - covered
+        if entry.kind == "planned":
+            self._ahead[_planned(entry)] += entry.event.count
+        elif covered:
+            self._ahead[_planned(entry)] -= covered
+
+
+_Planned = tuple[str | None, str | None, int | None, Event]
+
+
+def _planned(entry: Entry) -> _Planned:
+    """By what a planned release is known once it is made."""
+    return (entry.run, entry.release, entry.client, entry.event.once)

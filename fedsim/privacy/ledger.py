@@ -85,8 +85,8 @@ class Ledger(LedgerFile):
         self.declared = declared
         place = None if path is None else Path(path)
         super().__init__(place, planned=declared, read_only=read_only)
-        keys = None if place is None or read_only else place.parent
-        self._fingerprints = Fingerprints(keys)
+        keys = None if place is None else place.parent
+        self._fingerprints = Fingerprints(keys, read_only=read_only)
         if declared is not None:  # what cannot be added up is refused before any release
             self.history.after(Entry(event=declared))
 
@@ -215,8 +215,8 @@ class Ledger(LedgerFile):
     @property
     def charged(self) -> tuple[Entry, ...]:
         """What is charged, the archive's first; no torn line whose release was recorded after
-        all."""
-        return tuple(self.history.charged)
+        all, and no planned release that was made after all."""
+        return tuple(self.history.net)
 
     @property
     def rounds_made(self) -> int:
@@ -225,10 +225,11 @@ class Ledger(LedgerFile):
 
     def cost(self, delta: float | None = None) -> Cost:
         """Epsilon spent so far, how it was found, and what stands beside it."""
-        return self.history.accountant.cost(self._delta(delta))
+        cost = self.history.accountant.cost(self._delta(delta))
+        return replace(cost, releases=self.history.releases)
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far; milliseconds, however many rounds are in the ledger."""
+        """Epsilon charged so far; milliseconds, however many rounds are in the ledger."""
         return self.history.accountant.epsilon(self._delta(delta))
 
     def as_of(self, round: int, release: str | None) -> History:
@@ -288,6 +289,15 @@ class Ledger(LedgerFile):
             planned = replace(planned, settles=True)
         return self.history.after(planned).epsilon(self._delta(delta)) > budget
 
+    def charge_planned(self, stopping: Stopping) -> None:
+        """Charge the planned rounds of a run that what it has released has ended.
+
+        As often as it is asked: what is charged already is not charged again. A run that is resumed
+        makes them at no further cost.
+        """
+        for entry in stopping.unmade(self.history):
+            self.record(entry, max_epsilon=math.inf)
+
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
         """The privacy statement in words and numbers; ``stopping`` as of `Statement.of`."""
         return Statement.of([self], self._delta(delta), stopping=stopping)
@@ -333,7 +343,7 @@ class Ledger(LedgerFile):
     @property
     def num_releases(self) -> int:
         """Mechanism invocations charged."""
-        return self.history.accountant.releases
+        return self.history.releases
 
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
         """`record` as Flower calls it: nothing is known but the event, and no budget refuses it.

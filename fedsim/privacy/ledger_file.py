@@ -239,7 +239,7 @@ class LedgerFile:
             return History()
         before: list[Entry] = []
         for path in archived(self.path):
-            before += LedgerFile(path, read_only=True, with_archive=False).history.charged
+            before += LedgerFile(path, read_only=True, with_archive=False).history.net
         try:
             return History(before)
         except FedsimError as error:

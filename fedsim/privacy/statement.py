@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from fedsim.privacy.accountant import Cost
+from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.claims import FIXED, Extrapolation, GroupCost, Stopping, costliest, group_cost
 from fedsim.privacy.entry import Entry, History
@@ -61,6 +61,8 @@ class Statement:
         Whose participation is hidden: a client with all its data, or one example.
     charged : tuple of Entry
         What was composed.
+    planned : Accountant
+        The same, with all planned rounds.
     tradeoff : TradeOff
         The same as a bound on membership-inference attacks.
     ledgers : int
@@ -91,6 +93,7 @@ class Statement:
     level: Level
     charged: tuple[Entry, ...] = field(repr=False)
     tradeoff: TradeOff = field(repr=False, compare=False)
+    planned: Accountant = field(repr=False, compare=False)
     ledgers: int = 1
     rows: int | None = None
     before: int = 0
@@ -128,18 +131,24 @@ class Statement:
             advance.
         """
         worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
-        this_run = History(worst.of_this_run) if worst.before else None
+        planned = stopping.planned(worst)
+        this_run = None
+        if worst.before:
+            this_run = History()
+            for entry in worst.of_this_run:
+                this_run.charge(entry)
         single = ledgers[0] if len(ledgers) == 1 and place is None else None
         if single is not None and single.path is not None:
             place = str(single.path)
         return cls(
             cost=stopping.cost(worst, delta),
             level=ledgers[0].level,
-            charged=tuple(worst.charged),
-            tradeoff=tradeoff(stopping.planned(worst)),
+            charged=tuple(worst.net),
+            tradeoff=tradeoff(planned),
+            planned=planned,
             ledgers=len(ledgers),
             rows=min(filter(None, (_rows(ledger.history) for ledger in ledgers)), default=None),
-            before=sum(entry.event.count for entry in worst.before),
+            before=sum(entry.event.count for entry in worst.before if entry.kind != "planned"),
             this_run=None if this_run is None else stopping.cost(this_run, delta),
             ledger=place,
             head=single.head if single is not None and single.heads else "",
@@ -151,9 +160,9 @@ class Statement:
         """With what the same releases cost an owner of up to ``size`` rows; 1 adds nothing."""
         if size == 1:
             return self
-        planned = self.stopping.planned(History(self.charged))
         # A user's own sampler may draw rows of one owner together.
-        return replace(self, group=group_cost(planned, size, self.delta, chained=self.declared))
+        group = group_cost(self.planned, size, self.delta, chained=self.declared)
+        return replace(self, group=group)
 
     def of_operator(self) -> Self:
         """At example level, of a run that protects whole clients too: for the operator alone."""
@@ -236,7 +245,7 @@ class Statement:
 
     def _guarantee(self) -> list[str]:
         # Of rounds that are charged together, each is a release.
-        events = [entry.event for entry in self.charged]
+        events = [entry.event for entry in self.charged if entry.kind != "planned"]
         releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
         cost, many = self.cost, releases != 1
         simulated = ", simulated" if self.simulated else ""
@@ -299,6 +308,11 @@ class Statement:
                 f"Released values ended the run {left:,} rounds before its planned end, which was "
                 "not declared before by stop.metric or stop.callbacks: epsilon and the figures for "
                 "attacks and groups are for all planned rounds, or a smaller budget."
+            ]
+        if any(entry.kind == "planned" for entry in self.charged):
+            return [
+                "Released values ended a run before its planned end: epsilon and the figures for "
+                "attacks and groups are for all its planned rounds, or a smaller budget."
             ]
         return []
 

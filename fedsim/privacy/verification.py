@@ -117,8 +117,9 @@ def verify(
     ]
     if manifest is not None:
         checks += _other_files(directory, clients, manifest)
-    if clients is not None and clients.is_dir():
-        opened = ClientLedgers(clients, delta=examples_delta or delta, read_only=True)
+    if clients is not None or (manifest is not None and manifest.clients):
+        place = directory / "clients" if clients is None else clients
+        opened = ClientLedgers(place, delta=examples_delta or delta, read_only=True)
         checks += _client_ledgers(opened, rows, manifest, stopping)
     if public_key is not None:
         wrong = _wrong_signature(directory, public_key)
@@ -257,12 +258,20 @@ def _client_ledgers(
 ) -> Iterator[FileCheck]:
     """Clients' ledgers, which other runs may have continued, never shortened, since."""
     ledgers = clients.everyone()
+    named = {} if manifest is None else manifest.clients
+    place = clients.directory or Path()
+    missing = [name for name in named if not (place / f"client-{name}.jsonl").is_file()]
     unchanged = manifest is not None
     try:
-        for client, end in {} if manifest is None else manifest.clients.items():
+        if missing:
+            raise FedsimError(
+                f"the manifest names ledgers of clients {', '.join(missing)}, which are missing in "
+                f"{place}; put them back, there or in client.state-dir."
+            )
+        for client, end in named.items():
             clients.of(int(client)).restore({"head": end.head, "lines": end.lines})
             unchanged &= len(clients.of(int(client)).heads) == end.lines
-        found = f"{len(ledgers)} ledgers in {clients.directory}"
+        found = f"{len(ledgers)} ledgers in {place}"
         yield FileCheck("clients' chains", True, found)
     except (FedsimError, ValueError) as error:
         yield FileCheck("clients' chains", False, str(error))

@@ -233,20 +233,23 @@ class _Together:
     """Ledgers as one composition, and all that might have been in it."""
 
     def __init__(self) -> None:
-        self._spent, self._planned = Accountant(), Accountant()
+        self._spent, self._charged, self._planned = Accountant(), Accountant(), Accountant()
 
     def take(self, history: History, stopping: Stopping) -> None:
         """Add a ledger's, and what was still planned to what might have been."""
-        for entry in history.charged:
-            self._spent.add(entry.event)
+        net, before = history.net, len(history.before)
+        for index, entry in enumerate(net):
+            self._charged.add(entry.event)
             self._planned.add(entry.event)
+            if entry.kind != "planned" or index < before:
+                self._spent.add(entry.event)
         for event in stopping.further(history):
             self._planned.add(event)
 
     def cost(self, delta: float, outcomes: int) -> Cost:
         """Of all of them."""
         if outcomes == 1:
-            return self._spent.cost(delta)
+            return self._charged.cost(delta)
         return shared_cost(self._spent, self._planned, delta, outcomes)
 
 

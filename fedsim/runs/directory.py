@@ -32,6 +32,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 from fedsim import regular_files
@@ -243,6 +244,7 @@ class RunDirectory:
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
         if not any(path.exists() for path in kinds):
             return
+        resolve_name("fedsim.runs.record:charge_planned")(self.path)
         key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
         files = (self.config, self.data_split, *key, *kinds)
         archive(*(path for path in files if path.exists()))

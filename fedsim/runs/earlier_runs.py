@@ -21,11 +21,12 @@ from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.durable import archived
 from fedsim.privacy.plan_state import resumed_plan
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.directory import RunDirectory, ending
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.record import how_ended
 from fedsim.runs.resolve import Resolved, calibrated
-from fedsim.runs.split_record import refuse_other_split
+from fedsim.runs.split_record import holds_other_examples, refuse_other_split
 
 _log = logging.getLogger("fedsim")
 
@@ -81,7 +82,7 @@ def resumed_config(
             "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
-    ended = stopping(began, ended=ending(directory.path)[0])
+    ended = stopping(began, ended=how_ended(directory))
     _refuse_other_plan(began, resumed, state, ended, directory.path)
     if ended != FIXED:
         _refuse_lowered(began, wanted, directory.path)
@@ -190,7 +191,9 @@ def _text(value: Scalar | None) -> str:
 
 
 def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
-    """Whether the run there has released something that this config, with its objects, does not."""
+    """Whether the run there is not of this config with its objects: of its releases or examples."""
+    if holds_other_examples(resolved, directory.path):
+        return True
     if not directory.ledger.exists():
         return False
     made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,11 @@ _EXAMPLES_TOO = (
     "not told here."
 )
 
+_NO_HEAD = (
+    "The ledger's final hash is left out: it is a hash of what the seed determines too, by which "
+    "the seed, and with it the noise, could be found."
+)
+
 
 def publish(saved: SavedRun, out: Path) -> Path:
     """Write the bundle of a private run.
@@ -218,6 +224,9 @@ def publish(saved: SavedRun, out: Path) -> Path:
             f"{saved.directory.path} has no guarantee of privacy: nothing of it is covered; "
             "--public is for runs with a mechanism and noise."
         )
+    simulated = any(statement.simulated for statement in statements)
+    if simulated:
+        statements = [replace(s, head="", note=f"{s.note} {_NO_HEAD}".strip()) for s in statements]
     with _new_directory(out) as draft:
         # Without the metadata that the run gave it: a release digest can be searched for its seed.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
@@ -231,11 +240,10 @@ def publish(saved: SavedRun, out: Path) -> Path:
             "\n".join(line for line in s.sentences() if not line.startswith("Ledger: "))
             for s in statements
         ]
-        texts += [_EXAMPLES_TOO] if statements != covered else []
+        texts += [_EXAMPLES_TOO] if len(statements) < len(covered) else []
         (draft / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
         facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
         (draft / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        simulated = any(statement.simulated for statement in statements)
         settings = tomli_w.dumps(_public_config(saved.config, simulated))
         (draft / "config.toml").write_text(settings, encoding="utf-8")
     return out

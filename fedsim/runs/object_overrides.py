@@ -53,8 +53,12 @@ class ObjectOverrides:
         """The names of those that were given."""
         return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
-    def digest(self) -> str:
-        """Digest of what is known of them and determines a release; empty where there are none."""
+    def digest(self, dataset: datasets.Dataset) -> str:
+        """Digest of what is public of them and determines a release; empty where there are none.
+
+        ``dataset`` is ``data`` as the run takes it: classes that protected examples alone show are
+        none of it. How many examples there are, and arrays of a partition, may be clients' data.
+        """
         parts: dict[str, object] = {}
         if self.model is not None:
             # Where a run starts is no secret: its values may be digested, as data may not.
@@ -69,14 +73,12 @@ class ObjectOverrides:
                 {name: hashlib.sha256(_bytes_of(value)).hexdigest() for name, value in values},
             ]
         if self.data is not None:
-            data, x, y = self.data, self.data.train.x, self.data.train.y
-            sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
-            constants = [data.num_classes, data.vocabulary, data.mean, data.std]
-            parts["data"] = [data.name, data.source, sizes, constants]
+            x, y = dataset.train.x, dataset.train.y
+            example = [list(x.shape[1:]), str(x.dtype), list(y.shape[1:]), str(y.dtype)]
+            constants = [dataset.num_classes, dataset.vocabulary, dataset.mean, dataset.std]
+            parts["data"] = [dataset.name, dataset.source, example, constants]
         if self.partition is not None:
-            parts["partition"] = (
-                self.partition if is_dataclass(self.partition) else _described(self.partition)
-            )
+            parts["partition"] = _described(self.partition)
         if self.strategy is not None:
             parts["strategy"] = _described(self.strategy)
         return digest_of(parts) if parts else ""
@@ -84,9 +86,12 @@ class ObjectOverrides:
 
 def _described(thing: object) -> list[object]:
     """Its class and what settings it has: what else it holds may be clients' data."""
+    held = getattr(thing, "__dict__", {})
+    if is_dataclass(thing):
+        held = {field.name: getattr(thing, field.name) for field in fields(thing) if field.init}
     settings = {
         name: value
-        for name, value in sorted(getattr(thing, "__dict__", {}).items())
+        for name, value in sorted(held.items())
         if isinstance(value, bool | int | float | str)
     }
     return [type(thing).__qualname__, settings]

@@ -20,7 +20,7 @@ from fedsim.config.plan import stopping, with_config_figures
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
-from fedsim.privacy.claims import FIXED
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.runs.directory import Ended, RunDirectory, clients_ledgers, ending
 from fedsim.runs.metrics import Row, brief, brief_metric, display_name
 from fedsim.runs.run_lock import is_marked
@@ -213,7 +213,30 @@ class RunLedgers:
         if own is not None:
             delta = delta_of(config, "client") if delta is None else delta
             clients = ClientLedgers(own, delta=delta, read_only=True)
-        return cls(config, server, clients, ending(run).ended)
+        return cls(config, server, clients, how_ended(directory))
+
+    def charge_planned(self, *, server: bool = True) -> None:
+        """Charge in the ledgers, which can be written, what releases have kept from being made."""
+        end = self._stopping()
+        if not end.left or self.server is None:
+            return
+        if server:
+            self.server.charge_planned(end)
+        if self.clients is not None:
+            self.clients.charge_planned(replace(end, run=self._run))
+
+    def _stopping(self) -> Stopping:
+        if self.server is None:
+            return FIXED
+        return stopping(self.config, self.server.rounds_made, self.ended)
+
+    @property
+    def _run(self) -> str | None:
+        """Which run it is in the clients' ledgers; None where its key is missing."""
+        try:
+            return None if self.server is None else self.server.run
+        except (FedsimError, OSError):
+            return None
 
     def statements(self, delta: float | None = None) -> list[Statement]:
         """What is claimed, at every level at which there is a ledger; the main one first.
@@ -224,8 +247,9 @@ class RunLedgers:
             Of the server's statement; the config's if unset.
         """
         config, server = self.config, self.server
-        end = FIXED if server is None else stopping(config, server.rounds_made, self.ended)
-        examples = None if self.clients is None else self.clients.statement(stopping=end)
+        end, examples = self._stopping(), None
+        if self.clients is not None:
+            examples = self.clients.statement(stopping=replace(end, run=self._run))
         if server is None:
             return claimed(None, examples)
         of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
@@ -235,6 +259,30 @@ class RunLedgers:
         # Without a bound of updates the server has released nothing that it claims anything of.
         bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
         return claimed(of_server if bounded or examples is None else None, examples)
+
+
+def charge_planned(run: Path, *, server: bool = True) -> None:
+    """Charge what was planned in a run that does not go on, where what it has released ended it.
+
+    One that declared that releases may end it did so, whatever else has. Without ``server``, in
+    clients' ledgers alone, which other runs may share: the model names the server's last line.
+    """
+    directory = RunDirectory(run)
+    config = read_config(directory.config) if directory.config.is_file() else {}
+    ended = how_ended(directory)
+    if not directory.ledger.is_file() or stopping(config, ended=ended) == FIXED:
+        return
+    place = clients_ledgers(run, config)
+    clients = None if place is None else ClientLedgers(place, delta=delta_of(config, "client"))
+    RunLedgers(config, Ledger(directory.ledger), clients, ended).charge_planned(server=server)
+
+
+def how_ended(directory: RunDirectory) -> str:
+    """How a run has ended, also one that a sweep has dropped after it had paused."""
+    ended: str = ending(directory.path).ended
+    if ended == "interrupted":
+        ended = str(_read_summary(directory.summary).get("ended", ended))
+    return ended
 
 
 def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, evaluation_event, stopping, with_best_groups
 from fedsim.config.release_keys import release_digest
+from fedsim.datasets import Dataset
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers
@@ -159,7 +160,7 @@ def resolve(
 
     # The trainer's path is part of what the digest is of, and the digest keys the trainer's draws.
     released = _released(config, plan, privacy, trainer)
-    release = run_digest(released, overrides)
+    release = run_digest(released, overrides, dataset)
     trainer.key_by(release)
 
     complete = {"client.block-size": trainer.block_size, "engine.device": local.device.type}
@@ -232,9 +233,9 @@ def _released(
     return config if complete else config.replace(**chosen)
 
 
-def run_digest(released: RunConfig, overrides: ObjectOverrides) -> str:
+def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset) -> str:
     """Digest of all that determines what a run releases: its config, and objects from Python."""
-    digest, given = release_digest(released), overrides.digest()
+    digest, given = release_digest(released), overrides.digest(dataset)
     return digest_of({"config": digest, "given": given}) if given else digest
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
@@ -91,7 +93,7 @@ class RoundRows:
         row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
         row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
-        row |= self._spent(server_round)
+        row |= self.spent(server_round)
         if (report := self._strategy.report) is not None:
             row |= report.row()
             row |= report.info
@@ -104,7 +106,7 @@ class RoundRows:
         row["seconds"] = seconds
         return self._planned(row)
 
-    def _spent(self, server_round: int) -> Row:
+    def spent(self, server_round: int) -> Row:
         """The privacy spent so far: epsilon at each level, and how it must be marked."""
         row: dict[str, float | int] = {}
         resolved, strategy = self._resolved, self._strategy
@@ -116,7 +118,7 @@ class RoundRows:
                 row["epsilon-so-far"] = plan.epsilon(strategy.delta, after=server_round)
         if resolved.client_ledgers is not None:
             row["example-epsilon"] = resolved.client_ledgers.epsilon(
-                server_round, resolved.release, end
+                server_round, resolved.release, replace(end, run=strategy.ledger.run)
             )
         if row:
             row["simulated"] = int(entropy(resolved.config) == "config")

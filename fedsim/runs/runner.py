@@ -162,7 +162,7 @@ def _prepared(
             config = resumed_config(config, directory, overrides)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
-    if overrides.digest() and config.engine.name in FLOWER_RUNTIMES:
+    if overrides.names and config.engine.name in FLOWER_RUNTIMES:
         raise FedsimError(
             f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "
             "it must be 'local' or 'ray': other processes know a run by its config alone."

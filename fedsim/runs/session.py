@@ -203,16 +203,19 @@ class Session:
     def result(self, *, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""
         ended: Ended = "interrupted" if interrupted else self.ended
-        resolved, ledger = self.resolved, self.strategy.ledger
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,
-            claims=RunLedgers(self._config, ledger, resolved.client_ledgers, ended).statements,
+            claims=self._ledgers(ended).statements,
             ended=ended,
             why=self._why(ended),
             directory=self._directory,
-            notes=resolved.notes,
+            notes=self.resolved.notes,
         )
+
+    def _ledgers(self, ended: Ended) -> RunLedgers:
+        clients = self.resolved.client_ledgers
+        return RunLedgers(self._config, self.strategy.ledger, clients, ended)
 
     @property
     def ended(self) -> Ended:
@@ -252,6 +255,10 @@ class Session:
             update_code(self._rows_code, self._rows[-1])
         self._rows.append(row)
         self._callbacks.on_round(self.status())
+        if self._callbacks.stopped is not None and self.strategy.rounds_done:
+            # What it has released has ended it: its ledger and its last row say what that costs.
+            self._ledgers("stopped").charge_planned()
+            row = self._rows[-1] = {**row, **self._round_rows.spent(self.strategy.rounds_done)}
         if self._checkpoints is not None:
             self._checkpoints.on_round(row)
         self._stop_if_asked()

@@ -80,6 +80,14 @@ def write_record(resolved: Resolved, directory: Path) -> None:
         durable.replace(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
 
 
+def holds_other_examples(resolved: Resolved, directory: Path) -> bool:
+    """Whether the run recorded there had other objects; False where no record or key is left."""
+    before = SplitRecord.read(directory)
+    if before is None or not before.objects or not (directory / KEY).exists():
+        return False
+    return SplitRecord.of(resolved, directory).objects != before.objects
+
+
 def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> None:
     """Refuse to add a private run to one in which clients held other examples.
 

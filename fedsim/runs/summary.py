@@ -29,7 +29,7 @@ from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
-from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult
+from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult, charge_planned
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
@@ -93,7 +93,8 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         if ended_summary != record.summary:
             directory.save_summary(ended_summary)
             directory.seal()
-            directory.save_report(_page(replace(record, summary=ended_summary)))
+            charge_planned(directory.path, server=False)
+            directory.save_report(_page(RunRecord.read(directory.path)))
     except (OSError, FedsimError) as error:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 

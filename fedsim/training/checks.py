@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.arguments import expected, require, shown
-from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import statistics_of
 from fedsim.rows.block import Ids
@@ -164,6 +165,8 @@ def check_algorithm(
 ) -> None:
     """Refuse what does not go with parameters that clients keep, or with compressed updates.
 
+    And what mixes clients: each protects its own row, not what another's is made of.
+
     Raises
     ------
     FedsimError
@@ -191,6 +194,75 @@ def check_algorithm(
             f"client.compression is set, and client.state is '{state}'; it must be 'client', "
             "since clients keep the part that is not sent."
         )
+    if _mixes_clients(algorithm, personal=personal):
+        raise FedsimError(
+            f"client.name names {name}, which mixes clients: on made-up gradients a client ends "
+            "otherwise in a block of several than alone, so that a bound of its own update does "
+            "not limit what it adds to the sum. It must treat each row of its state by itself; "
+            "sums and means are over the last dimension, never the first."
+        )
+
+
+_CLIENTS, _WIDTH, _STEPS = 3, 8, 6
+
+
+def _mixes_clients(algorithm: LocalAlgorithm, *, personal: bool) -> bool:
+    """Whether clients of a block end otherwise than each alone, on made-up gradients.
+
+    False where that cannot be told: of an algorithm that draws numbers of its own, or that fails,
+    as its clients will.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            together, again = (_rounds(algorithm, slice(None), personal) for _ in range(2))
+            if not _agree(together, again):
+                return False
+            rows = [slice(k, k + 1) for k in range(_CLIENTS)]
+            return not all(
+                _agree({k: v[row] for k, v in together.items()}, _rounds(algorithm, row, personal))
+                for row in rows
+            )
+    except Exception:  # a user's code may raise anything: it is reported where clients run it
+        return False
+
+
+def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[str, Tensor]:
+    """What these of the made-up clients end two rounds with, by name, ``[n, ...]``."""
+    algorithm = copy.deepcopy(algorithm)  # it may keep something of what it was given
+    generator = torch.Generator().manual_seed(0)
+
+    def made(rows: int) -> Tensor:
+        values = torch.randn(rows, _WIDTH, generator=generator, dtype=torch.float64)
+        return values.expand(_CLIENTS, -1)[clients].clone()
+
+    ended: dict[str, Tensor] = {}
+    carried: dict[str, Tensor] = {}
+    for number in (1, 2):
+        start = made(_CLIENTS if personal else 1)
+        numbers = {k: start.new_full((len(start),), v) for k, v in algorithm.numbers().items()}
+        for name, width in algorithm.receives.items():
+            numbers[name] = made(1) if width == "model" else made(1)[:, :1]
+        if algorithm.parts:
+            numbers[PERSONAL_MASK] = (torch.arange(_WIDTH) < 2).to(start).expand_as(start)
+        state = algorithm.init(start.clone(), numbers)
+        state |= {name: values for name, values in carried.items() if name in state}
+        for index in range(_STEPS):
+            algorithm.point(state)
+            algorithm.step(state, Dense(made(_CLIENTS)), Step(number, index))
+        theta = algorithm.finish(state)
+        carried = {name: state[name] for name in algorithm.carried if name in state}
+        results = {"update": theta - start, **carried}
+        results |= {**algorithm.report(state), **algorithm.send(state)}
+        ended |= {f"{name} {number}": values.clone() for name, values in results.items()}
+    return ended
+
+
+def _agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether they are equal, beyond rounding."""
+    return all(
+        torch.allclose(values.double(), other[name].double(), rtol=1e-6, atol=1e-12, equal_nan=True)
+        for name, values in one.items()
+    )
 
 
 def check_statistics(

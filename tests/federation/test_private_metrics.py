@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fixed_clients import Fixed
-from flwr.app import MetricRecord
+from flwr.app import ConfigRecord, MetricRecord
 
 import fedsim
 from fedsim import RunConfig
@@ -193,6 +193,43 @@ CONFIG = RunConfig.parse(
         "evaluate": {"clients-every": 5, "private": True, "target-share": 0.2},
     }
 )
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_an_evaluation_is_released_once(seed: int | None) -> None:
+    strategy, arrays = strategy_of(seed=seed), array_record({"w": torch.zeros(3)})
+
+    def evaluate(number: int, clients: Scored) -> None:
+        grid = LocalGrid(clients)
+        messages = strategy.configure_evaluate(number, arrays, ConfigRecord(), grid)
+        strategy.aggregate_evaluate(number, grid.send_and_receive(messages))
+
+    evaluate(1, Scored())
+    for number in (1, 0):
+        with pytest.raises(ValueError, match=f"evaluation of round {number} cannot follow that of"):
+            evaluate(number, Scored(seed=1))
+    evaluate(2, Scored(seed=1))
+    assert [(line.kind, line.round) for line in strategy.ledger.entries] == [
+        ("evaluation", 1), ("evaluation", 2)
+    ]  # fmt: skip
+
+
+def test_an_evaluation_that_is_resumed_releases_the_same_or_is_refused(tmp_path: Path) -> None:
+    path, arrays, states = tmp_path / "ledger.jsonl", array_record({"w": torch.zeros(3)}), []
+    first = strategy_of(path)
+    grid = LocalGrid(Scored())
+    first.start(grid, arrays, 2, on_round=lambda *_: states.append((first.state(), first.result)))
+    state, result = states[0]
+    assert result is not None
+    again = strategy_of(path)
+    again.start(grid, result.arrays, 2, state=state)
+    assert len(again.ledger.entries) == 4
+    with pytest.raises(FedsimError, match=r"round 2 was recorded .* for another sum"):
+        strategy_of(path).start(LocalGrid(Scored(seed=1)), result.arrays, 2, state=state)
+    other = strategy_of(path)
+    other.restore(state)
+    with pytest.raises(ValueError, match="evaluation of round 1 cannot follow"):
+        other.configure_evaluate(1, arrays, ConfigRecord(), grid)
 
 
 def test_a_target_is_of_rounds_and_evaluations_together() -> None:

@@ -12,7 +12,7 @@ from fixed_clients import Fixed
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-from fedsim.cohorts import Cohort, PoissonCohort
+from fedsim.cohorts import Cohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
@@ -27,7 +27,9 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.privacy import Ledger
 from fedsim.privacy.laws import FullLaw
+from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, RunFailedError, adam, sgd
 
 D, CLIENTS = 30, 20
@@ -266,3 +268,48 @@ def test_a_state_of_another_sampler_and_what_is_no_sampler_are_refused():
 
     with pytest.raises(FedsimError, match=r"cohort is .*Forg.* must be an object of fedsim"):
         DPFedAvg(mechanism=Clipping(1.0), cohort=Forgetful(), noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("release", [None, "of a config"])
+def test_a_round_that_is_made_again_is_the_same_or_has_noise_of_its_own(
+    release: str | None, tmp_path: Path
+) -> None:
+    edited = UPDATES.clone()
+    edited[7] = 0
+
+    def made(seed: int | None) -> DPFedAvg:
+        ledger = tmp_path / f"{seed}.jsonl"
+        return DPFedAvg(
+            mechanism=Clipping(1.0), cohort=FullCohort(CLIENTS), noise_multiplier=5.0,
+            seed=Randomness(seed, release), ledger=ledger,
+        )  # fmt: skip
+
+    for seed in (1, None):
+        half = made(seed)
+        reached, _ = run(half, initial(), 2)
+        state = half.state()
+        run(half, reached, 3, first_round=3)
+        again = made(seed)
+        run(again, reached, 3, state=state)
+        other = made(seed)
+        if seed is not None:
+            assert [line.round for line in again.ledger.entries] == [1, 2, 3]
+            with pytest.raises(FedsimError, match=r"round 3 was recorded .* for another sum"):
+                other.start(LocalGrid(Fixed(edited)), reached, 3, state=state)
+            continue
+        other.start(LocalGrid(Fixed(edited)), reached, 3, state=state)
+        lines = Ledger.read(tmp_path / "None.jsonl").entries
+        assert [(line.round, line.attempt) for line in lines[2:]] == [(3, 0), (3, 1), (3, 2)]
+
+
+def test_what_tells_a_strategys_draws_apart_is_noted_keyed_and_outside_the_hash(tmp_path) -> None:
+    heads, runs = set(), set()
+    for name in ("one", "two"):
+        path = tmp_path / name / "ledger.jsonl"
+        path.parent.mkdir()
+        run(strategy("sgd", "quantile", path), initial(), 2)
+        ledger = Ledger.read(path)
+        heads.add(ledger.head)
+        runs |= {line.run for line in ledger.entries}
+    assert len(heads) == 1
+    assert len(runs) == 2

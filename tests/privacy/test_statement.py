@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release
 
-from fedsim.cohorts import FixedCohort, FullCohort
+from fedsim.cohorts import CyclicCohort, FixedCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.privacy import Accountant, Entry, Event, Ledger, Statement
 from fedsim.privacy.laws import FullLaw, PoissonLaw
+from fedsim.privacy.losses import gaussian_delta
 
 
 @pytest.fixture
@@ -77,6 +80,43 @@ def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
     assert "z sqrt((r-D-k)/r)" in said
     alone = Accountant([Event.of(FullCohort(), 0.1)]).epsilon(DELTA)
     assert f"epsilon {alone:.4g}" in said
+
+
+def single_shares(cohort, z: float, rounds: int, delta: float, declared: bool = False) -> float:
+    """Epsilon against a server that sees them, as the statement says."""
+    ledger = Ledger(delta=delta)
+    for t in range(1, rounds + 1):
+        entry = Entry(round=t, event=Event.of(cohort, z), placement="client")
+        ledger.record(replace(entry, declared_by_user=declared))
+    return float(re.search(r"z / sqrt\(r\), epsilon ([\d.]+)", str(ledger.statement()))[1])
+
+
+@pytest.mark.parametrize(("n", "q", "z", "rounds"), [(50, 0.02, 4.0, 20), (1000, 0.1, 10.0, 100)])
+def test_a_single_share_is_one_of_a_cohort_that_its_client_is_in(n, q, z, rounds):
+    said, delta = single_shares(PoissonCohort(q, n), z, rounds, 1e-3), 1e-3
+    # Delta over the cohorts of a client that is in all rounds.
+    cohorts = 1 + np.random.default_rng(0).binomial(n - 1, q, (2000, rounds))
+    assert np.mean([gaussian_delta(np.sqrt(r) / z, said) for r in cohorts.sum(1)]) <= delta
+    # Of the expected cohort it is more.
+    expected = Accountant([Event(noise_multiplier=z / np.sqrt(n * q), count=rounds)])
+    less = expected.epsilon(delta)
+    assert np.mean([gaussian_delta(np.sqrt(r) / z, less) for r in cohorts.sum(1)]) > delta
+    everybody = Accountant([Event(noise_multiplier=z / np.sqrt(n), count=rounds)]).epsilon(delta)
+    assert single_shares(PoissonCohort(q, n), z, rounds, delta, declared=True) == pytest.approx(
+        everybody, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "cohort", [CyclicCohort(groups=3, rate=0.5, population=30), SeparatedCohort(3, population=30)]
+)
+def test_shares_of_rounds_that_are_charged_together_have_a_statement(cohort):
+    ledger = Ledger(delta=DELTA)
+    for t in range(1, 7):
+        event = Event.of(cohort, 4.0)
+        ledger.record(Entry(round=t, event=event.times(t % 3 == 1), placement="client"))
+    alone = Accountant([Event(noise_multiplier=4 / np.sqrt(30), count=2)]).epsilon(DELTA)
+    assert f"at z / sqrt(r), epsilon {alone:.4g}" in str(ledger.statement())
 
 
 @pytest.mark.parametrize("public", [{}, {"secagg-threshold": 4, "secagg-colluders": 0}])

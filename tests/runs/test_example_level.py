@@ -149,6 +149,17 @@ def test_the_privacy_command_asks_each_level_at_its_own_delta(tmp_path: Path) ->
     assert verified.exit_code == 0, verified.output
 
 
+@pytest.mark.parametrize("lost", ["clients/client-3.jsonl", "clients"])
+def test_a_run_whose_clients_ledgers_are_gone_does_not_verify(tmp_path: Path, lost: str) -> None:
+    fedsim.run(BASE, out=tmp_path / "run")
+    (tmp_path / "run" / lost).rename(tmp_path / "elsewhere")
+    verified = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--verify", "--json"])
+    (check,) = [c for c in json.loads(verified.output) if c["subject"] == "clients' chains"]
+    assert (verified.exit_code, check["passed"]) == (1, False)
+    assert "3" in check["detail"]
+    assert "missing" in check["detail"]
+
+
 def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(BASE.to_toml())

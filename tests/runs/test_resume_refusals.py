@@ -258,10 +258,13 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     config = CONFIG.replace(**settings)
     stopped = fedsim.run(config, out=tmp_path / "run", callbacks=[StopAt(2)])
     ledger, delta = Ledger.read(tmp_path / "run" / "ledger.jsonl"), config.noise.delta
-    planned = Accountant([ledger.charged[-1].event.times(50)])
-    claimed = ledger.epsilon(delta / 100)
+    event = ledger.charged[0].event
+    planned, made = Accountant([event.times(50)]), Accountant([event.times(2)])
+    claimed = made.epsilon(delta / 100)
     assert stopped.privacy.epsilon == claimed == stopped.metrics[-1]["epsilon"]
-    assert ledger.epsilon(delta) < claimed < planned.epsilon(delta / 2)
+    assert made.epsilon(delta) < claimed < planned.epsilon(delta / 2)
+    # Elsewhere the ledger is one of a run that its releases have ended: all that was planned.
+    assert ledger.statement(delta).epsilon == planned.epsilon(delta)
     assert (stopped.privacy.delta, stopped.privacy.stopping.times) == (delta, 50)
     assert "after any of 50 rounds" in str(stopped.privacy)
     assert stopped.privacy.tradeoff.mu == planned.gaussian_mu
@@ -281,15 +284,18 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     # A longer plan is another one: more rounds may end it, and more are planned.
     longer = config.replace(rounds=60)
     again = fedsim.run(longer, out=tmp_path / "run", resume=True, callbacks=[StopAt(3)])
+    made = Accountant([event.times(3)]).epsilon(delta / 120)
+    assert again.privacy.epsilon == made == again.metrics[-1]["epsilon"]
     ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
-    assert again.privacy.epsilon == ledger.epsilon(delta / 120) == again.metrics[-1]["epsilon"]
+    assert ledger.statement(delta).epsilon == Accountant([event.times(60)]).epsilon(delta)
+    assert ledger.statement(delta).cost.releases == 3
 
 
 def test_an_end_by_a_callback_that_was_not_declared_costs_all_planned_rounds(tmp_path):
     config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50})
     stopped = fedsim.run(config, out=tmp_path / "run", callbacks=[StopAt(2)])
     finished = fedsim.run(config.replace(rounds=2), out=tmp_path / "fixed")
-    event = Ledger.read(tmp_path / "run" / "ledger.jsonl").charged[-1].event
+    event = Ledger.read(tmp_path / "run" / "ledger.jsonl").charged[0].event
     assert finished.privacy.epsilon == Accountant([event.times(2)]).epsilon(config.noise.delta)
     planned = Accountant([event.times(50)]).epsilon(config.noise.delta)
     assert stopped.privacy.epsilon == planned

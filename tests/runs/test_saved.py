@@ -311,11 +311,28 @@ def test_a_bundle_holds_what_is_covered_and_no_operators_fact(
     (statement,) = json.loads((tmp_path / "bundle" / "statement.json").read_text())
     ledger = (private_run / "ledger.jsonl").read_bytes()
     assert statement["lines"] == ledger.count(b"\n")
-    assert re.fullmatch("[0-9a-f]{64}", statement["head"])
+    assert statement["head"] == ""  # the seed could be found by it, too
+    told = (tmp_path / "bundle" / "statement.txt").read_text()
+    assert "The ledger's final hash is left out" in told
+    hashes = re.findall(rb"[0-9a-f]{32,}", ledger)
+    assert not [one for one in hashes if one in everything]
     (release,) = set(re.findall(rb'"release":"([0-9a-f]+)"', ledger))
     assert release not in everything
     with pytest.raises(FedsimError, match="is there already"):
         publish(fedsim.load(private_run), tmp_path / "bundle")
+
+
+def test_a_bundle_has_the_final_hash_where_no_seed_determines_it(tmp_path: Path) -> None:
+    config = RunConfig().replace(**PRIVATE, **{"noise.entropy": "system"})
+    fedsim.run(config, out=tmp_path / "run")
+    saved = fedsim.load(tmp_path / "run")
+    publish(saved, tmp_path / "bundle")
+    head = saved.record.statements[0].head
+    assert re.fullmatch("[0-9a-f]{64}", head)
+    for name in ("statement.json", "statement.txt", "model.safetensors"):
+        content = (tmp_path / "bundle" / name).read_bytes()
+        assert head.encode() in content
+        assert b"left out" not in content
 
 
 def test_every_key_of_a_bundle_bears_on_the_releases(private_run: Path, tmp_path: Path) -> None:

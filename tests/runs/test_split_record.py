@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
-from fedsim.partitions import IID
+from fedsim.partitions import IID, Partition
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.resolve import resolve
 
 PRIVATE = RunConfig.parse(
     {
@@ -104,3 +107,66 @@ def test_no_unkeyed_digest_of_the_examples_is_written(tmp_path: Path) -> None:
         fedsim.run(PRIVATE, out=tmp_path / name, data=data())
     texts = [(tmp_path / name / "data-split.json").read_text() for name in ("a", "b")]
     assert texts[0] != texts[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Partition):
+    """Holds whose each example is, which belongs to the clients."""
+
+    owners: Any = None
+    clients: int = 4
+    seed: int = 0
+    least: int = 1
+
+    def deal(self, examples: Any, generator: np.random.Generator) -> Any:
+        return [np.flatnonzero(self.owners == client) for client in range(self.clients)]
+
+
+def released(owners: Any, classes: int = 3, width: int = 6, **settings: int) -> str:
+    """The release digest of a run on so many examples of these owners."""
+    rng = np.random.default_rng(3)
+    train = {
+        "x": rng.normal(size=(len(owners), width)).astype(np.float32),
+        "y": np.arange(len(owners)) % classes,
+    }
+    test = {"x": train["x"][:6], "y": np.arange(6) % 3}
+    objects = ObjectOverrides(
+        data=Dataset.of("mine", train, test), partition=Given(owners=owners, **settings)
+    )
+    return resolve(PRIVATE, objects).release
+
+
+def test_the_release_digest_holds_nothing_that_clients_have() -> None:
+    owners = np.arange(40) % 4
+    digest = released(owners)
+    other = owners.copy()
+    other[17] = 0
+    assert released(other) == digest
+    assert released(np.arange(41) % 4) == digest
+    assert released(owners, classes=5) == digest  # two of them are in the training examples alone
+    assert released(owners, width=7) != digest
+    assert released(owners, least=2) != digest
+
+
+@pytest.mark.parametrize("entropy", ["config", "system"])
+@pytest.mark.parametrize("other", ["examples", "number", "owners"])
+def test_a_run_is_resumed_with_the_objects_that_it_began_with(
+    tmp_path: Path, entropy: str, other: str
+) -> None:
+    config = PRIVATE.replace(**{"noise.entropy": entropy})
+    owners = np.arange(40) % 4
+    out, begun = tmp_path / "run", data()
+    fedsim.run(config, out=out, data=begun, partition=Given(owners=owners))
+    given: dict[str, Any] = {"data": begun, "partition": Given(owners=owners)}
+    if other == "examples":
+        given["data"] = data(2)
+    elif other == "number":
+        given["data"] = replace(begun, train=begun.train[:39])
+        given["partition"] = Given(owners=owners[:39])
+    else:
+        given["partition"] = Given(owners=owners[::-1].copy())
+    longer = config.replace(rounds=2)
+    with pytest.raises(FedsimError, match="that it began with"):
+        fedsim.run(longer, out=out, resume=True, **given)
+    on = fedsim.run(longer, out=out, resume=True, data=data(), partition=Given(owners=owners))
+    assert on.privacy.cost.releases == 2

@@ -1,0 +1,165 @@
+"""What a run costs that its own releases have ended, wherever its ledger is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from killed_runs import killed_in
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.cli.app import app
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.record import RunRecord
+from fedsim.runs.sweep import Halving, grid_runs, run_sweep
+
+DELTA = 1e-3
+CONFIG = RunConfig.parse(
+    {
+        "rounds": 50,
+        "partition": {"clients": 6, "max-examples": 60},
+        "client": {"batch-size": 10},
+        "cohort": {"name": "full"},
+        "mechanism": {"name": "clipping"},
+        "noise": {"multiplier": 10.0, "delta": DELTA},
+        "evaluate": {"every": 0},
+    }
+)
+CHEAP = CONFIG.replace(**{"rounds": 1, "noise.multiplier": 1000.0})
+EXAMPLES = CONFIG.replace(
+    **{
+        "mechanism.name": "none",
+        "noise.multiplier": "",
+        "client.mechanism.name": "clipping",
+        "client.batch-size": 0,
+        "client.steps": 1,
+        "client.noise.multiplier": 10.0,
+        "client.noise.delta": DELTA,
+    }
+)
+
+
+def cost(*events: tuple[float, int]) -> float:
+    """Of so many plain Gaussians of each multiplier."""
+    return Accountant(Event(noise_multiplier=z, count=n) for z, n in events).epsilon(DELTA)
+
+
+class StopAt(Callback):
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_round(self, status: RunStatus) -> str | None:
+        return "enough" if status.round >= self.last else None
+
+
+def stopped(out: Path, last: int = 2, config: RunConfig = CONFIG, **settings: object):
+    return fedsim.run(config.replace(**settings), out=out, callbacks=[StopAt(last)])
+
+
+def verified(run: Path) -> bool:
+    return CliRunner().invoke(app, ["privacy", str(run), "--verify"]).exit_code == 0
+
+
+def test_its_ledger_says_the_same_wherever_it_is_read(tmp_path: Path) -> None:
+    result = stopped(tmp_path)
+    ledger, planned = Ledger.read(tmp_path / "ledger.jsonl"), cost((10.0, 50))
+    assert result.privacy.epsilon == planned
+    assert result.metrics[-1]["epsilon"] == RunRecord.read(tmp_path).rows[-1]["epsilon"] == planned
+    assert ledger.statement(DELTA).epsilon == planned
+    assert ledger.statement(DELTA).cost.releases == ledger.num_releases == 2
+    assert (ledger.cost(DELTA).epsilon, ledger.cost(DELTA).releases) == (planned, 2)
+    said = " ".join(str(ledger.statement(DELTA)).split())
+    assert "2 releases;" in said
+    assert "Released values ended a run before its planned end" in said
+    for source in (tmp_path, tmp_path / "ledger.jsonl"):
+        shown = CliRunner().invoke(app, ["privacy", str(source)]).output
+        assert shown.rstrip().splitlines()[-1].split() == ["2", "2", f"{planned:.4f}"]
+    assert verified(tmp_path)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_overwritten_it_still_costs_what_was_planned(tmp_path: Path, declared: bool) -> None:
+    stopped(tmp_path, **{"stop.callbacks": declared})
+    after = fedsim.run(CHEAP, out=tmp_path, overwrite=True).privacy
+    assert after.epsilon == pytest.approx(cost((10.0, 50), (1000.0, 1)))
+    assert (after.cost.releases, after.before) == (3, 2)
+    # A run of the same config makes none of another run's rounds.
+    again = fedsim.run(CONFIG, out=tmp_path, overwrite=True).privacy
+    assert again.epsilon == pytest.approx(cost((10.0, 100), (1000.0, 1)))
+    assert verified(tmp_path)
+    last = fedsim.run(CHEAP, out=tmp_path, overwrite=True).privacy
+    assert last.epsilon == pytest.approx(cost((10.0, 100), (1000.0, 2)))
+    assert last.cost.releases == 54
+
+
+def test_a_declared_end_may_have_been_what_killed_it(tmp_path: Path) -> None:
+    with killed_in(3):
+        fedsim.run(CONFIG.replace(**{"stop.callbacks": True}), out=tmp_path)
+    after = fedsim.run(CHEAP, out=tmp_path, overwrite=True).privacy
+    assert after.epsilon == pytest.approx(cost((10.0, 50), (1000.0, 1)))
+
+
+def test_resumed_it_makes_rounds_that_are_charged_already(tmp_path: Path) -> None:
+    stopped(tmp_path, rounds=4)
+    further = stopped(tmp_path / "other", rounds=4)
+    assert further.privacy.epsilon == cost((10.0, 4))
+    config = CONFIG.replace(rounds=6)
+    result = fedsim.run(config, out=tmp_path, resume=True)
+    assert [row["epsilon"] for row in result.metrics] == pytest.approx(
+        [cost((10.0, n)) for n in (1, 4, 4, 4, 5, 6)]
+    )
+    assert (result.privacy.epsilon, result.privacy.cost.releases) == (cost((10.0, 6)), 6)
+    assert Ledger.read(tmp_path / "ledger.jsonl").statement(DELTA).epsilon == cost((10.0, 6))
+    assert "Released values ended" not in str(result.privacy)
+    assert verified(tmp_path)
+    after = fedsim.run(CHEAP, out=tmp_path, overwrite=True).privacy
+    assert after.epsilon == pytest.approx(cost((10.0, 6), (1000.0, 1)))
+
+
+def test_a_budget_would_have_ended_it_too(tmp_path: Path) -> None:
+    budget = 1.001 * cost((10.0, 5))
+    result = stopped(tmp_path, **{"noise.max-epsilon": budget})
+    assert result.privacy.epsilon == cost((10.0, 5)) == result.metrics[-1]["epsilon"]
+    assert Ledger.read(tmp_path / "ledger.jsonl").statement(DELTA).epsilon == cost((10.0, 5))
+    # The rounds that the budget allows are those that are charged.
+    going_on = CONFIG.replace(**{"noise.max-epsilon": budget})
+    resumed = fedsim.run(going_on, out=tmp_path, resume=True)
+    assert (resumed.ended, resumed.rounds) == ("budget", 5)
+
+
+def test_clients_ledgers_that_later_runs_share_count_what_it_planned(tmp_path: Path) -> None:
+    shared = {"client.state-dir": str(tmp_path / "clients")}
+    first = stopped(tmp_path / "a", config=EXAMPLES, name="a", **shared)
+    assert (first.privacy.level, first.privacy.epsilon) == ("example", cost((10.0, 50)))
+    assert first.metrics[-1]["example-epsilon"] == cost((10.0, 50))
+    assert verified(tmp_path / "a")
+    cheap = {"rounds": 1, "client.noise.multiplier": 1000.0, "name": "b", **shared}
+    both = cost((10.0, 50), (1000.0, 1))
+    second = fedsim.run(EXAMPLES.replace(**cheap), out=tmp_path / "b").privacy
+    assert (second.epsilon, second.cost.releases) == (pytest.approx(both), 3)
+    # Rounds that were not made are priced at the run's own noise, not at the last run's.
+    (now,) = RunRecord.read(tmp_path / "a").statements
+    assert now.epsilon == pytest.approx(both)
+    assert verified(tmp_path / "b")
+
+
+def test_a_run_that_a_sweep_has_dropped_costs_what_was_planned(tmp_path: Path) -> None:
+    config = CONFIG.replace(**{"rounds": 4, "data.validation": 0.2, "evaluate.every": 1})
+    grid = grid_runs(config, {"client.lr": [0.1, 0.2]})
+    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
+    (dropped,) = (tmp_path / label for label, o in outcomes.items() if o.ended == "dropped")
+    (statement,) = RunRecord.read(dropped).statements
+    assert statement.epsilon == cost((10.0, 4))
+    assert "2 rounds before its planned end" in str(statement)
+    assert json.loads((dropped / "summary.json").read_text())["ended"] == "dropped"
+    assert verified(dropped)
+    with pytest.raises(FedsimError, match="has released may decide when it ends"):
+        fedsim.run(RunConfig.load(dropped / "config.toml", ["rounds=2"]), out=dropped, resume=True)
+    cheap = CHEAP.replace(**{"data.validation": 0.2})
+    after = fedsim.run(cheap, out=dropped, overwrite=True).privacy
+    assert after.epsilon == pytest.approx(cost((10.0, 4), (1000.0, 1)))
