@@ -112,8 +112,9 @@ class AllowedCode:
                 "it must be a module of your own"
             )
         if not self.of_user:
+            allowed = f"only {list(self.modules)}" if self.modules else "no code of its own"
             return (
-                f"here a run may name {list(self.modules)}, and modules = "
+                f"here a run may name {allowed}, and modules = "
                 f"{_written((*self.modules, module))} in {self.file} would allow it"
             )
         return (
@@ -142,6 +143,8 @@ def allow(modules: Iterable[str]) -> None:
     global _now
     added = tuple(modules)
     for module in added:
+        if not isinstance(module, str):
+            raise FedsimError(f"allow_code has {module!r:.100}; it must have modules' names.")
         if not all(part.isidentifier() for part in module.split(".")) or is_reserved(module):
             raise FedsimError(
                 f"--allow-code is '{module}'; it must be the name of a module or package that is "

@@ -72,7 +72,7 @@ _TYPES: Mapping[Any, Expected] = {
             and not isinstance(value, (*_TEXT, abc.Mapping, abc.Set))
         ),
     ),
-    abc.Iterable: Expected("an iterable", _is(abc.Iterable, but=_TEXT)),
+    abc.Iterable: Expected("a list or another iterable but a string", _is(abc.Iterable, but=_TEXT)),
     abc.Collection: Expected("a collection", _is(abc.Collection, but=_TEXT)),
     abc.Mapping: Expected("a mapping", _is(abc.Mapping)),
     abc.Callable: Expected("a function", callable),

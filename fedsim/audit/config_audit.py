@@ -316,17 +316,15 @@ def strategies(
     # clients have no devices: which of them reply says nothing of a canary.
     tree["server"] = {"optimizer": "sgd", "lr": 1.0}
     tree.pop("devices", None)
+    # Nor do they evaluate.
+    evaluate = config.evaluate
+    tree["evaluate"] = {"every": evaluate.every, "unprotected": evaluate.unprotected}
     changes: dict[str, float | str] = {
         "noise.multiplier": noise_multiplier,
         "noise.target-epsilon": "",
         "noise.max-epsilon": "" if budget is None else budget,
         "noise.entropy": "config",
         "client.state": "reset" if config.client.state == "server" else config.client.state,
-        "evaluate.clients-every": 0,
-        "evaluate.private": False,
-        "evaluate.multiplier": "",
-        "evaluate.ranges": "",
-        "evaluate.quantiles": False,
     }
     seeded = RunConfig.parse(tree).replace(**changes)
     unseeded = seeded.replace(**{"noise.entropy": "system"})

@@ -251,9 +251,9 @@ def stats(
         bool, typer.Option("--quantiles", help="Histograms and quantiles too.")
     ] = False,
     examples: Annotated[
-        int,
-        typer.Option(min=0, help="Also the mean number of examples, clamped to so many a client."),
-    ] = 0,
+        int | None,
+        typer.Option(min=1, help="Also the mean number of examples, clamped to so many a client."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the ledger and the rest; `runs/<name>`.")
     ] = None,
@@ -291,7 +291,7 @@ def stats(
         multiplier=multiplier,
         together=together,
         quantiles=quantiles,
-        examples=examples,
+        examples=examples or 0,
         inputs=_range("--inputs", inputs),
         targets=_range("--targets", targets),
     )

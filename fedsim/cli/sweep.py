@@ -118,14 +118,18 @@ def sweep(
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    if halving is None and first_rounds != 1:
-        raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
+    for option, value, whose, given in (
+        ("--first-rounds", None if first_rounds == 1 else first_rounds, "--halving", halving),
+        ("--select-mean", select_mean, "--select", select),
+        ("--select-number", select_number, "--select", select),
+    ):
+        if given is None and value is not None:
+            raise FedsimError(f"{option} = {value}; it belongs to {whose}.")
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     if select is not None:
-        if select != "random-stopping" or halving is not None:
-            raise FedsimError(f"--select is {select!r}; it must be random-stopping, no --halving.")
-        _select(console, grid, where, select_mean or len(grid), select_number)
+        _check_select(select, halving)
+        _select(console, grid, where, select_mean, select_number)
         return
     _check_directory(where, grid)
     done = sum(is_done(member, where) for member in grid)
@@ -170,21 +174,37 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
         raise
 
 
+def _check_select(select: str, halving: int | None) -> None:
+    if select != "random-stopping":
+        raise FedsimError(f"--select is {select!r}; it must be 'random-stopping'.")
+    if halving is not None:
+        raise FedsimError(
+            f"--halving is {halving}; it must be left out with --select, which compares whole runs."
+        )
+
+
 def _select(
-    console: Console, grid: Sequence[SweepRun], where: Path, mean: float, distribution: str | None
+    console: Console,
+    grid: Sequence[SweepRun],
+    where: Path,
+    mean: float | None,
+    distribution: str | None,
 ) -> None:
     """Make a random number of runs, and print the settings and directory of the best one."""
     from fedsim.privacy.laws.selection import Selection
     from fedsim.runs.sweep import RandomStopping
 
+    mean = len(grid) if mean is None else mean
     # Where few runs are expected, Poisson costs least.
     default = "poisson" if mean <= FEW_RUNS else "logarithmic"
     selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
+    stopping = RandomStopping(selection)
+    stopping.members(grid)  # what is refused is announced by nothing
     console.print(
-        f"A {selection.distribution} number of runs, {mean:g} on average, of settings drawn at "
-        "random; their number stays secret."
+        f"A {selection.distribution.replace('poisson', 'Poisson')} number of runs, {mean:g} on "
+        "average, of settings drawn at random; their number stays secret."
     )
-    selected = RandomStopping(selection).run(grid, where)
+    selected = stopping.run(grid, where)
     if selected is None:
         console.print("Nothing is published: no run was drawn, or none ended.")
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
 from fedsim.config.values import split_top_level
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
@@ -55,10 +55,17 @@ class MechanismSection(BoundingSection, table="mechanism"):
         Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
     ] = ""
     private_scalar_high: Annotated[
-        float, Gt(0), Doc("The largest value of that number; larger ones are clamped to it.")
+        float,
+        Needs("private-scalar"),
+        Gt(0),
+        Doc("The largest value of that number; larger ones are clamped to it."),
     ] = 1.0
     private_scalar_fraction: Annotated[
-        float, Ge(0), Lt(1), Doc("What it takes of the privacy budget; the update has the rest.")
+        float,
+        Needs("private-scalar"),
+        Ge(0),
+        Lt(1),
+        Doc("What it takes of the privacy budget; the update has the rest."),
     ] = 0.1
 
 
@@ -285,7 +292,9 @@ class EvaluateSection(ConfigTable, table="evaluate"):
         Ge(0),
         Doc("Clients test it on their own examples every so many rounds; 0 for never."),
     ] = 0
-    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that test it.")] = 1.0
+    fraction: Annotated[
+        float, Needs("clients-every"), Gt(0), Le(1), Doc("The share of clients that test it.")
+    ] = 1.0
     private: Annotated[
         bool,
         Doc(
@@ -295,6 +304,7 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     ] = False
     multiplier: Annotated[
         Multiplier,
+        Needs("private"),
         Doc(
             "Noise multiplier of such a release, whose metrics are bounded together; if unset, "
             "with noise.target-epsilon, it follows from target-share."
@@ -302,6 +312,7 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     ] = None
     target_share: Annotated[
         float,
+        Needs("private"),
         Gt(0),
         Lt(1),
         Doc(
@@ -311,6 +322,7 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     ] = 0.1
     ranges: Annotated[
         str,
+        Needs("private"),
         Text(_evenly, str),
         Doc(
             "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
@@ -318,7 +330,9 @@ class EvaluateSection(ConfigTable, table="evaluate"):
         ),
     ] = ""
     quantiles: Annotated[
-        bool, Doc("Whether quantiles over clients are released too: p10, median and p90.")
+        bool,
+        Needs("private"),
+        Doc("Whether quantiles over clients are released too: p10, median and p90."),
     ] = False
     unprotected: Annotated[
         bool, Doc("Allow metrics of clients' data, without noise, in a private run.")

@@ -11,7 +11,6 @@ from fedsim.config.tables import (
     OUTSIDE_TRAINING,
     Choice,
     ConfigTable,
-    all_tables,
     is_table,
 )
 from fedsim.config.values import Scalar
@@ -82,10 +81,19 @@ def training_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
     return tuple((key, value) for key, value in flat if key.partition(".")[0] not in outside)
 
 
+def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
+    """A table and those within it, the innermost first."""
+    for setting in settings_of(type(table)):
+        value = getattr(table, setting.name)
+        if isinstance(value, ConfigTable):
+            yield from _all_tables(value)
+    yield table
+
+
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
     """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
     named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
-    for table in all_tables(config):
+    for table in _all_tables(config):
         if isinstance(table, Choice):
             named.append((table.key(table.selector), table.kind, table.chosen))
     modules = []

@@ -312,9 +312,6 @@ def _evaluation(c: RunConfig) -> Refused:
             "are released without noise; at client level set evaluate.private = true to have them "
             "with noise, or set evaluate.unprotected = true to allow them without",
         )
-    for key in () if evaluate.private else ("multiplier", "ranges", "quantiles"):
-        if getattr(evaluate, key):
-            yield f"evaluate.{key}", "unset unless evaluate.private = true"
 
 
 def _private_evaluation(c: RunConfig) -> Refused:

@@ -43,6 +43,7 @@ from fedsim.config.tables import (
     OUTSIDE_TRAINING,
     Beside,
     ConfigTable,
+    Needs,
     drop_switched,
 )
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
@@ -82,7 +83,7 @@ class StopSection(ConfigTable, table="stop"):
         ),
     ] = False
     patience: Annotated[
-        int, Ge(1), Doc("Rounds without an improvement after which the run ends.")
+        int, Needs("metric"), Ge(1), Doc("Rounds without an improvement after which the run ends.")
     ] = 10
 
 
@@ -242,13 +243,13 @@ class RunConfig(ConfigTable):
             If the file cannot be read or anything in it is wrong, in one sentence.
         """
         allow(allow_code)
-        return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
+        return cls._changed(_read(path), _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
     def of(cls, overrides: Iterable[str]) -> RunConfig:
         """The defaults with ``key=value`` overrides applied to them."""
-        return cls._changed({}, dict(_parse_override(text) for text in overrides))
+        return cls._changed({}, _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
@@ -274,7 +275,8 @@ class RunConfig(ConfigTable):
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``.
 
-        Where a change names another thing, what the old one had at its defaults goes with it.
+        Where a change names another thing, what the old one had at its defaults goes with it; where
+        it unsets a key, what needs that one.
         """
         return self._changed(self.to_tree(), changes)
 
@@ -364,6 +366,15 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
     except ValueError as error:  # of its syntax, of its encoding, of an endless number
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
+
+
+def _parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    if isinstance(texts, Mapping):
+        raise FedsimError(
+            f"overrides is {shown(texts)}; it must be a list of strings such as 'client.lr=0.1': "
+            "replace(**{...}) of the config takes a mapping."
+        )
+    return dict(map(_parse_override, texts))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

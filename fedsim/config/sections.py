@@ -75,6 +75,7 @@ class DataSection(Choice, table="data"):
     """Which examples there are."""
 
     filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
+    note: ClassVar[str] = " In Python the mapping that is data= has it, such as 'classes': 10."
     name: Annotated[
         str,
         Doc(

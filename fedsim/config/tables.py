@@ -9,7 +9,7 @@ checks; a `Choice` has, besides, the settings of the thing that it names: ``[cli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,6 +27,13 @@ class Beside:
     """Marks a key that has a meaning only where its table's ``name`` is one of ``names``."""
 
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Marks a key that has a meaning only where another key of its table is set."""
+
+    key: str
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,14 @@ class ConfigTable:
                 f"{self.key(setting.key)} = {value!r} has no effect with {self.table}.name = "
                 f"'{getattr(self, 'name', '')}'; it belongs to {', '.join(belongs_to(setting))}."
             )
+        for needed in (m.key for m in setting.metadata if isinstance(m, Needs)):
+            other = getattr(self, needed.replace("-", "_"))
+            if value != setting.default and not other:
+                raise FedsimError(
+                    f"{self.key(setting.key)} = {shown(value)}; it must be "
+                    f"{shown(setting.default) if setting.default else 'unset'} unless "
+                    f"{self.key(needed)} {'= true' if other is False else 'is set'}."
+                )
 
     @classmethod
     def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:
@@ -137,6 +152,8 @@ class Choice(ConfigTable):
         The key that names the thing.
     filled : tuple of str
         Fields of such things that other keys of a config say.
+    note : str
+        What a refusal of another thing's key ends with.
     own : mapping of str to value
         The settings of the thing, by Python's names; they are attributes of the table too.
     options : mapping of str to Scalar
@@ -146,6 +163,7 @@ class Choice(ConfigTable):
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
     filled: ClassVar[tuple[str, ...]] = ()
+    note: ClassVar[str] = ""
 
     def __init_subclass__(cls, table: str = "") -> None:
         super().__init_subclass__(table)
@@ -317,7 +335,7 @@ class Choice(ConfigTable):
         if names := cls.takers(key):
             return FedsimError(
                 f"{cls.key(key)} = {shown(value)} has no effect with {chosen}; it belongs to "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
             )
         if cls.has_options(name):
             return FedsimError(
@@ -341,10 +359,18 @@ def belongs_to(setting: Setting) -> tuple[str, ...]:
 def drop_switched(
     table: type[ConfigTable], tree: dict[str, Any], changes: Mapping[str, Any]
 ) -> None:
-    """Drop from a tree the settings that follow what a change chooses: those at their defaults."""
+    """Drop from a tree what a change leaves without effect.
+
+    That is what needs a key which it unsets, and what it no longer chooses, where at its default.
+    """
     for key, inner in table.tables().items():
         if isinstance(tree.get(key), dict):
             drop_switched(inner, tree[key], changes)
+    for setting in settings_of(table):
+        needs = [table.key(m.key) for m in setting.metadata if isinstance(m, Needs)]
+        unset = any(not changes.get(key, True) for key in needs)
+        if unset and table.key(setting.key) not in changes:
+            tree.pop(setting.key, None)
     if not issubclass(table, Choice):
         return
     old, new = table.name_in(tree), changes.get(table.key(table.selector))
@@ -372,12 +398,3 @@ def _check_option(key: str, value: Any) -> None:
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
     if isinstance(value, float) and value - value != 0:  # NaN or infinite
         raise FedsimError(f"{key} = {shown(value)}; it must be a finite number.")
-
-
-def all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
-    """A table and those within it, the innermost first."""
-    for setting in settings_of(type(table)):
-        value = getattr(table, setting.name)
-        if isinstance(value, ConfigTable):
-            yield from all_tables(value)
-    yield table

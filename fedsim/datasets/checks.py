@@ -212,9 +212,11 @@ def found_size(
     # Eight bits without a sign are images among inputs, and classes among targets.
     if arrays[0].dtype.kind not in ("iu" if name == "y" else "i"):
         if declared:
+            remedy = ", as y.astype('int64') has them, or y.argmax(1) of one-hot rows"
+            remedy *= name == "y"
             raise FedsimError(
                 f"{where} declares {declared} {key}, but its {name}_train is {arrays[0].dtype}, "
-                f"which are no {noun}s."
+                f"which are no {noun}s: these are whole numbers{remedy}."
             )
         return Size(0)
     limit = declared or MOST_CLASSES

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.arguments import shown
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
@@ -124,10 +125,16 @@ class ClientTraining:
             return
         if bound.guarantee != "none" and not algorithm.sends:
             return  # it bounds the same way itself
+        name = type(algorithm).__name__
+        if isinstance(bound, NoPrivacy):
+            raise FedsimError(
+                f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, of "
+                f"which {name} (client.name) needs the plain mean; it must be 'uniform'."
+            )
         raise FedsimError(
             f"{bound} (mechanism.name) weighs or bounds what clients send, of which "
-            f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' "
-            "with mechanism.weighting = 'uniform'."
+            f"{name} (client.name) needs the plain mean; it must be 'none' with "
+            "mechanism.weighting = 'uniform'."
         )
 
     def _check_alternation(self, plan: Plan) -> None:
@@ -207,12 +214,25 @@ class PrivateMetrics:
     Raises
     ------
     FedsimError
-        If there is no metric.
+        If there is no metric, or one twice, or a number is out of its range.
     """
 
     ranges: Sequence[ValueRange]
-    noise_multiplier: float
+    noise_multiplier: Annotated[float, Ge(0)]
     hardened: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not len(self.ranges) or not all(isinstance(one, ValueRange) for one in self.ranges):
+            raise FedsimError(
+                f"ranges is {shown(self.ranges)}; it must be one ValueRange or more, such as "
+                "[ValueRange('loss', 0.0, 5.0)]."
+            )
+        if len({one.name for one in self.ranges}) < len(self.ranges):
+            raise FedsimError(
+                f"ranges has {', '.join(one.name for one in self.ranges)}; each metric must be "
+                "there once."
+            )
 
     def plan(self, cohort: Cohort, fraction: float) -> ReleasePlan[Clipping]:
         """What one evaluation releases, by this fraction of a cohort's population."""
@@ -297,6 +317,15 @@ class ClientMetrics:
         allowed = self.unprotected or self.private is not None or not protects
         if fraction_evaluate is None:
             return 1.0 if allowed else 0.0
+        if not 0 <= fraction_evaluate <= 1:
+            raise FedsimError(
+                f"fraction_evaluate is {fraction_evaluate}; it must be between 0 and 1."
+            )
+        if fraction_evaluate == 0 and self.private is not None:
+            raise FedsimError(
+                "fraction_evaluate is 0, and metrics.private is given, of which nobody would then "
+                "report anything; it must be above 0, or metrics.private be left out."
+            )
         if fraction_evaluate > 0 and not allowed:
             raise FedsimError(
                 f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from fedsim.privacy.laws import SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
-from fedsim.settings import check_settings
+from fedsim.settings import Ge, check_settings
 
 _log = logging.getLogger("fedsim")
 
@@ -46,8 +47,8 @@ class Availability:
 
     replying: Replying | None = None
     reachable: Replying | None = None
-    node_timeout: float = 180.0
-    max_failed_rounds: int = 3
+    node_timeout: Annotated[float, Ge(0)] = 180.0
+    max_failed_rounds: Annotated[int, Ge(1)] = 3
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -116,7 +117,8 @@ class Participants:
             }
         if strangers and not self._begun:
             raise FedsimError(
-                f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
+                f"a node is client {strangers[0]}, but population = {self.population} "
+                "(partition.clients of a config, or what the cohort declares); "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
         self.ignored = self._directory.ignored.total() + len(strangers)

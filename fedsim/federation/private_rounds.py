@@ -41,6 +41,9 @@ from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import RUN
 from fedsim.server_optimizers import ServerOptimizer
 
+_STATE = ("round", "parameters", "mechanism", "stopped", "ledger")
+"""What every state of a strategy has."""
+
 
 class PrivateRounds(ResumableStrategy):
     """The rounds of a strategy, whatever its aggregation, its extras and its server optimiser are.
@@ -337,9 +340,14 @@ class PrivateRounds(ResumableStrategy):
         Raises
         ------
         FedsimError
-            If this strategy has done rounds of its own, or its ledger does not hold the
-            releases that the state counts, or its plan does not continue the state's.
+            If it is no such state, or this strategy has done rounds of its own, or its ledger does
+            not hold the releases that the state counts, or its plan does not continue the state's.
         """
+        if missing := [key for key in _STATE if key not in state]:
+            raise FedsimError(
+                f"state has no '{missing[0]}'; it must be what {type(self).__name__}.state() gave "
+                "after a round."
+            )
         if self.rounds_done:
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."

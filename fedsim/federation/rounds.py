@@ -107,6 +107,10 @@ class ResumableStrategy(Strategy):
             ``first_round`` does not follow what this strategy, or ``state``, has done:
             momentum, bounds and budget would start from the beginning.
         """
+        if num_rounds < 0:
+            raise FedsimError(f"num_rounds is {num_rounds}; it must be at least 0.")
+        if not timeout > 0:
+            raise FedsimError(f"timeout is {timeout}; it must be above 0 seconds.")
         arrays = tensors(initial_arrays)
         refuse_other_arrays(arrays, getattr(grid, "layout", None))
         self.log = logging.getLogger("flwr")

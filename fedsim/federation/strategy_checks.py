@@ -162,6 +162,8 @@ def refuse_void_settings(
     FedsimError
     """
     mechanism = plan.bound
+    if max_epsilon is not None and not max_epsilon > 0:
+        raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
     if isinstance(mechanism, RobustMean) and plan.noise.multiplier:
         raise FedsimError(
             f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {mechanism} "

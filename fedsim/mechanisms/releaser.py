@@ -125,8 +125,9 @@ class Releaser:
                 raise FedsimError(f"denominator is {r}; it must be above 0.")
         if noise.correlated and mechanism.init(layout):
             raise FedsimError(
-                f"noise is correlated over rounds, and {mechanism} changes with them: one run "
-                "has one bound; choose one that stays, such as clipping."
+                f"noise is correlated over rounds (noise.name), and the bound {mechanism} "
+                "(mechanism.name) changes with them: one run has one bound; choose one that stays, "
+                "such as clipping."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}

@@ -78,6 +78,8 @@ class Ledger(LedgerFile):
     ) -> None:
         if delta is not None:
             check_delta(delta)
+        if max_epsilon is not None and not max_epsilon > 0:
+            raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
         self.delta = delta
         self.max_epsilon = max_epsilon
         self.declared = declared

@@ -83,6 +83,11 @@ class LedgerFile:
         self._planned = [] if planned is None else [planned]
         self._with_archive = with_archive
         self._clear()
+        if path is not None and path.is_dir():
+            raise FedsimError(
+                f"the ledger's path, {path}, is a directory; it must be a file, such as "
+                f"{path / 'ledger.jsonl'}."
+            )
         if path is not None and path.exists():
             with durable.locked(path, write=not read_only) as file:
                 self._load(file.read())

@@ -210,8 +210,9 @@ def _compare_metrics(
             "missing or of another run (one that was interrupted is complete once it is resumed)."
         )
     total = ledger.epsilon(delta)
+    found = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {last}"
     if math.isinf(total):
-        return f"{len(rows)} rows up to round {last}"
+        return found
     shown = total
     is_torn = any(entry.kind == "torn" for entry in ledger.entries)
     by_round = {int(row["round"]): row for row in rows}
@@ -225,7 +226,7 @@ def _compare_metrics(
             raise FedsimError(
                 f"epsilon is {shown:.6g} after round {number}; by the ledger it is {spent:.6g}."
             )
-    return f"{len(rows)} rows up to round {last}, epsilon {shown:.6g}"
+    return f"{found}, epsilon {shown:.6g}"
 
 
 def _spent_by_round(

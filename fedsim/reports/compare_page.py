@@ -78,7 +78,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
     groups = grouped(records)
     return render(
         "compare.html",
-        title=f"{len(records)} runs compared",
+        title=f"{len(records)} runs compared" if len(records) > 1 else "1 run",
         summary=_summary(records, groups),
         several_seeds=any(len(group.seeds) > 1 for group in groups),
         several_runs=any(len(group.records) > 1 for group in groups),
@@ -150,6 +150,8 @@ def _value(value: Scalar | None) -> str:
 
 def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
+    if len(records) == 1:
+        return "One run."
     said = f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
     if many == 1:
         said = f"{len(records)} runs of one config, which differ in their seeds only."

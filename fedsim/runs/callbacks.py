@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -77,7 +78,24 @@ class Callback:
 
     What it raises is its own failure: it is logged, and the run continues. What its
     `state` returns is saved in checkpoints, and given to `restore` when the run is resumed.
+
+    Raises
+    ------
+    FedsimError
+        By a subclass, where it is defined, with a method like a hook that there is not.
     """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name, value in vars(cls).items():
+            if name.startswith("on_") and callable(value) and name not in hooks:
+                near = difflib.get_close_matches(name, hooks, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise FedsimError(
+                    f"{cls.__name__}.{name} would never be called; {hint}A callback's hooks are "
+                    f"{', '.join(hooks)}; other methods of it must not begin with on_."
+                )
 
     def on_start(self, status: RunStatus) -> str | bool | None:
         """Before the first round, or the first one after a resume; may stop as `on_round` may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.round_rows import columns_of
 from fedsim.runs.split_record import check_state_dir
-from fedsim.tasks import MeanOf
+from fedsim.tasks import MeanOf, TopK
 from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.plain import PlainPath
@@ -76,7 +77,7 @@ def check(resolved: Resolved) -> None:
 
 
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
-    """Warnings about a run's guarantee, before its first round."""
+    """Warnings about a run's guarantee and its metrics, before its first round."""
     config, sentences = resolved.config, []
     past = None if directory is None else directory.ledger
     before = past is not None and (past.exists() or bool(archived(past)))
@@ -97,7 +98,19 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     elif config.client.private and config.engine.name != "deployment":
         smallest = min((len(part) for part in resolved.data.parts if len(part)), default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
+    sentences += _certain_metrics(resolved)
     return [sentence for sentence in sentences if sentence]
+
+
+def _certain_metrics(resolved: Resolved) -> Iterator[str]:
+    """Warnings of metrics that are 1 whatever a model gives."""
+    classes = resolved.data.dataset.num_classes
+    for name, metric in resolved.trainer.metrics.items():
+        if isinstance(metric, TopK) and 0 < classes <= metric.k:
+            yield (
+                f"Warning: {name} is 1 whatever the model gives: k = {metric.k} (task.metrics), "
+                f"and there are {classes} classes."
+            )
 
 
 def _noisy_metrics(config: RunConfig) -> str:

@@ -275,12 +275,13 @@ class SavedRun:
             )
         array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         wanted = self.input_shape
-        if array.ndim and len(array) and array.shape[1:] != wanted:
+        if array.ndim > 1 and len(array) and array.shape[1:] != wanted:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
             array = Dataset.of("x", split, split).test.x.numpy()
         if not array.ndim or array.shape[1:] != wanted:
             raise FedsimError(
-                f"examples have shape {array.shape}; this model takes {('N', *wanted)}."
+                f"examples have shape {array.shape}; this model takes {('N', *wanted)}, of one "
+                "example x[None]."
             )
         inputs = torch.from_numpy(np.ascontiguousarray(array))
         return inputs.to(self.input_dtype) if self.input_dtype.is_floating_point else inputs

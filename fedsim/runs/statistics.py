@@ -14,6 +14,7 @@ import numpy as np
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort
+from fedsim.config.privacy_sections import NoiseSection
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
@@ -24,6 +25,7 @@ from fedsim.rows import Layout
 from fedsim.runs.factories import release_plan
 from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
+from fedsim.settings import read_setting, settings_of
 
 DATA_KEYS = ("name", "seed", "data", "partition", "secagg", "engine")
 """What a config says of its clients, of where their examples are, and of how sums are made."""
@@ -187,6 +189,9 @@ def _config(
     cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
     if len([value for value in cost.values() if value is not None]) != 1:
         raise FedsimError("give --epsilon or --multiplier, one of them: what it may cost.")
+    options = {"multiplier": "--multiplier", "target-epsilon": "--epsilon"}
+    for setting in (s for s in settings_of(NoiseSection) if s.key in options):
+        read_setting(setting, cost[setting.key], options[setting.key])
     mechanism: dict[str, Any] = {"name": "clipping", "clip-norm": norm}
     if request.examples:
         mechanism |= {"private-scalar": EXAMPLES, "private-scalar-high": float(request.examples)}

@@ -47,8 +47,14 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
     FedsimError
     """
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
-        numbers = targets.is_floating_point()
-        other = " Numbers are compared by task.loss = 'squared-error'." if numbers else ""
+        other = ""
+        if targets.is_floating_point():
+            other = (
+                " Numbers are compared by task.loss = 'squared-error'; classes must be whole "
+                "numbers: y.astype('int64'), also of booleans."
+            )
+        if targets.dim() > 1:
+            other += " Of targets [N, 1] give y[:, 0], of one-hot rows [N, K] y.argmax(1)."
         raise FedsimError(
             f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)} of "
             f"dtype {targets.dtype}; what compares them (task.loss, task.metrics) takes logits "

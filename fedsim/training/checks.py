@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.arguments import expected, require, shown
 from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import statistics_of
+from fedsim.rows.block import Ids
 from fedsim.training.data import ClientData
 
 CARRIED = (torch.float16, torch.float32, torch.float64)
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, *, private: bool) -> None:
     """Refuse modules whose result is not a function of one example and the parameters.
 
     Raises
@@ -33,11 +36,11 @@ def check_model(model: nn.Module) -> None:
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
+            keep = f", or let clients keep it: model.personal = '{name}.*'"
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                "model.fix = true put it in its place, or let clients keep it: model.personal = "
-                f"'{name}.*'."
+                f"model.fix = true put it in its place{keep * (not private)}."
             )
 
 
@@ -47,14 +50,76 @@ def device_of(device: torch.device | str) -> torch.device:
     Raises
     ------
     FedsimError
-        If PyTorch knows none.
+        If PyTorch knows none, or this machine has none.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise FedsimError(
             f"device is '{device}'; it must be one such as 'cpu' or 'cuda'."
         ) from None
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):  # the latter of a PyTorch without CUDA
+        raise FedsimError(
+            f"device is '{device}', which PyTorch does not find on this machine; it must be one "
+            "that is there, such as 'cpu'."
+        ) from None
+    return found
+
+
+def check_call(
+    vector: Tensor, sizes: Collection[int], client_ids: Ids, round: int, population: int
+) -> None:
+    """Refuse parameters, clients or a round that a trainer cannot train or evaluate.
+
+    Parameters
+    ----------
+    vector : Tensor ``[d]``
+    sizes : collection of int
+        What d may be.
+    client_ids : int64 ``[n]``
+        Each once; in order they are checked fastest.
+    round, population : int
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not isinstance(vector, Tensor) or vector.dim() != 1 or len(vector) not in sizes:
+        raise FedsimError(
+            f"vector is {_form(vector)}; it must be a tensor [d] of the parameters, with d = "
+            f"{' or '.join(map(str, dict.fromkeys(sizes)))}."
+        )
+    if not isinstance(client_ids, np.ndarray) or client_ids.dtype.kind not in "iu":
+        raise FedsimError(
+            f"client_ids is {_form(client_ids)}; it must be an array of whole numbers [n], such as "
+            "np.array([0, 1])."
+        )
+    if client_ids.ndim != 1:
+        raise FedsimError(f"client_ids has shape {client_ids.shape}; it must be [n].")
+    if not (client_ids[1:] > client_ids[:-1]).all():
+        ordered = np.sort(client_ids)
+        if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
+            raise FedsimError(f"client_ids has {twice[0]} twice; it must have each client once.")
+        first, last = ordered[0], ordered[-1]
+    elif len(client_ids):
+        first, last = client_ids[0], client_ids[-1]
+    else:
+        first, last = 0, 0
+    if first < 0 or last >= population:
+        raise FedsimError(
+            f"client_ids has {first if first < 0 else last}; they must be from 0 to "
+            f"{population - 1}, the last of the {population} clients."
+        )
+    if type(round) is not int:
+        require("round", round, expected(int))
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"a {type(value).__name__} of shape {list(value.shape)} and {value.dtype}"
+    return shown(value)
 
 
 def check_settings(

@@ -135,11 +135,11 @@ class Trainer:
     ) -> None:
         self.device = checks.device_of(device)
         self.model = model.to(self.device)
-        checks.check_model(self.model)
+        private = privacy is not None
+        checks.check_model(self.model, private=private)
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = test
-        private = privacy is not None
         checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
         self.loss: Loss = CrossEntropy() if loss is None else loss
@@ -319,6 +319,8 @@ class Trainer:
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
+        sizes = (self.received_layout.d,)
+        checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)
         received = self.payload.received(vector[None])
         for clients in self.rounds.blocks(client_ids, round, self.randomness, self.block_size):
@@ -365,6 +367,8 @@ class Trainer:
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
+        sizes = (self.layout.d, self.received_layout.d)
+        checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)[: self.layout.d]
         # An evaluation done twice is the same.
         yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())

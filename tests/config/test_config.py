@@ -27,14 +27,23 @@ def load(tmp_path: Path, *overrides: str) -> RunConfig:
     return RunConfig.load(path, overrides)
 
 
+def test_what_needs_a_key_goes_with_it() -> None:
+    early = RunConfig().replace(**{"stop.metric": "validation-loss", "stop.patience": 3})
+    assert early.replace(**{"stop.metric": ""}).stop.patience == 10
+    assert early.replace(**{"stop.metric": "validation-accuracy"}).stop.patience == 3
+    with pytest.raises(FedsimError, match=r"stop\.patience = 4"):
+        early.replace(**{"stop.metric": "", "stop.patience": 4})
+
+
 BAD = {
     ("client.lrr=1",): "unknown key 'client.lrr'; did you mean 'lr'?",
     ("foo.bar=1",): "unknown key 'foo'",
     ("client.name=sdg",): "client.name = 'sdg'; did you mean 'sgd'? It must be",
     ("client.name=adam", "client.momentum=0.9"): (
         "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, "
-        "scaffold, sgd."
+        "scaffold, sgd. Leave it out, or unset it by --set client.momentum=."
     ),
+    ("data.classes=7",): "In Python the mapping that is data= has it, such as 'classes': 10.",
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
     ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
     ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
@@ -105,6 +114,12 @@ BAD = {
     ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
     ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
     ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
+    ("evaluate.fraction=0.5",): "evaluate.fraction = 0.5; it must be 1.0 unless evaluate.clients",
+    ("evaluate.target-share=0.2",): "it must be 0.1 unless evaluate.private = true.",
+    ("evaluate.multiplier=2.0",): "it must be unset unless evaluate.private = true.",
+    ("evaluate.quantiles=true",): "evaluate.quantiles = true; it must be unset unless",
+    ("stop.patience=3",): "stop.patience = 3; it must be 10 unless stop.metric is set.",
+    ("mechanism.private-scalar-high=3.0",): "must be 1.0 unless mechanism.private-scalar is set.",
 }
 
 

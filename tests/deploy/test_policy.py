@@ -106,7 +106,9 @@ def test_a_run_may_name_any_of_the_listed_modules_and_what_is_in_them(tmp_path, 
     policy = Policy.load(node(tmp_path, 'modules = ["mylab", "theirs.nets"]'))
     policy.check(config(model={"name": name}))
     for beside in ("theirs:Net", "theirs.other:Net"):
-        with pytest.raises(FedsimError, match=r"here a run may name \['mylab', 'theirs.nets'\]"):
+        with pytest.raises(
+            FedsimError, match=r"here a run may name only \['mylab', 'theirs.nets'\]"
+        ):
             policy.check(config(model={"name": beside}))
 
 

@@ -76,6 +76,7 @@ def test_a_single_run_has_no_deviation(tmp_path: Path) -> None:
     (group,) = grouped(records(tmp_path, {"seed": 1}))
     assert not group.mean_curve("test-accuracy", "x").low
     assert "±" not in compare_page(group.records)
+    assert "1 runs" not in compare_page(group.records[:1])
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:

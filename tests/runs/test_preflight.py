@@ -115,6 +115,22 @@ def test_what_cannot_be_run_is_refused_before_anything_is_touched(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_metric_that_no_model_can_miss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for k, warned in ((10, True), (9, False)):
+        caplog.clear()
+        fedsim.run(BASE.replace(**{"task.metrics": f"top-k(k={k})"}))
+        assert (f"k = {k} (task.metrics), and there are 10 classes" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"), [("on_round_end", r"did you mean on_round\?"), ("on_batch", "would never be")]
+)
+def test_a_callback_with_a_hook_that_there_is_not_is_refused(hook: str, said: str) -> None:
+    with pytest.raises(FedsimError, match=said):
+        type("Mine", (fedsim.Callback,), {hook: lambda self, status: None})
+    type("Mine", (fedsim.Callback,), {"on_round": lambda self, status: None, "once": len})
+
+
 def test_a_refused_run_leaves_the_one_that_it_would_have_overwritten(tmp_path: Path) -> None:
     fedsim.run(BASE, out=tmp_path / "run")
 

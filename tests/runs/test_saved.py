@@ -109,6 +109,10 @@ def test_examples_of_another_shape_are_refused(private_run: Path, tmp_path: Path
     saved = fedsim.load(private_run)
     with pytest.raises(FedsimError, match=r"this model takes \('N', 64\)"):
         saved.predict(np.zeros((2, 63), dtype=np.float32))
+    with pytest.raises(
+        FedsimError, match=r"this model takes \('N', 64\), of one example x\[None\]"
+    ):
+        saved.predict(np.zeros(64, dtype=np.float32))
     pictures(tmp_path / "own.npz", channels=1)
     with pytest.raises(FedsimError, match="this model takes"):
         saved.evaluate(str(tmp_path / "own.npz"))

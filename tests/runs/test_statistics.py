@@ -186,6 +186,8 @@ def test_the_command_leaves_a_ledger_a_table_and_a_picture(tmp_path: Path) -> No
         (StatisticsRequest(inputs=(0, 1)), NUMBERS, "--epsilon or --multiplier, one of them"),
         (StatisticsRequest(multiplier=1, target_epsilon=1, inputs=(0, 1)), NUMBERS, "one of them"),
         (StatisticsRequest(multiplier=1), NUMBERS, "no statistic is requested"),
+        (StatisticsRequest(target_epsilon=0.0), CLASSES, "--epsilon = 0.0; it must be from 1e-6"),
+        (StatisticsRequest(multiplier=-1.0), CLASSES, "--multiplier = -1.0; it must be 0.0, or"),
         (StatisticsRequest(multiplier=1, targets=(0, 1)), CLASSES, "these targets are classes"),
     ],
 )

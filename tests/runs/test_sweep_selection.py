@@ -132,9 +132,19 @@ def test_the_command_says_nothing_of_how_many_there_were(tmp_path) -> None:
     command = ["sweep", str(path), "--over", RATES[0], "--select", "random-stopping"]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "A poisson number of runs, 3 on average" in " ".join(result.output.split())
-    result = CliRunner().invoke(app, [*command, "--halving", "2", "--out", str(tmp_path / "no")])
-    assert result.exit_code != 0
+    assert "A Poisson number of runs, 3 on average" in " ".join(result.output.split())
+    alone = [path for path in command if path not in ("--select", "random-stopping")]
+    for wrong, said in (
+        ([*command, "--halving", "2"], "--halving is 2; it must be left out with --select"),
+        ([*command[:-1], "foo"], "--select is 'foo'; it must be 'random-stopping'."),
+        ([*command, "--select-mean", "0"], "--select-mean"),
+        ([*alone, "--select-mean", "3"], "--select-mean = 3.0; it belongs to --select."),
+        ([*alone, "--select-number", "poisson"], "--select-number = poisson; it belongs to"),
+        ([*command, "--set", "noise.entropy=config"], "noise.entropy = 'config'; with --select"),
+    ):
+        result = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "no")])
+        assert said in str(result.exception)
+        assert result.output == ""
 
 
 def test_a_resumed_run_keeps_the_selection_that_it_was_charged_for(tmp_path) -> None:

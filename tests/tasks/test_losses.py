@@ -28,6 +28,20 @@ def loss_of(**task):
     return factories.loss(RunConfig.parse({"task": task}))
 
 
+@pytest.mark.parametrize(
+    ("targets", "remedy"),
+    [
+        (torch.zeros(4), "y.astype"),
+        (torch.zeros(4, 1, dtype=torch.int64), r"give y\[:, 0\]"),
+        (torch.eye(4, 3, dtype=torch.int64), r"y.argmax\(1\)"),
+        (torch.eye(4, 3), r"y.argmax\(1\)"),
+    ],
+)
+def test_targets_that_are_no_classes_come_with_a_remedy(targets, remedy: str) -> None:
+    with pytest.raises(FedsimError, match=remedy):
+        CrossEntropy()(torch.zeros(4, 3), targets)
+
+
 def test_the_loss_of_a_sequence_is_the_mean_over_the_positions_that_count() -> None:
     z = torch.randn(3, 6, 5, requires_grad=True)
     y = torch.randint(5, (3, 6))

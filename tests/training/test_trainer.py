@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from hypothesis import strategies as st
 from slow_cases import hypothesis_examples
 from torch import nn
 
+import fedsim.training.paths
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness
-from fedsim.training import ClientData, Trainer
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training.batches import plan_batches, width
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
@@ -370,8 +374,35 @@ def test_a_users_loss_trains_alike_on_every_path():
 
 def test_batch_norm_is_refused_with_the_cure():
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    with pytest.raises(FedsimError, match="GroupNorm"):
+    with pytest.raises(FedsimError, match=r"GroupNorm.*model\.personal = '1\.\*'"):
         trainer_of(model=model)
+    privacy = ExamplePrivacy(Clipping(1.0), 1.0)
+    with pytest.raises(FedsimError, match=r"model\.fix = true put it in its place\."):
+        trainer_of(model=model, privacy=privacy)
+
+
+class Attention(nn.Module):
+    """With an operation for which `torch.func.vmap` has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x[:, None]
+        return self.head(self.attention(x, x, x, need_weights=False)[0][:, 0])
+
+
+def test_nothing_is_said_of_what_vmap_has_no_rule_for():
+    importlib.reload(fedsim.training.paths)  # each test has warnings' filters of its own
+    with warnings.catch_warnings(record=True) as said:
+        trainer = trainer_of(model=Attention(), path="func")
+        list(trainer.train(trainer.initial(), np.arange(2), 1))
+        privacy = ExamplePrivacy(Clipping(1.0), 1.0)
+        trainer = trainer_of(model=Attention(), privacy=privacy)
+        list(trainer.train(trainer.initial(), np.arange(2), 1))
+    assert [str(one.message) for one in said] == []
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ class Selection:
         if self.distribution not in get_args(Distribution) or not 1 < self.mean < math.inf:
             raise FedsimError(
                 f"the best of a {self.distribution} number of runs of mean {self.mean:g} is to be "
-                f"selected; it must be {', '.join(get_args(Distribution))}, of a mean above 1."
+                f"selected (--select-number, --select-mean); it must be "
+                f"{', '.join(get_args(Distribution))}, of a mean above 1."
             )
 
     @property
