@@ -27,9 +27,10 @@ from fedsim.cli.privacy_question import (
 )
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
-from fedsim.privacy.claims import Stopping, group_cost
+from fedsim.privacy.claims import Stopping
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import simple_laws
+from fedsim.privacy.groups import group_cost
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 

@@ -243,6 +243,16 @@ class History:
         return Accountant(entry.event for entry in [*self.before, *made])
 
     @property
+    def rows(self) -> int | None:
+        """How many rows the last release was over, if its line says so."""
+        if not self.charged:
+            return None
+        event, public = self.charged[-1].event, self.charged[-1].public
+        client = self.charged[-1].level == "client"
+        declared = event.law.population if client else public.get("examples")
+        return declared if isinstance(declared, int) else None
+
+    @property
     def releases(self) -> int:
         """How many were made."""
         return self.accountant.releases - self._unmade - self._ahead.total()

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
-from fedsim.privacy.claims import FIXED, Extrapolation, GroupCost, Stopping, costliest, group_cost
+from fedsim.privacy.claims import FIXED, Extrapolation, Stopping, costliest
 from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.records import json_value
@@ -147,7 +148,7 @@ class Statement:
             tradeoff=tradeoff(planned),
             planned=planned,
             ledgers=len(ledgers),
-            rows=min(filter(None, (_rows(ledger.history) for ledger in ledgers)), default=None),
+            rows=min(filter(None, (ledger.history.rows for ledger in ledgers)), default=None),
             before=sum(entry.event.count for entry in worst.before if entry.kind != "planned"),
             this_run=None if this_run is None else stopping.cost(this_run, delta),
             ledger=place,
@@ -388,15 +389,6 @@ class Statement:
             "lines": self.lines,
         }
         return {name: json_value(value) for name, value in data.items()}
-
-
-def _rows(history: History) -> int | None:
-    """How many rows the last release was over, if its line says so."""
-    if not history.charged:
-        return None
-    last = history.charged[-1]
-    declared = last.event.law.population if last.level == "client" else last.public.get("examples")
-    return declared if isinstance(declared, int) else None
 
 
 def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:

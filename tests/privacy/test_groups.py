@@ -15,7 +15,7 @@ import fedsim.cli
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.claims import group_cost
+from fedsim.privacy.groups import group_cost
 from fedsim.privacy.laws import FixedSizeLaw, FullLaw, PoissonLaw
 
 DELTA = 1e-5
