@@ -171,13 +171,19 @@ def share(
     Raises
     ------
     FedsimError
-        If the mechanism leaves nothing to share, if ``bounding`` is not of the entries and shapes
-        that the mechanism has, or if the state that a client receives makes its row longer than the
-        bound that its noise is for.
+        If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
+        and shapes that the mechanism has, or if the state that a client receives
+        makes its row longer than the bound that its noise is for.
     """
     if request.bound.guarantee == "none":
         raise FedsimError(
             f"noise placement is 'client'; {request.bound} has no guarantee that shares could keep."
+        )
+    # The strategy refuses it too; a client does not take a server's word for it.
+    if request.noise.correlated or not request.noise.divisible:
+        raise FedsimError(
+            f"noise placement is 'client'; {type(request.noise).__name__} (noise.name) cannot be "
+            "added in shares, and needs 'server'."
         )
     _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
     n = len(block)
