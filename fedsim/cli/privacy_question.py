@@ -26,7 +26,7 @@ from fedsim.privacy.durable import archived
 from fedsim.privacy.events import law_named, simple_laws
 from fedsim.privacy.laws.correlated import ExtendedLaw
 from fedsim.privacy.plan import of_user
-from fedsim.runs.record import RunLedgers, delta_of
+from fedsim.runs.run_ledgers import RunLedgers, delta_of
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import OUT, RunDirectory, ending, last_run
-from fedsim.runs.record import RanElsewhere, RunLedgers, RunResult
+from fedsim.runs.record import RanElsewhere, RunResult
 from fedsim.runs.resolve import Resolved
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.strategies import RunFailedError
 
 

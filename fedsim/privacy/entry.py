@@ -242,6 +242,13 @@ class History:
         made = [entry for entry in net[len(self.before) :] if entry.kind != "planned"]
         return Accountant(entry.event for entry in [*self.before, *made])
 
+    def alone(self) -> History:
+        """That of this run, without earlier ones."""
+        history = History()
+        for entry in self.of_this_run:
+            history.charge(entry)
+        return history
+
     @property
     def rows(self) -> int | None:
         """How many rows the last release was over, if its line says so."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.claims import FIXED, Extrapolation, Stopping, costliest
-from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.entry import Entry
 from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.ledger_file import LedgerFile
@@ -133,11 +133,7 @@ class Statement:
         """
         worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
         planned = stopping.planned(worst)
-        this_run = None
-        if worst.before:
-            this_run = History()
-            for entry in worst.of_this_run:
-                this_run.charge(entry)
+        this_run = worst.alone() if worst.before else None
         single = ledgers[0] if len(ledgers) == 1 and place is None else None
         if single is not None and single.path is not None:
             place = str(single.path)
@@ -320,9 +316,8 @@ class Statement:
     def _archive(self) -> list[str]:
         if self.this_run is None:
             return []
-        alone = (
-            f"{self.this_run.epsilon:.4g}" if math.isfinite(self.this_run.epsilon) else "infinite"
-        )
+        epsilon = self.this_run.epsilon
+        alone = f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"
         return [
             f"{self.before:,} of the releases were made by earlier runs, whose ledgers are "
             f"archived beside this one and count; this run's own would be epsilon {alone}."

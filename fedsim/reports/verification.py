@@ -13,7 +13,8 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.verification import FileCheck, checked, verify
 from fedsim.reports.run_page import run_page
 from fedsim.runs.directory import clients_ledgers
-from fedsim.runs.record import RunRecord, delta_of
+from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import delta_of
 
 # Where a ledger lies may have changed since, and is no claim.
 _PLACE = re.compile(r"Ledger: [^<]*")

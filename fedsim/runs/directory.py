@@ -253,7 +253,7 @@ class RunDirectory:
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
         if not any(path.exists() for path in kinds):
             return
-        resolve_name("fedsim.runs.record:charge_planned")(self.path)
+        resolve_name("fedsim.runs.run_ledgers:charge_planned")(self.path)
         key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
         files = (self.config, self.data_split, *key, *kinds)
         archive(*(path for path in files if path.exists()))

@@ -24,8 +24,8 @@ from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.runs.record import how_ended
 from fedsim.runs.resolve import Resolved, calibrated
+from fedsim.runs.run_ledgers import how_ended
 from fedsim.runs.split_record import holds_other_examples, refuse_other_split
 
 _log = logging.getLogger("fedsim")

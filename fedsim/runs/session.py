@@ -21,9 +21,10 @@ from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
-from fedsim.runs.record import RunLedgers, RunResult
+from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.round_rows import RoundRows
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
     Rounds,

@@ -30,8 +30,9 @@ from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.named_files import refuse_other_files
-from fedsim.runs.record import SUMMARY_FORMAT, RunRecord, RunResult, charge_planned
+from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
+from fedsim.runs.run_ledgers import SUMMARY_FORMAT, charge_planned
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION

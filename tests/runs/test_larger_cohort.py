@@ -16,8 +16,9 @@ from fedsim.cli import main
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, epsilon
-from fedsim.runs.record import RunLedgers, RunRecord
+from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.run_ledgers import RunLedgers
 
 BASE = RunConfig().replace(
     **{

@@ -26,8 +26,9 @@ from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir
-from fedsim.runs.record import RunLedgers, RunResult
+from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import resolve
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.runner import _needs_state_dir, drive
 
 CLIENTS = RunConfig().replace(

@@ -12,7 +12,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.allowed_code import allow
 from fedsim.cli import main
-from fedsim.cli.sweep import _joint_cost
+from fedsim.cli.sweep_cost import joint_cost
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
@@ -335,12 +335,12 @@ def test_where_splits_differ_an_example_may_be_the_costliest_clients_in_every_ru
     assert examples_price(kept, 1e-5, same=False).epsilon == anybody.epsilon(1e-5)
 
 
-def test_a_sweep_says_that_releases_of_different_splits_have_no_joint_cost(tmp_path: Path) -> None:
+def test_a_sweep_says_that_releases_of_different_splits_have_nojoint_cost(tmp_path: Path) -> None:
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
     (member,) = grid_runs(BASE, parse_axes(["seed=1"]))
-    told = _joint_cost(dict.fromkeys(ledgers, member), 1e-5, None)
+    told = joint_cost(dict.fromkeys(ledgers, member), 1e-5, None)
     assert "together have no figure: events are accounted for" in told
 
 

@@ -1,0 +1,112 @@
+"""What the runs of a sweep cost together, as the command says it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from fedsim.config.plan import whole_run
+from fedsim.config.release_keys import split_settings
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.reports.sweep import RunLine
+    from fedsim.runs.sweep import Halving, SweepRun
+
+
+def print_examples_cost(
+    console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
+) -> None:
+    """What all runs together cost the clients' examples, where more than one protects them."""
+    from fedsim.privacy import Ledger
+    from fedsim.reports.sweep import examples_price
+    from fedsim.runs.sweep import outcomes
+
+    protecting = [member for member in grid if member.config.client.private]
+    if len(protecting) < 2:
+        return
+    rounds_left = Counter[Path]()
+    for member in protecting:
+        run = where / member.label
+        ledger = run / "ledger.jsonl"
+        made = Ledger.read(ledger).rounds_made if ledger.exists() else 0
+        directory = Path(member.config.client.state_dir or run / "clients")
+        rounds_left[directory] += member.config.rounds - made
+    delta = max(member.config.client.noise.delta for member in protecting)
+    same_clients = len({split_settings(member.config) for member in protecting}) == 1
+    ways = outcomes(protecting, halving)
+    cost = examples_price(rounds_left, delta, ways, same=same_clients)
+    console.print(
+        f"The {len(protecting)} runs whose clients protect their examples cost together, by "
+        f"composition, epsilon = {cost.epsilon:.4g} at delta = {delta} (example level, for the "
+        f"examples of the client that spends most).{_shared_delta(ways)}"
+    )
+
+
+def print_cost(
+    console: Console,
+    grid: Sequence[SweepRun],
+    lines: Sequence[RunLine],
+    where: Path,
+    halving: Halving | None,
+) -> None:
+    """What the private runs cost together, where more than one has released anything."""
+    from fedsim.privacy.durable import archived
+
+    ledgers = {
+        where / member.label / "ledger.jsonl": member for member in grid if member.config.private
+    }
+    # A run that failed before its first row may have released, and recorded that.
+    released = {path: m for path, m in ledgers.items() if path.exists() or archived(path)}
+    if len(released) < 2:
+        return
+    delta = max(member.config.noise.delta for member in ledgers.values())
+    console.print(
+        f"Each private run is (epsilon, {delta:g})-differentially private with the epsilon of its "
+        f"line. {joint_cost(released, delta, halving)}"
+    )
+    if any(line.outcome.ended == "dropped" for line in lines):
+        console.print(
+            "The epsilon of a dropped run is that of a number of rounds fixed in advance; its own "
+            "statement accounts for the choice."
+        )
+    if any(line.simulated for line in lines):
+        console.print(
+            "These are simulated: the noise follows from the runs' seeds. For real data set "
+            "noise.entropy = 'system'.",
+            style="yellow",
+        )
+
+
+def joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halving | None) -> str:
+    """What all runs cost a client whose data is in all of them."""
+    from fedsim.reports.sweep import price
+    from fedsim.runs.sweep import outcomes
+
+    if len({split_settings(member.config) for member in released.values()}) > 1:
+        return (
+            "There is no figure for all of them together: they split examples among clients "
+            "differently (seed, data or partition), so that one client's examples belong to many "
+            "clients in another run. Choose among runs of one split, or partition by owners."
+        )
+    ways = outcomes(list(released.values()), halving)
+    planned = {path: whole_run(member.config) for path, member in released.items()}
+    together = f"Choosing the best one uses all {len(released)} of them, which together"
+    try:
+        cost = price(planned, delta, ways)
+    except FedsimError as error:
+        return f"{together} have no figure: {error}"
+    return f"{together} cost, by composition, epsilon = {cost.epsilon:.4g}.{_shared_delta(ways)}"
+
+
+def _shared_delta(ways: int) -> str:
+    if ways == 1:
+        return ""
+    return (
+        " Which runs continued or ended follows from what was released: half of delta is shared "
+        "among all that was possible."
+    )

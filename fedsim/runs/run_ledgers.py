@@ -1,0 +1,171 @@
+"""How a run has ended, its ledgers and its clients', and what may be claimed of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from fedsim import regular_files
+from fedsim.config import Scalar
+from fedsim.config.plan import stopping, with_config_figures
+from fedsim.config.run_config import read_config
+from fedsim.errors import FedsimError
+from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
+from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.runs.directory import RunDirectory, clients_ledgers, ending
+
+SUMMARY_FORMAT = 1
+
+
+def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:
+    """The delta of a config by dotted keys: of the server's releases, or of a ``client``'s."""
+    delta = config.get("client.noise.delta" if level == "client" else "noise.delta")
+    return float(delta) if isinstance(delta, int | float) and 0 < delta < 1 else 1e-5
+
+
+@dataclass(frozen=True)
+class RunLedgers:
+    """The ledgers of a run that are at hand.
+
+    Attributes
+    ----------
+    config : mapping
+        The run's config by dotted keys, of whatever version; empty where it is not known.
+    server : Ledger or None
+    clients : ClientLedgers or None
+        Those of the clients, where anybody here has them.
+    ended : str
+        As in `RunResult`.
+    """
+
+    config: Mapping[str, Scalar] = field(default_factory=dict)
+    server: Ledger | None = None
+    clients: ClientLedgers | None = None
+    ended: str = ""
+
+    @classmethod
+    def read(cls, run: Path, delta: float | None = None) -> Self:
+        """Those of a run's directory; clients' at this delta, or the config's.
+
+        Raises
+        ------
+        FedsimError
+            If a file is damaged or of a later format.
+        """
+        directory = RunDirectory(run)
+        config = read_config(directory.config) if directory.config.is_file() else {}
+        server = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
+        own, clients = clients_ledgers(run, config), None
+        if own is not None:
+            delta = delta_of(config, "client") if delta is None else delta
+            clients = ClientLedgers(own, delta=delta, read_only=True)
+        return cls(config, server, clients, how_ended(directory))
+
+    def charge_planned(self, *, server: bool = True) -> None:
+        """Charge in the ledgers, which can be written, what releases have kept from being made."""
+        end = self._stopping()
+        if not end.left or self.server is None:
+            return
+        if server:
+            self.server.charge_planned(end)
+        if self.clients is not None:
+            self.clients.charge_planned(replace(end, run=self._run))
+
+    def _stopping(self) -> Stopping:
+        if self.server is None:
+            return FIXED
+        return stopping(self.config, self.server.rounds_made, self.ended)
+
+    @property
+    def _run(self) -> str | None:
+        """Which run it is in the clients' ledgers; None where its key is missing."""
+        try:
+            return None if self.server is None else self.server.run
+        except (FedsimError, OSError):
+            return None
+
+    def statements(self, delta: float | None = None) -> list[Statement]:
+        """What is claimed, at every level at which there is a ledger; the main one first.
+
+        Parameters
+        ----------
+        delta : float, optional
+            Of the server's statement; the config's if unset.
+        """
+        config, server = self.config, self.server
+        end, examples = self._stopping(), None
+        if self.clients is not None:
+            examples = self.clients.statement(stopping=replace(end, run=self._run))
+        if server is None:
+            return claimed(None, examples)
+        of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
+        of_server = with_config_figures(config, of_server, server.path)
+        if examples is None and _clients_keep_ledgers(config):
+            of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
+        # Without a bound of updates the server has released nothing that it claims anything of.
+        bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
+        return claimed(of_server if bounded or examples is None else None, examples)
+
+
+def charge_planned(run: Path, *, server: bool = True) -> None:
+    """Charge what was planned in a run that does not go on, where what it has released ended it.
+
+    One that declared that releases may end it did so, whatever else has. Without ``server``, in
+    clients' ledgers alone, which other runs may share: the model names the server's last line.
+    """
+    directory = RunDirectory(run)
+    config = read_config(directory.config) if directory.config.is_file() else {}
+    ended = how_ended(directory)
+    if not directory.ledger.is_file() or stopping(config, ended=ended) == FIXED:
+        return
+    place = clients_ledgers(run, config)
+    clients = None if place is None else ClientLedgers(place, delta=delta_of(config, "client"))
+    RunLedgers(config, Ledger(directory.ledger), clients, ended).charge_planned(server=server)
+
+
+def how_ended(directory: RunDirectory) -> str:
+    """How a run has ended, also one that a sweep has dropped after it had paused."""
+    ended: str = ending(directory.path).ended
+    if ended == "interrupted":
+        ended = str(read_summary(directory.summary).get("ended", ended))
+    return ended
+
+
+def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
+    """Whether clients protect their examples on nodes elsewhere, where their ledgers are."""
+    bound = config.get("client.mechanism.name", "none")
+    if config.get("client.mechanism.unsafe-non-private-raw-statistics"):
+        return False
+    return bound != "none" and bool(config.get("engine.federation"))
+
+
+_CLIENTS_KEEP_LEDGERS = (
+    "Clients protect their own examples: what that has cost each of them is in a ledger where the "
+    "client keeps it, and not here."
+)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a run has noted at its end; empty before it.
+
+    Raises
+    ------
+    FedsimError
+        If the file is damaged or of a later format.
+    """
+    try:
+        summary = json.loads(regular_files.read_text(path))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise FedsimError(f"{path} is damaged; it must be JSON that fedsim wrote.") from None
+    written = summary.get("format") if isinstance(summary, dict) else None
+    if written != SUMMARY_FORMAT:
+        raise FedsimError(
+            f"{path} has format {written}, and this fedsim reads {SUMMARY_FORMAT}; use the fedsim "
+            "that wrote it."
+        )
+    return dict(summary)
