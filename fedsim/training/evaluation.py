@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.process import thread_pool
 from fedsim.randomness import Randomness
@@ -20,6 +20,7 @@ from fedsim.tasks import MeanOf, Metric
 from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
+from fedsim.training.own_state import OwnState
 from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
@@ -90,12 +91,18 @@ class Evaluation:
                 theta,
                 self.data,
                 [self.data.indices[i] for i in ids],
-                {"loss": MeanOf(self.trained.loss), **self.metrics},
+                self._metrics,
                 Seeds([randomness] * len(ids), ids, round) if draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
             )
             yield Block.sent(ids, None, values)
+
+    @cached_property
+    def _metrics(self) -> Mapping[str, Metric]:
+        """Loss and metrics, which keep nothing of one client's examples for another's."""
+        metrics = {"loss": MeanOf(self.trained.loss), **self.metrics}
+        return {name: _forgetting(metric) for name, metric in metrics.items()}
 
     @cached_property
     def _paths(self) -> tuple[Sequence[Path], bool]:
@@ -127,6 +134,33 @@ class Evaluation:
             for _ in range(1, min(self.threads, -(-len(self.data.x) // WIDTH)))
         ]
         return [path, *copies], not by_example
+
+
+@dataclass(frozen=True)
+class _Forgetting(Metric):
+    """A metric whose attributes are put back after each call."""
+
+    metric: Metric
+    kept: OwnState
+
+    def init(self) -> Any:
+        return self.metric.init()
+
+    def update(self, state: Any, outputs: Tensor, targets: Tensor) -> Any:
+        with self.kept.restored():
+            return self.metric.update(state, outputs, targets)
+
+    def merge(self, state: Any, other: Any) -> Any:
+        return self.metric.merge(state, other)
+
+    def finish(self, state: Any) -> float:
+        return self.metric.finish(state)
+
+
+def _forgetting(metric: Metric) -> Metric:
+    owner: Any = metric.function if isinstance(metric, MeanOf) else metric
+    kept = OwnState(nn.Identity(), owner, strict=False)
+    return metric if kept.quiet else _Forgetting(metric, kept)
 
 
 @torch.no_grad()

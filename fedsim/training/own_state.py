@@ -51,7 +51,8 @@ class OwnState:
     ----------
     model : nn.Module
     loss : callable
-        Those of a function are what a user set on it; what it closes over is out of reach.
+        Those of a function are what a user set on it; what it closes over is out of reach. A metric
+        may stand in its place.
     trained : collection of str
         The parameters that are trained, of which every call is given its own.
     strict : bool
@@ -61,40 +62,40 @@ class OwnState:
     ----------
     quiet : bool
         Whether it is known that there is nothing to put back: the model is made of torch's own
-        layers without buffers, none of which writes to its parameters.
+        layers without buffers, none of which writes to its parameters, and the loss is fedsim's
+        own.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, trained: Collection[str] = (), *, strict: bool = True
     ) -> None:
-        owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
+        self._owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
         self._strict = strict
         # Modules and parameters are not copied with what refers to them.
         models = [m for m in (model, loss) if isinstance(m, nn.Module)]
         self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
+        self._modules = [module for m in models for module in m.modules()]
+        self.quiet = all(_leaves_itself(owner) for _, owner in self._owners)
+        self._fixed = {} if self.quiet else _fixed(model, loss, trained)
+        self._snapshot()
+
+    def _snapshot(self) -> None:
         self._saved = [
             (whose, self._save(attributes))
-            for whose, owner in owners
+            for whose, owner in self._owners
             for attributes in _attributes(owner)
         ]
-        modules = [module for m in models for module in m.modules()]
-        keeps = any(saved.changeable for _, saved in self._saved)
-        self.quiet = all(map(_leaves_itself, modules)) and not keeps
-        self._registered = [
-            (registry, dict(registry))
-            for module in modules
-            for registry in (getattr(module, name) for name in _REGISTRIES)
-        ]
-        fixed = {} if self.quiet else _fixed(model, loss, trained)
-        self._fixed = {name: (p.data, p.detach().clone()) for name, p in fixed.items()}
+        registries = [getattr(module, name) for module in self._modules for name in _REGISTRIES]
+        self._registered = [(registry, dict(registry)) for registry in registries]
+        self._values = {name: (p.data, p.detach().clone()) for name, p in self._fixed.items()}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Begin from what there was, and put back what calls have changed once they are over."""
+        """Put back what calls have changed, once they are over."""
         if self.quiet:
             yield
             return
-        self._restore()  # an evaluation's metrics may call the same loss
+        self._snapshot()  # a trainer may have told its model which round it is
         try:
             yield
         finally:
@@ -103,7 +104,7 @@ class OwnState:
     @property
     def changed(self) -> list[str]:
         """Names of what has changed since."""
-        fixed = [name for name, (now, before) in self._fixed.items() if not _same(now, before)]
+        fixed = [name for name, (now, before) in self._values.items() if not _same(now, before)]
         return fixed + [
             f"{whose}{name}"
             for whose, saved in self._saved
@@ -140,14 +141,12 @@ class OwnState:
             if [*map(id, registry.values())] != [*map(id, entries.values())]:
                 registry.clear()
                 registry.update(entries)
-        for now, before in self._fixed.values():
+        for now, before in self._values.values():
             now.copy_(before)
         for _, saved in self._saved:
             for name in _own(saved.attributes).keys() - saved.names:
                 del saved.attributes[name]
-            saved.attributes.update(saved.constant)
-            if saved.changeable:
-                saved.attributes.update(copy.deepcopy(saved.changeable, dict(self._shared)))
+            saved.attributes.update(saved.constant | saved.changeable)
 
 
 _NOTHING = object()
@@ -163,9 +162,12 @@ def _named(whose: str, owner: object) -> list[tuple[str, object]]:
     return [(whose, owner), *_named(whose, inner)]
 
 
-def _leaves_itself(module: nn.Module) -> bool:
-    """Whether a module is known to write neither to its attributes nor to its parameters."""
-    return is_torchs_own(module) and getattr(module, "max_norm", None) is None
+def _leaves_itself(owner: object) -> bool:
+    """Whether something is known to change neither its attributes nor its parameters."""
+    if not isinstance(owner, nn.Module):
+        return str(getattr(owner, "__module__", "")).startswith("fedsim.")
+    # A buffer is there to be written to.
+    return is_torchs_own(owner) and not owner._buffers and getattr(owner, "max_norm", None) is None
 
 
 def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, nn.Parameter]:
