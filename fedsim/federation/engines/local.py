@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -115,6 +116,7 @@ class LocalGrid(Closed, OwnGrid):
         self._run = empty_run(run_id)
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
+        self._one_client = threading.Lock()
         self._expires: dict[str, float] = {}
         # Seconds that clients have worked, one after another, which do not age a waiting message.
         self._worked = 0.0
@@ -277,10 +279,13 @@ class LocalGrid(Closed, OwnGrid):
         if message is None or left < 0:
             reply = unavailable(message_id, self._run.run_id)
         else:
-            started = time.monotonic()
-            reply = self._answer(message)
-            seconds = time.monotonic() - started
-            self._worked += seconds
+            # Flower's older strategies send from several threads, and clients share this process:
+            # torch's generators, numpy's file headers (whose parser Python 3.11 has one of).
+            with self._one_client:
+                started = time.monotonic()
+                reply = self._answer(message)
+                seconds = time.monotonic() - started
+                self._worked += seconds
             if seconds > left:
                 reply = unavailable(message_id, self._run.run_id)
         set_message_id(reply, f"{next(self._serial):016x}")

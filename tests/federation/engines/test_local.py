@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -234,6 +235,24 @@ def test_a_client_that_exits_ends_nobody_else():
 
     grid = LocalGrid(app, num_nodes=2)
     assert codes(grid.send_and_receive(ask(grid, 2, 3))) == [CLIENT_RAISED] * 2
+
+
+def test_threads_that_send_at_once_have_their_clients_one_after_another():
+    app, at_work, most = ClientApp(), [], []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        at_work.append(context.node_id)
+        most.append(len(at_work))
+        time.sleep(0.02)  # in which another thread would begin
+        at_work.remove(context.node_id)
+        return Message(message.content, reply_to=message)
+
+    grid = LocalGrid(app, num_nodes=4)
+    with ThreadPoolExecutor(4) as pool:
+        sent = pool.map(lambda node: grid.send_and_receive(ask(grid, node)), (2, 3, 4, 5))
+        assert [reply.metadata.src_node_id for (reply,) in sent] == [2, 3, 4, 5]
+    assert most == [1] * 4
 
 
 def test_the_run_can_be_set_and_messages_created():
