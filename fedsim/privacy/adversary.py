@@ -159,7 +159,7 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
     Returns
     -------
     dict of Event to float, and float
-        The latter is what is left of delta.
+        The latter is the rest of delta.
     """
     declared = {entry.event for entry in entries if entry.declared_by_user}
     rounds = Counter(entry.event for entry in entries)
