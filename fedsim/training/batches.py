@@ -178,13 +178,16 @@ def plan_batches(
         yield Batches(members, index, weight, steps)
 
 
-def chunk_width(batch_size: int) -> int:
+WIDEST = 64
+
+
+def chunk_width(batch_size: int, widest: int = WIDEST) -> int:
     """Rule for the examples of a Poisson batch that go through a model at once.
 
     Wide enough that a small batch seldom needs two, narrow enough that a large one wastes
     little on padding.
     """
-    return max(2, min(64, 1 << (3 * batch_size // 2 - 1).bit_length()))
+    return max(2, min(widest, 1 << (3 * batch_size // 2 - 1).bit_length()))
 
 
 def plan_poisson(
@@ -195,18 +198,22 @@ def plan_poisson(
     round: int,
     chunk: int = 0,
     *,
+    widest: int = WIDEST,
     amplified: bool = True,
 ) -> Iterator[Batches]:
     """Draw Poisson batches: each example is in one with probability ``|B| / N``.
 
-    Parameters as `plan_batches`; ``chunk``, the examples that go through a model at once; and
-    whether a private event is ``amplified`` by the draw. The batches have a chunk axis: ``index``
+    Parameters as `plan_batches`; ``chunk``, the examples that go through a model at once, or 0 for
+    `chunk_width`'s rule with at most ``widest`` of them; and whether a private event is
+    ``amplified`` by the draw. The batches have a chunk axis: ``index``
     and ``weight`` are ``[n, S, chunks, B]``, a weight is 1 on every example drawn, and a step has
     as many chunks as its largest draw needs.
     """
     stream = Stream()
     for B, members, steps in _groups(
-        [work] * len(indices), indices, lambda size: chunk or chunk_width(work.batch_of(size))
+        [work] * len(indices),
+        indices,
+        lambda size: chunk or chunk_width(work.batch_of(size), widest),
     ):
         samplers = [work.poisson(len(indices[i])) for i in members]
         draws = [

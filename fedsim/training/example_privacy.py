@@ -29,7 +29,7 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss
-from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
+from fedsim.training.batches import WIDEST, Batches, Ints, plan_batches, plan_poisson
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.steps import RoundStart, Stepper
@@ -166,14 +166,15 @@ class ExamplePrivacy:
         client_ids: Ints,
         randomness: Sequence[Randomness],
         round: int,
+        widest: int = WIDEST,
     ) -> Iterator[Batches]:
-        """Draw clients' batches as their events say; parameters as `plan_batches`.
+        """Draw clients' batches as their events say; parameters as `plan_poisson`.
 
         Batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``.
         """
         drawn = (work, indices, client_ids, randomness, round)
         if self.sampling == "poisson":
-            yield from plan_poisson(*drawn, self.chunk, amplified=self.private)
+            yield from plan_poisson(*drawn, self.chunk, widest=widest, amplified=self.private)
             return
         for b in plan_batches(*drawn, one_order=self.made.correlated):
             yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)

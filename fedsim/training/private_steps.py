@@ -17,11 +17,12 @@ from fedsim.mechanisms.base import without_noise
 from fedsim.mechanisms.releaser import NUMBERS
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
-from fedsim.training.batches import Batches, Ints, Workload
+from fedsim.training.batches import WIDEST, Batches, Ints, Workload
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.steps import RoundClients, Stepper, Steps
 
+GPU_CHUNK = 256
 MECHANISM = "mechanism."
 """What the names of the mechanism's state begin with, among what a client keeps."""
 
@@ -64,7 +65,14 @@ class PrivateStepFactory:
     ) -> Iterator[Batches]:
         """Draw these clients' batches as their plan says, those of one width together."""
         indices = [self.stepper.data.indices[i] for i in client_ids]
-        return self.privacy.batches(self.workload.work, indices, client_ids, randomness, round)
+        drawn = (self.workload.work, indices, client_ids, randomness, round)
+        return self.privacy.batches(*drawn, self._widest_chunk)
+
+    @property
+    def _widest_chunk(self) -> int:
+        """A GPU waits for launches, which wide chunks save, as long as their rows fit in 1 GiB."""
+        small = self.stepper.packing.layout.d <= 2**30 // (4 * GPU_CHUNK)
+        return GPU_CHUNK if self.stepper.device.type == "cuda" and small else WIDEST
 
     def steps(self, batches: Batches, clients: RoundClients) -> PrivateSteps:
         """The steps of the clients whose batches these are, ready to be run."""

@@ -243,6 +243,7 @@ def test_the_size_of_chunks_changes_nothing_but_rounding():
     torch.testing.assert_close(thetas[1], thetas[0], rtol=0, atol=1e-9)
     torch.testing.assert_close(thetas[2], thetas[0], rtol=0, atol=1e-9)
     assert [chunk_width(b) for b in (1, 2, 10, 200)] == [2, 4, 16, 64]
+    assert [chunk_width(b, 256) for b in (10, 100, 200)] == [16, 256, 256]
 
 
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.3, tol=1.0, discard=False)])
