@@ -14,6 +14,7 @@ Exponentials, logarithms, roots and the four operations are the same in both.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +33,16 @@ def channels_last(images: Tensor) -> Tensor:
     layers that follow keep them.
     """
     return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)
+
+
+def takes_channels_last(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether torch computes all of a model's convolutions correctly with channels last.
+
+    For one channel, such strides are those of channels first too. With AVX-512, oneDNN as of torch
+    2.15 then reads other numbers than it should where a stride leaves one column of outputs.
+    """
+    convolutions = (module for module in modules if isinstance(module, torch.nn.Conv2d))
+    return all(module.in_channels > 1 or module.stride[1] == 1 for module in convolutions)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.rows.packing import channels_last
+from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
 
@@ -140,7 +140,7 @@ def _outputs(
     for start in range(0, count, width):
         chunk = examples[start : start + width]
         x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
-        if x.dim() == 4 and not x.is_cuda:
+        if x.dim() == 4 and not x.is_cuda and takes_channels_last(stem.modules()):
             x = channels_last(x)
         features = stem(x)
         if outputs is None:

@@ -55,6 +55,35 @@ def test_filters_with_channels_last_or_first_train_as_in_a_plain_loop(
     torch.testing.assert_close(block.rows[0], ended - vector, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
+def test_one_channel_and_a_stride_that_leaves_one_column_train_as_in_a_plain_loop(
+    path: str,
+) -> None:
+    """Channels last, torch 2.15 convolves such images wrongly where oneDNN has AVX-512."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-2, 3, (EXAMPLES, 1, 6, 3), generator=generator).float()
+    data = ClientData(x, torch.arange(EXAMPLES) % 3, [np.arange(EXAMPLES)])
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, (4, 3), stride=(1, 2), padding=(1, 0)), nn.ReLU(), nn.Flatten(),
+        nn.Linear(20, 3),
+    )  # fmt: skip
+    trainer = Trainer(
+        model, SGD(lr=0.1), data, batch_size=0, steps=STEPS, path=path,
+        randomness=Randomness(1),
+    )  # fmt: skip
+    (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
+    alone = copy.deepcopy(model).double()
+    start = Layout.of(alone.state_dict()).flatten(dict(alone.named_parameters())).detach()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x.double()), data.y).backward()
+        optimizer.step()
+    ended = Layout.of(alone.state_dict()).flatten(dict(alone.named_parameters())).detach()
+    torch.testing.assert_close(block.rows[0].double(), ended - start, rtol=0, atol=1e-5)
+
+
 def test_a_client_s_seeds_are_the_same_drawn_together_or_step_by_step() -> None:
     seeds = Seeds([Randomness(3).repeated()] * 2, np.array([5, 9]), 2)
     by_step = np.stack([seeds.of_step(step, 2)[:, 0] for step in range(STEPS)], axis=1)

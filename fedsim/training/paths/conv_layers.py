@@ -30,7 +30,7 @@ from fedsim.kernels.convolutions import (
     is_compiled,
     weight_gradient,
 )
-from fedsim.rows.packing import channels_last
+from fedsim.rows.packing import channels_last, takes_channels_last
 
 # Places a window times places of a kernel, from which on sums over winners take less time than
 # products over all places, on each processor that was measured. With AVX2 they take .3 to .65 of it
@@ -109,9 +109,10 @@ def forward(
     The last one's outputs are the features, channels last.
     """
     passed = []
-    x = channels_last(x)
+    placed = channels_last if takes_channels_last(layer.module for layer in layers) else torch.clone
+    x = placed(x)
     for layer in layers:
-        weight = channels_last(row[layer.weight].view(layer.module.weight.shape))
+        weight = placed(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
         # The places are the windows' winners, from which `_of_winners` takes the gradients.
         pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations

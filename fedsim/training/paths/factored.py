@@ -30,7 +30,7 @@ from fedsim.models.parameters import call_with
 from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
-from fedsim.rows.packing import Packing, channels_last
+from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.training.paths.conv_layers import is_plain
 from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
 from fedsim.training.paths.program import Program
@@ -245,7 +245,7 @@ class Hooked(GradientMethod):
             for name, module in self.layers
         ]
         # Windows are then gathered in runs of channels.
-        if x.dim() == 4 and not x.is_cuda:
+        if x.dim() == 4 and not x.is_cuda and takes_channels_last(self.model.modules()):
             x = channels_last(x)
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:

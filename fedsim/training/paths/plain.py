@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
 from fedsim.models.parameters import call_with
-from fedsim.rows.packing import Packing, channels_last
+from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews
 from fedsim.training.own_state import OwnState
@@ -213,7 +213,8 @@ class PlainPath:
         """Images with channels last: faster convolutions on a CPU, but slower narrow GroupNorm."""
         modules = list(self.model.modules())
         narrow = (isinstance(m, nn.GroupNorm) and m.num_channels < WIDE_NORM for m in modules)
-        return any(isinstance(m, nn.Conv2d) for m in modules) and not any(narrow)
+        convolves = any(isinstance(m, nn.Conv2d) for m in modules)
+        return convolves and not any(narrow) and takes_channels_last(modules)
 
     def _placed(self, x: Tensor) -> Tensor:
         """One client's inputs, at an allocator's address: its bits do not depend on its place."""
