@@ -96,9 +96,11 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         for t in (1, 2):
             for batches in plan_batches(work, own, np.arange(len(own)), sources, t):
                 n = len(batches.members)
+                # A trainer adds what the server sends beside the model.
+                vectors = {k: torch.zeros_like(start).expand(n, -1) for k in algorithm.receives}
                 ended = Steps(trainer.stepper, batches, t).run(
                     start.expand(n, -1).clone(),
-                    {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
+                    {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()} | vectors,
                     CarriedState(np.ones(n, dtype=np.bool_), {}),
                 )
                 assert {found.device.type for found in (ended.theta, *ended.reports.values())} == {
