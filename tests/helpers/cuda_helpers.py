@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, FedNova, RMSProp, Scaffold
@@ -41,6 +42,19 @@ MODELS = {
     "func": lambda: make_cnn(dtype=torch.float64),
 }
 """A small model for each path that is captured."""
+
+
+def can_fake_a_gpu() -> bool:
+    """Whether tensors without data may say that they are on a GPU that is not there.
+
+    torch 2.6 asks CUDA's driver in some of their operations.
+    """
+    try:
+        with FakeTensorMode():
+            torch.empty(2, device="cuda").uniform_()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Reads(SGD):

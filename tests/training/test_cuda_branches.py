@@ -18,6 +18,7 @@ from cuda_helpers import (
     NoReadingBack,
     Tape,
     as_if_on_a_gpu,
+    can_fake_a_gpu,
     images,
     make_trainer,
     pretend,
@@ -58,19 +59,6 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
     trainer.stepper.eager = watched
     for got, wanted in zip(rounds(trainer, vector, [range(7)] * 2), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
-
-
-def can_fake_a_gpu() -> bool:
-    """Whether tensors without data may say that they are on a GPU that is not there.
-
-    torch 2.6 asks CUDA's driver in some of their operations.
-    """
-    try:
-        with FakeTensorMode():
-            torch.empty(2, device="cuda").uniform_()
-    except RuntimeError:
-        return False
-    return True
 
 
 @pytest.mark.skipif(not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU")
