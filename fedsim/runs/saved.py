@@ -20,7 +20,7 @@ from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, dataset_of
-from fedsim.datasets.load import kind_of
+from fedsim.datasets.load import array_of, kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
 from fedsim.privacy import Statement
@@ -273,7 +273,7 @@ class SavedRun:
                 "examples are a table; they must be an array whose columns are encoded as in the "
                 "run's data set: fedsim.datasets.from_table(...).test.x has them so."
             )
-        array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        array = array_of("examples", x)
         wanted = self.input_shape
         if array.ndim > 1 and len(array) and array.shape[1:] != wanted:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}

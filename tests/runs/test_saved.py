@@ -261,6 +261,8 @@ def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_ru
     pandas = pytest.importorskip("pandas")
     with pytest.raises(FedsimError, match="examples are a table"):
         saved.predict(pandas.DataFrame(x))
+    with pytest.raises(FedsimError, match="examples cannot be made an array"):
+        saved.predict([[1.0, 2.0], [3.0]])
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
