@@ -37,7 +37,7 @@ from fedsim.runs.data_split import (
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import has_other_objects
 from fedsim.runs.factories import LocalTraining
-from fedsim.runs.inference import InferenceModel
+from fedsim.runs.inference import InferenceModel, numbers_of
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -258,7 +258,7 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If the examples have another shape, or are a table.
+            If the examples have another shape, are a table, or are no finite numbers.
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
@@ -283,8 +283,7 @@ class SavedRun:
                 f"examples have shape {array.shape}; this model takes {('N', *wanted)}, of one "
                 "example x[None]."
             )
-        inputs = torch.from_numpy(np.ascontiguousarray(array))
-        return inputs.to(self.input_dtype) if self.input_dtype.is_floating_point else inputs
+        return numbers_of(array, self.input_dtype)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.
