@@ -43,7 +43,9 @@ BAD = {
         "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, "
         "scaffold, sgd. Leave it out, or unset it by --set client.momentum=."
     ),
-    ("data.classes=7",): "In Python the mapping that is data= has it, such as 'classes': 10.",
+    (
+        "data.classes=7",
+    ): "In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=).",
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
     ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
     ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
