@@ -88,3 +88,12 @@ def test_another_package_of_the_name_is_refused(tmp_path: Path) -> None:
     )
     assert ran.returncode == 1
     assert "pip uninstall fedsim" in ran.stderr.splitlines()[-1]
+
+
+def test_a_package_of_it_needs_no_import_of_its_own() -> None:
+    """Sentences and pages say ``fedsim.datasets.from_table``."""
+    script = "import fedsim; fedsim.datasets.from_table; fedsim.strategies.DPFedAvg; fedsim.no"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert ran.stderr.splitlines()[-1] == "AttributeError: module 'fedsim' has no attribute 'no'"

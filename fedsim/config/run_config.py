@@ -268,7 +268,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     if len(content) > LARGEST_FILE:
         raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors begin with a mark
     except RecursionError:
         raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
     except ValueError as error:  # of its syntax, of its encoding, of an endless number

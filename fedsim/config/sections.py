@@ -75,7 +75,9 @@ class DataSection(Choice, table="data"):
     """Which examples there are."""
 
     filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
-    note: ClassVar[str] = " In Python the mapping that is data= has it, such as 'classes': 10."
+    note: ClassVar[str] = (
+        " In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=)."
+    )
     name: Annotated[
         str,
         Doc(

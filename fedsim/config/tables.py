@@ -388,13 +388,13 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if isinstance(value, setting.type):
         return value
     if not isinstance(value, Mapping):
-        raise FedsimError(f"{key} = {shown(value)}; it must be a table.")
+        such = f"{key}.{settings_of(setting.type)[0].key}"
+        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings such as {such}.")
     return setting.type(**value)
 
 
 def _check_option(key: str, value: Any) -> None:
     if not isinstance(value, bool | int | float | str):
-        allowed = "a number, a string, or true or false"
-        raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
+        raise FedsimError(f"{key} = {shown(value)}; it must be a number, a string, true or false.")
     if isinstance(value, float) and value - value != 0:  # NaN or infinite
         raise FedsimError(f"{key} = {shown(value)}; it must be a finite number.")

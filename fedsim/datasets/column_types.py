@@ -152,7 +152,7 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
         text = [*train, *test][is_number.index(False)]
         _log.warning(
             "%s has numbers in column '%s', but also '%s', so that each of its %s values is a "
-            "category: if it is meant to be a number, mend what is none.",
+            "category: if the column is meant to hold numbers, correct the values that are not.",
             where, name, text, f"{len(values):,}",
         )  # fmt: skip
     return CategoryType(tuple(values))
@@ -170,6 +170,8 @@ def number(value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
+    except OverflowError:  # Python's own integers have no largest
+        return math.inf
 
 
 class UnusableError(Exception):

@@ -145,7 +145,9 @@ def dataset_of(data: object) -> Dataset:
                     f"data= has '{name}'; a name must end in _train or _test, or be one of "
                     f"{', '.join((*STATISTICS, *DECLARED))}."
                 )
-        arrays = Arrays.of({str(name): _array(name, value) for name, value in data.items()})
+        arrays = Arrays.of(
+            {str(name): array_of(f"{name} of data=", value) for name, value in data.items()}
+        )
         return arrays.dataset("data")
     if isinstance(data, Mapping):
         data = (data["train"], data["test"])
@@ -226,11 +228,11 @@ def _column(values: Any) -> Any:
 def _split(split: Any) -> dict[str, npt.NDArray[Any]]:
     """``x`` and ``y`` as arrays."""
     if isinstance(split, Mapping):
-        return {str(name): _array(name, value) for name, value in split.items()}
+        return {str(name): array_of(f"{name} of data=", value) for name, value in split.items()}
     if isinstance(split, torch.utils.data.Dataset):
         return _of_torch(split)
     if isinstance(split, tuple | list) and len(split) == 2:
-        return {"x": _array("x", split[0]), "y": _array("y", split[1])}
+        return {"x": array_of("x of data=", split[0]), "y": array_of("y of data=", split[1])}
     raise FedsimError(f"a part of data= is of type {type(split).__name__}; it must be {_WANTED}.")
 
 
@@ -248,18 +250,25 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
             f"{type(dataset).__name__} has items that are no pairs; each must be (x, y)."
         )
     return {
-        name: _array(name, [np.asarray(item[place]) for item in items])
+        name: array_of(f"{name} of data=", [np.asarray(item[place]) for item in items])
         for place, name in enumerate("xy")
     }
 
 
-def _array(name: object, value: Any) -> npt.NDArray[Any]:
+def array_of(name: str, value: Any) -> npt.NDArray[Any]:
+    """An array, a tensor or nested lists as an array.
+
+    Raises
+    ------
+    FedsimError
+        If numpy makes none of it, as of lists of several lengths.
+    """
     try:
         if isinstance(value, torch.Tensor):
             return value.detach().cpu().numpy()
         return np.asarray(value)
     except (TypeError, ValueError) as error:
         raise FedsimError(
-            f"{name} of data= makes no array ({str(error).splitlines()[0]}); it must be an array, "
-            "or values of one shape."
+            f"{name} cannot be made an array ({str(error).splitlines()[0]}); give an array, or "
+            "lists of equal lengths."
         ) from None

@@ -149,7 +149,7 @@ class SharedClientState(Extra):
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Resume what `state` gave."""
-        self.values = dict(state)
+        self.values = {name: float(value) for name, value in state.items()}
 
 
 class NamedVectors(Extra):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,11 @@ from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import RUN
 from fedsim.server_optimizers import ServerOptimizer
 
-_STATE = ("round", "parameters", "mechanism", "stopped", "ledger")
-"""What every state of a strategy has."""
+_STATE = {
+    "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
+    "ledger": Mapping,
+}  # fmt: skip
+"""What every state of a strategy has, and of which types."""
 
 
 class PrivateRounds(ResumableStrategy):
@@ -343,10 +346,10 @@ class PrivateRounds(ResumableStrategy):
             If it is no such state, or this strategy has done rounds of its own, or its ledger does
             not hold the releases that the state counts, or its plan does not continue the state's.
         """
-        if missing := [key for key in _STATE if key not in state]:
+        if wrong := [k for k, kinds in _STATE.items() if not isinstance(state.get(k, 0.0), kinds)]:
             raise FedsimError(
-                f"state has no '{missing[0]}'; it must be what {type(self).__name__}.state() gave "
-                "after a round."
+                f"state= has no '{wrong[0]}' as it must be; state= must be what "
+                f"{type(self).__name__}.state() gave after a round."
             )
         if self.rounds_done:
             raise FedsimError(
@@ -356,7 +359,7 @@ class PrivateRounds(ResumableStrategy):
         self._accounting.restore(state["ledger"], self.plan)
         self._aggregation_settings.noise.restore(state.get("noise"))
         self._layout, self._parameters = None, state["parameters"]
-        self._mechanism_state = dict(state["mechanism"])
+        self._mechanism_state = {name: value.clone() for name, value in state["mechanism"].items()}
         self.rounds_done = self.evaluation.last_round = state["round"]
         for name, owner in self._parts.items():
             owner.restore(state.get(name))

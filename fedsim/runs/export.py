@@ -162,7 +162,7 @@ def export_adapter(saved: SavedRun, out: Path) -> Path:
     """
     if saved.config.adapter.name == "none" or saved.merge or saved.personal:
         why = "merges its adapter" if saved.merge else "has no adapter that all clients share"
-        raise FedsimError(f"--to peft is for an adapter, and {saved.directory.path} {why}.")
+        raise FedsimError(f"--to peft writes an adapter, but {saved.directory.path} {why}.")
     files = saved.config.adapter.make().files(saved.trained)
     with _new_directory(out) as draft:
         for name, content in files.items():

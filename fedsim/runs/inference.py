@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+
+from fedsim.errors import FedsimError
 
 
 class InferenceModel(nn.Module):
@@ -43,3 +49,22 @@ class InferenceModel(nn.Module):
             x = (x - self.mean) / self.std
         outputs: Tensor = self.model(x)
         return outputs
+
+
+def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Examples as inputs of a model: in ``dtype`` if that is a floating one, else as they are.
+
+    Raises
+    ------
+    FedsimError
+        If they are no numbers, or not finite in that dtype: the first class would be predicted.
+    """
+    if array.dtype.kind not in "biuf":
+        raise FedsimError(f"examples are of dtype {array.dtype}; they must be real numbers.")
+    numbers = torch.from_numpy(np.ascontiguousarray(array))
+    numbers = numbers.to(dtype) if dtype.is_floating_point else numbers
+    if not numbers.isfinite().all():
+        raise FedsimError(
+            f"examples have NaN or infinite numbers as {numbers.dtype}; all must be finite."
+        )
+    return numbers

@@ -184,6 +184,11 @@ def _check_classes(dataset: Dataset, outputs: Tensor) -> None:
             f"{dataset.name} does not say how many classes there are (num_classes of its "
             "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
         )
+    if classes == 1 and outputs.dim() > 1 and outputs.shape[-1] == 1:
+        raise FedsimError(
+            f"{dataset.name} has one class, 0, which task.loss = 'cross-entropy' cannot learn: it "
+            "must have two or more; check the labels, or say how many there are (data.classes)."
+        )
     if outputs.dim() > 1 and outputs.shape[-1] < classes:
         raise FedsimError(
             f"the model has {outputs.shape[-1]} outputs, and the data have {classes} classes "

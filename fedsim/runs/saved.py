@@ -20,7 +20,7 @@ from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, dataset_of
-from fedsim.datasets.load import kind_of
+from fedsim.datasets.load import array_of, kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
 from fedsim.privacy import Statement
@@ -37,7 +37,7 @@ from fedsim.runs.data_split import (
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import has_other_objects
 from fedsim.runs.factories import LocalTraining
-from fedsim.runs.inference import InferenceModel
+from fedsim.runs.inference import InferenceModel, numbers_of
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -258,7 +258,7 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If the examples have another shape, or are a table.
+            If the examples have another shape, are a table, or are no finite numbers.
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
@@ -273,7 +273,7 @@ class SavedRun:
                 "examples are a table; they must be an array whose columns are encoded as in the "
                 "run's data set: fedsim.datasets.from_table(...).test.x has them so."
             )
-        array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        array = array_of("examples", x)
         wanted = self.input_shape
         if array.ndim > 1 and len(array) and array.shape[1:] != wanted:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
@@ -283,8 +283,7 @@ class SavedRun:
                 f"examples have shape {array.shape}; this model takes {('N', *wanted)}, of one "
                 "example x[None]."
             )
-        inputs = torch.from_numpy(np.ascontiguousarray(array))
-        return inputs.to(self.input_dtype) if self.input_dtype.is_floating_point else inputs
+        return numbers_of(array, self.input_dtype)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.

@@ -43,7 +43,9 @@ BAD = {
         "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to fednova, "
         "scaffold, sgd. Leave it out, or unset it by --set client.momentum=."
     ),
-    ("data.classes=7",): "In Python the mapping that is data= has it, such as 'classes': 10.",
+    (
+        "data.classes=7",
+    ): "In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=).",
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
     ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
     ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
@@ -59,7 +61,7 @@ BAD = {
     ("rounds=0",): "rounds = 0; it must be at least 1.",
     ("seed=-1",): "seed = -1; it must be an integer from 0 to 2^63 - 1.",
     ("data.download=3",): "data.download = 3; it must be true or false.",
-    ("cohort=3",): "cohort = 3; it must be a table.",
+    ("cohort=3",): "cohort = 3; it must be a table of settings such as cohort.name.",
     (
         "cohort.name=lottery",
     ): "cohort.name = 'lottery'; it must be 'allocation', 'cyclic', 'fixed', 'full', 'poisson', "
@@ -206,6 +208,13 @@ def test_reading_a_config_imports_neither_torch_nor_flower() -> None:
         "sys.exit(bool({'torch', 'flwr', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_config_of_windows_editors_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfrounds = 7\r\n[client]\r\nlr = 0.5\r\n")
+    assert RunConfig.load(tmp_path / "run.toml") == RunConfig().replace(
+        **{"rounds": 7, "client.lr": 0.5}
+    )
 
 
 def test_a_config_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:

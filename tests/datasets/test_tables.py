@@ -167,7 +167,7 @@ def test_a_column_of_numbers_that_has_a_text_is_categories_with_a_warning(tmp_pa
         assert datasets.load(str(path), columns="y=y").train.x.shape == (8, 20)
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} has numbers in column 'a', but also 'NA', so that each of its 10 values is a "
-        "category: if it is meant to be a number, mend what is none."
+        "category: if the column is meant to hold numbers, correct the values that are not."
     ]
 
 
@@ -334,3 +334,8 @@ def test_a_run_takes_what_python_code_has_at_hand(tmp_path):
     config.write_text("rounds = 1\n[partition]\nclients = 2\n")
     result = fedsim.run(fedsim.RunConfig.load(config), data=((X[:6], Y[:6]), (X[6:], Y[6:])))
     assert result.arrays["fc1.weight"].numpy().shape == (2, 3)
+
+
+def test_an_integer_that_no_float_holds_is_one_sentence():
+    with pytest.raises(FedsimError, match="must be a finite number"):
+        datasets.from_table({"a": [10**400] * 9, "y": [0, 1, 0] * 3}, columns="y=y")

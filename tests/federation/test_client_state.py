@@ -203,3 +203,20 @@ def test_clients_with_private_examples_may_say_what_they_ended_with():
     )  # fmt: skip
     _, state = run(LocalGrid(made.trainer), strategy_of(made), made.initial_arrays, 2)
     assert 0 < state["eta"] < 1
+
+
+@pytest.mark.parametrize(
+    ("key", "nonsense"),
+    [
+        ("round", "5"), ("round", -1), ("round", None), ("parameters", 5), ("mechanism", {"a": 1}),
+        ("failures", None), ("optimizer", 5), ("clients", {"eta": "x"}), ("clients", 5),
+        ("cohort", 5), ("stopped", 5), ("ledger", None), ("ledger", {"lines": 1}),
+    ],
+)  # fmt: skip
+def test_a_state_of_nonsense_is_one_sentence(key, nonsense):
+    made = build()
+    first = strategy_of(made)
+    reached = first.start(LocalGrid(made.trainer), made.initial_arrays, 1)
+    second, state = strategy_of(made), {**first.state(), key: nonsense}
+    with pytest.raises(FedsimError, match="state"):
+        second.start(LocalGrid(made.trainer), reached.arrays, 2, state=state)

@@ -344,3 +344,10 @@ def test_whatever_a_users_partition_deals_by_may_be_owners(settings, strangers, 
             run()
     else:
         assert "test-accuracy" in run().metrics[-1]
+
+
+def test_one_class_alone_is_refused():
+    x, y = np.ones((20, 3), dtype=np.float32), np.zeros(20, dtype=np.int64)
+    data = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    with pytest.raises(FedsimError, match="one class, 0"):
+        fedsim.run(fedsim.RunConfig().replace(**{"partition.clients": 2, "rounds": 1}), data=data)

@@ -261,6 +261,11 @@ def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_ru
     pandas = pytest.importorskip("pandas")
     with pytest.raises(FedsimError, match="examples are a table"):
         saved.predict(pandas.DataFrame(x))
+    with pytest.raises(FedsimError, match="examples cannot be made an array"):
+        saved.predict([[1.0, 2.0], [3.0]])
+    for value in (np.nan, np.inf, 1e300, "7", None, 1j):
+        with pytest.raises(FedsimError, match=r"must be (finite|real numbers)\."):
+            saved.predict([[value] * 64])
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
