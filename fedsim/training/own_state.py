@@ -87,7 +87,8 @@ class OwnState:
         ]
         registries = [getattr(module, name) for module in self._modules for name in _REGISTRIES]
         self._registered = [(registry, dict(registry)) for registry in registries]
-        self._values = {name: (p.data, p.detach().clone()) for name, p in self._fixed.items()}
+        # A forward may write into a parameter's tensor, or give it another by `.data = `.
+        self._values = {name: (p, p.data, p.detach().clone()) for name, p in self._fixed.items()}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class OwnState:
     @property
     def changed(self) -> list[str]:
         """Names of what has changed since."""
-        fixed = [name for name, (now, before) in self._values.items() if not _same(now, before)]
+        fixed = [name for name, (p, _, before) in self._values.items() if not _same(p.data, before)]
         return fixed + [
             f"{whose}{name}"
             for whose, saved in self._saved
@@ -141,8 +142,8 @@ class OwnState:
             if [*map(id, registry.values())] != [*map(id, entries.values())]:
                 registry.clear()
                 registry.update(entries)
-        for now, before in self._values.values():
-            now.copy_(before)
+        for parameter, data, before in self._values.values():
+            parameter.data = data.copy_(before)
         for _, saved in self._saved:
             for name in _own(saved.attributes).keys() - saved.names:
                 del saved.attributes[name]
@@ -181,6 +182,8 @@ def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, 
 def _attributes(owner: object) -> list[dict[str, Any]]:
     """What an object keeps by name."""
     kept = [getattr(owner, "__dict__", {})]
+    if isinstance(owner, partial):
+        kept.append(owner.keywords)
     return [*kept, owner._buffers] if isinstance(owner, nn.Module) else kept
 
 

@@ -68,6 +68,15 @@ class FixedParameter(Buffer):
         return float(self.largest)
 
 
+class OtherData(FixedParameter):
+    """The parameter stays, and has another tensor."""
+
+    def remember(self, value: float) -> None:
+        if not hasattr(self, "largest"):
+            super().remember(value)
+        self.largest.data = torch.tensor(value)
+
+
 class AnotherParameter(FixedParameter):
     def remember(self, value: float) -> None:
         self.largest = nn.Parameter(torch.tensor(value), requires_grad=False)
@@ -92,7 +101,7 @@ class Remembering(CrossEntropy):
         return losses * (LARGE / vars(self)["largest"])
 
 
-MODELS = [Buffer, Attribute, OfAChild, FixedParameter, AnotherParameter]
+MODELS = [Buffer, Attribute, OfAChild, FixedParameter, OtherData, AnotherParameter]
 
 
 def trainer(model: type[nn.Module], *, outlier: bool, **settings: object) -> Trainer:
