@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
+from fedsim.tasks.losses import Loss
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 CLIENTS, EXAMPLES, LARGE = 6, 5, 1e4
@@ -101,6 +105,27 @@ class Remembering(CrossEntropy):
         return losses * (LARGE / vars(self)["largest"])
 
 
+class Slotted:
+    """As `Remembering`, without a `__dict__`."""
+
+    __slots__ = ("largest",)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        self.largest = max(getattr(self, "largest", LARGE), float(losses.detach().max()))
+        return losses * (LARGE / self.largest)
+
+
+def remembering(
+    outputs: torch.Tensor, targets: torch.Tensor, *, largest: list[float]
+) -> torch.Tensor:
+    losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    largest.append(max(*largest, LARGE, float(losses.detach().max())))
+    return losses * (LARGE / largest[-1])
+
+
+LOSSES = [Remembering, Slotted, lambda: partial(remembering, largest=[LARGE])]
+
 MODELS = [Buffer, Attribute, OfAChild, FixedParameter, OtherData, AnotherParameter]
 
 
@@ -130,9 +155,10 @@ def test_no_client_leaves_anything_in_the_model_for_another(model: type[nn.Modul
     assert torch.equal(with_it[others], without[others])
 
 
-def test_no_client_leaves_anything_in_the_loss_for_another() -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_client_leaves_anything_in_the_loss_for_another(loss: Callable[[], Loss]) -> None:
     with_it, without = (
-        rows(trainer(Attribute, outlier=outlier, loss=Remembering())) for outlier in (True, False)
+        rows(trainer(Attribute, outlier=outlier, loss=loss())) for outlier in (True, False)
     )
     assert torch.equal(with_it[1:CLIENTS], without[1:CLIENTS])
 
