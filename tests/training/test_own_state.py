@@ -19,6 +19,7 @@ from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
 from fedsim.tasks.losses import Loss
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.own_state import OwnState
 
 CLIENTS, EXAMPLES, LARGE = 6, 5, 1e4
 """Nothing below LARGE is remembered: a model is tried on smaller inputs, and sees none."""
@@ -111,7 +112,7 @@ class Slotted:
     __slots__ = ("largest",)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        losses = CrossEntropy()(outputs, targets)
         self.largest = max(getattr(self, "largest", LARGE), float(losses.detach().max()))
         return losses * (LARGE / self.largest)
 
@@ -119,7 +120,7 @@ class Slotted:
 def remembering(
     outputs: torch.Tensor, targets: torch.Tensor, *, largest: list[float]
 ) -> torch.Tensor:
-    losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    losses = CrossEntropy()(outputs, targets)
     largest.append(max(*largest, LARGE, float(losses.detach().max())))
     return losses * (LARGE / largest[-1])
 
@@ -269,3 +270,12 @@ def test_a_private_run_begins_whatever_the_first_example_is() -> None:
             PRIVATE.replace(**{"mechanism.name": "none", "noise.multiplier": ""}),
             data=data, model=Finite(),
         )  # fmt: skip
+
+
+def test_slots_and_the_keywords_of_a_partial_are_put_back() -> None:
+    slotted, bound = Slotted(), partial(remembering, largest=[LARGE])
+    for loss in (slotted, bound):
+        with OwnState(Buffer(), loss).restored():
+            loss(torch.rand(2, 2), torch.tensor([0, 1]))
+    assert not hasattr(slotted, "largest")
+    assert bound.keywords["largest"] == [LARGE]
