@@ -8,11 +8,11 @@ that changes them is refused, too, where it is seen to.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ _NEVER_CHANGES = (int, float, complex, str, bytes, bool, type(None), torch.dtype
 class _Saved:
     """Attributes of one object, as they were."""
 
-    attributes: dict[str, Any]
+    attributes: MutableMapping[str, Any]
     names: frozenset[str]
     constant: dict[str, Any]
     changeable: dict[str, Any]
@@ -87,7 +87,8 @@ class OwnState:
         ]
         registries = [getattr(module, name) for module in self._modules for name in _REGISTRIES]
         self._registered = [(registry, dict(registry)) for registry in registries]
-        self._values = {name: (p.data, p.detach().clone()) for name, p in self._fixed.items()}
+        # A forward may write into a parameter's tensor, or give it another by `.data = `.
+        self._values = {name: (p, p.data, p.detach().clone()) for name, p in self._fixed.items()}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class OwnState:
     @property
     def changed(self) -> list[str]:
         """Names of what has changed since."""
-        fixed = [name for name, (now, before) in self._values.items() if not _same(now, before)]
+        fixed = [name for name, (p, _, before) in self._values.items() if not _same(p.data, before)]
         return fixed + [
             f"{whose}{name}"
             for whose, saved in self._saved
@@ -115,7 +116,7 @@ class OwnState:
             )
         ]
 
-    def _save(self, attributes: dict[str, Any]) -> _Saved:
+    def _save(self, attributes: MutableMapping[str, Any]) -> _Saved:
         own = _own(attributes)
         constant = {k: v for k, v in own.items() if self._is_constant(v)}
         rest = {k: v for k, v in own.items() if k not in constant}
@@ -141,8 +142,8 @@ class OwnState:
             if [*map(id, registry.values())] != [*map(id, entries.values())]:
                 registry.clear()
                 registry.update(entries)
-        for now, before in self._values.values():
-            now.copy_(before)
+        for parameter, data, before in self._values.values():
+            parameter.data = data.copy_(before)
         for _, saved in self._saved:
             for name in _own(saved.attributes).keys() - saved.names:
                 del saved.attributes[name]
@@ -178,13 +179,49 @@ def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, 
     return own
 
 
-def _attributes(owner: object) -> list[dict[str, Any]]:
+class _Slots(MutableMapping[str, Any]):
+    """What an object keeps in `__slots__`, as if it were in its `__dict__`."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._members = {
+            name: member
+            for kind in type(owner).__mro__
+            if "__slots__" in vars(kind)
+            for name, member in vars(kind).items()
+            if isinstance(member, MemberDescriptorType)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._members[name].__get__(self._owner)
+        except AttributeError:  # one that was never set
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._members[name].__set__(self._owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._members[name].__delete__(self._owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._members if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attributes(owner: object) -> list[MutableMapping[str, Any]]:
     """What an object keeps by name."""
-    kept = [getattr(owner, "__dict__", {})]
-    return [*kept, owner._buffers] if isinstance(owner, nn.Module) else kept
+    kept: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {}), _Slots(owner)]
+    if isinstance(owner, partial):
+        kept.append(owner.keywords)
+    if isinstance(owner, nn.Module):
+        kept.append(owner._buffers)
+    return kept
 
 
-def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+def _own(attributes: MutableMapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k not in _MODULES_OWN and k not in _RECURRENT}
 
 

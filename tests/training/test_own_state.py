@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,9 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
+from fedsim.tasks.losses import Loss
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.own_state import OwnState
 
 CLIENTS, EXAMPLES, LARGE = 6, 5, 1e4
 """Nothing below LARGE is remembered: a model is tried on smaller inputs, and sees none."""
@@ -68,6 +73,15 @@ class FixedParameter(Buffer):
         return float(self.largest)
 
 
+class OtherData(FixedParameter):
+    """The parameter stays, and has another tensor."""
+
+    def remember(self, value: float) -> None:
+        if not hasattr(self, "largest"):
+            super().remember(value)
+        self.largest.data = torch.tensor(value)
+
+
 class AnotherParameter(FixedParameter):
     def remember(self, value: float) -> None:
         self.largest = nn.Parameter(torch.tensor(value), requires_grad=False)
@@ -92,7 +106,28 @@ class Remembering(CrossEntropy):
         return losses * (LARGE / vars(self)["largest"])
 
 
-MODELS = [Buffer, Attribute, OfAChild, FixedParameter, AnotherParameter]
+class Slotted:
+    """As `Remembering`, without a `__dict__`."""
+
+    __slots__ = ("largest",)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = CrossEntropy()(outputs, targets)
+        self.largest = max(getattr(self, "largest", LARGE), float(losses.detach().max()))
+        return losses * (LARGE / self.largest)
+
+
+def remembering(
+    outputs: torch.Tensor, targets: torch.Tensor, *, largest: list[float]
+) -> torch.Tensor:
+    losses = CrossEntropy()(outputs, targets)
+    largest.append(max(*largest, LARGE, float(losses.detach().max())))
+    return losses * (LARGE / largest[-1])
+
+
+LOSSES = [Remembering, Slotted, lambda: partial(remembering, largest=[LARGE])]
+
+MODELS = [Buffer, Attribute, OfAChild, FixedParameter, OtherData, AnotherParameter]
 
 
 def trainer(model: type[nn.Module], *, outlier: bool, **settings: object) -> Trainer:
@@ -121,9 +156,10 @@ def test_no_client_leaves_anything_in_the_model_for_another(model: type[nn.Modul
     assert torch.equal(with_it[others], without[others])
 
 
-def test_no_client_leaves_anything_in_the_loss_for_another() -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_client_leaves_anything_in_the_loss_for_another(loss: Callable[[], Loss]) -> None:
     with_it, without = (
-        rows(trainer(Attribute, outlier=outlier, loss=Remembering())) for outlier in (True, False)
+        rows(trainer(Attribute, outlier=outlier, loss=loss())) for outlier in (True, False)
     )
     assert torch.equal(with_it[1:CLIENTS], without[1:CLIENTS])
 
@@ -234,3 +270,12 @@ def test_a_private_run_begins_whatever_the_first_example_is() -> None:
             PRIVATE.replace(**{"mechanism.name": "none", "noise.multiplier": ""}),
             data=data, model=Finite(),
         )  # fmt: skip
+
+
+def test_slots_and_the_keywords_of_a_partial_are_put_back() -> None:
+    slotted, bound = Slotted(), partial(remembering, largest=[LARGE])
+    for loss in (slotted, bound):
+        with OwnState(Buffer(), loss).restored():
+            loss(torch.rand(2, 2), torch.tensor([0, 1]))
+    assert not hasattr(slotted, "largest")
+    assert bound.keywords["largest"] == [LARGE]
