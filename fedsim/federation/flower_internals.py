@@ -9,6 +9,7 @@ from typing import Any
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo as NodeInfo
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 

@@ -78,8 +78,10 @@ def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     assert len(grid) == 3
     assert set(results) == {*grid, "IID, eps=8, a seed=2", "IID, eps=8, a seed=3"}
     bound = max(sorted(grid), key=grid.__getitem__).split("C=")[1].removesuffix(" seed=1")
-    followers = made(directory).followers(results)
-    assert [m.settings["run"]["mechanism.clip-norm"] for m in followers] == [float(bound)] * 2
+    experiment = made(directory)
+    settings = [member.settings for member in experiment.followers(results)]
+    bounds = [experiment.config_of(one).mechanism.clip_norm for one in settings]
+    assert bounds == [float(bound)] * 2
     assert first.missing == 2 + 3 * 3
     assert first.report is not None
     (claim,) = first.report.claims

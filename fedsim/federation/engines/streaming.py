@@ -16,7 +16,7 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
 from fedsim.federation.engines.directory import ClientDirectory, OwnGrid
 from fedsim.federation.engines.packed_messages import is_packed, pack_messages, unpack
-from fedsim.federation.flower_internals import NodeInfo, Run, deliver
+from fedsim.federation.flower_internals import NodeInfo, ObjectPushError, Run, deliver
 
 _log = logging.getLogger("fedsim")
 
@@ -110,9 +110,19 @@ class StreamingGrid(OwnGrid):
         return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
+        """Send messages; none of them if the SuperLink forgets what it was being sent.
+
+        One that ends and begins anew in the middle keeps of these messages that they exist, but
+        not their contents: no node can answer them.
+        """
         messages = list(messages)
-        return self._grid.push_messages(list(pack_messages(messages)) if self._packs else messages)
+        if self._packs:
+            messages = list(pack_messages(messages))
+        try:
+            return self._grid.push_messages(messages)
+        except ObjectPushError as error:
+            _log.warning("%d messages did not reach their nodes: %s", len(messages), error)
+            return []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Take the replies that have arrived."""

@@ -9,7 +9,7 @@ from test_directory import RandomNodes, app_claiming
 from toy_clients import toy_app, toy_instructions
 
 from fedsim.engines import LocalGrid, StreamingGrid, array_record, client_ids
-from fedsim.federation.flower_internals import empty_run
+from fedsim.federation.flower_internals import ObjectPushError, empty_run
 from fedsim.strategies import round_timeout
 
 
@@ -40,6 +40,27 @@ def test_replies_are_given_one_by_one_as_they_come():
     next(iter(replies))
     assert len(grid._pushed) == 3
     assert len(list(replies)) == 3
+
+
+class ForgetfulGrid(LocalGrid):
+    """Fails once as Flower's do whose SuperLink has begun anew while it was being sent messages."""
+
+    forgot = False
+
+    def push_messages(self, messages):
+        if not self.forgot:
+            self.forgot = True
+            raise ObjectPushError("1170", 1, "session")
+        return super().push_messages(messages)
+
+
+def test_messages_that_a_superlink_forgets_are_clients_that_do_not_answer(caplog):
+    grid = StreamingGrid(ForgetfulGrid(toy_app(), num_nodes=3))
+    with caplog.at_level("WARNING", "fedsim"):
+        assert list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=5.0)) == []
+    assert "3 messages did not reach their nodes" in caplog.text
+    replies = list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=5.0))
+    assert len(replies) == 3
 
 
 def test_a_timeout_ends_the_wait_for_a_silent_node():
