@@ -16,6 +16,7 @@ from fedsim.errors import FedsimError
 _log = logging.getLogger("fedsim")
 
 MOST_CATEGORIES = 1000
+FEW_CATEGORIES = 20
 
 Column = Sequence[Any]  # of numbers, or of anything that is written as text
 
@@ -154,6 +155,13 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
             "%s has numbers in column '%s', but also '%s', so that each of its %s values is a "
             "category: if the column is meant to hold numbers, correct the values that are not.",
             where, name, text, f"{len(values):,}",
+        )  # fmt: skip
+    elif len(values) > max(FEW_CATEGORIES, len(is_number) // 2):
+        _log.warning(
+            "%s has %s different texts in the %s rows of column '%s', and each is a category of "
+            "its own: if they are dates or names, name inputs without that column, as in "
+            "data.columns = 'x=age+sex,y=ill'.",
+            where, f"{len(values):,}", f"{len(is_number):,}", name,
         )  # fmt: skip
     return CategoryType(tuple(values))
 

@@ -171,6 +171,19 @@ def test_a_column_of_numbers_that_has_a_text_is_categories_with_a_warning(tmp_pa
     ]
 
 
+def test_a_column_of_dates_is_categories_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "visits.csv"
+    days = "".join(f"2026-0{1 + i % 4}-{1 + i // 4:02},{'ab'[i % 2]},{i % 2}\n" for i in range(40))
+    path.write_text("day,ward,y\n" + days)
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        datasets.load(str(path), columns="y=y")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has 40 different texts in the 40 rows of column 'day', and each is a category of "
+        "its own: if they are dates or names, name inputs without that column, as in "
+        "data.columns = 'x=age+sex,y=ill'."
+    ]
+
+
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path):
     path = tmp_path / "people.csv"
     path.write_bytes(b"a,y\n\xff\xfe,1\n")
