@@ -141,13 +141,13 @@ class _Forgetting(Metric):
     """A metric whose attributes are put back after each call."""
 
     metric: Metric
-    kept: OwnState
+    own_state: OwnState
 
     def init(self) -> Any:
         return self.metric.init()
 
     def update(self, state: Any, outputs: Tensor, targets: Tensor) -> Any:
-        with self.kept.restored():
+        with self.own_state.restored():
             return self.metric.update(state, outputs, targets)
 
     def merge(self, state: Any, other: Any) -> Any:
@@ -159,8 +159,8 @@ class _Forgetting(Metric):
 
 def _forgetting(metric: Metric) -> Metric:
     owner: Any = metric.function if isinstance(metric, MeanOf) else metric
-    kept = OwnState(nn.Identity(), owner, strict=False)
-    return metric if kept.quiet else _Forgetting(metric, kept)
+    own_state = OwnState(nn.Identity(), owner, strict=False)
+    return metric if own_state.quiet else _Forgetting(metric, own_state)
 
 
 @torch.no_grad()

@@ -137,10 +137,11 @@ def _outputs(
     """Outputs of the stem ``[N, ...]``; None if they take too much memory."""
     count, width = len(examples), 256 if data.x.is_cuda else 1
     outputs: Tensor | None = None
+    last = not data.x.is_cuda and takes_channels_last(stem.modules())
     for start in range(0, count, width):
         chunk = examples[start : start + width]
         x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
-        if x.dim() == 4 and not x.is_cuda and takes_channels_last(stem.modules()):
+        if last and x.dim() == 4:
             x = channels_last(x)
         features = stem(x)
         if outputs is None:

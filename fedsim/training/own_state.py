@@ -186,9 +186,9 @@ class _Slots(MutableMapping[str, Any]):
         self._owner = owner
         self._members = {
             name: member
-            for kind in type(owner).__mro__
-            if "__slots__" in vars(kind)
-            for name, member in vars(kind).items()
+            for base in type(owner).__mro__
+            if "__slots__" in vars(base)
+            for name, member in vars(base).items()
             if isinstance(member, MemberDescriptorType)
         }
 
@@ -213,12 +213,12 @@ class _Slots(MutableMapping[str, Any]):
 
 def _attributes(owner: object) -> list[MutableMapping[str, Any]]:
     """What an object keeps by name."""
-    kept: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {}), _Slots(owner)]
+    attributes: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {}), _Slots(owner)]
     if isinstance(owner, partial):
-        kept.append(owner.keywords)
+        attributes.append(owner.keywords)
     if isinstance(owner, nn.Module):
-        kept.append(owner._buffers)
-    return kept
+        attributes.append(owner._buffers)
+    return attributes
 
 
 def _own(attributes: MutableMapping[str, Any]) -> dict[str, Any]:

@@ -313,5 +313,5 @@ def test_a_run_that_was_asked_to_end_leaves_no_result(
     directory, again = COMMITTED / "koskela-federated", Portion(again=True)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(directory, tmp_path, data=data, workers=1, portion=again)
-    kept = [json.loads(path.read_text()) for path in (tmp_path / "members").iterdir()]
-    assert ["result" in member for member in kept].count(True) == 1
+    members = [json.loads(path.read_text()) for path in (tmp_path / "members").iterdir()]
+    assert sum("result" in member for member in members) == 1

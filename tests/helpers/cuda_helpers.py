@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,6 +56,11 @@ def can_fake_a_gpu() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+needs_a_fake_gpu = pytest.mark.skipif(
+    not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU"
+)
 
 
 class Reads(SGD):

@@ -18,9 +18,9 @@ from cuda_helpers import (
     NoReadingBack,
     Tape,
     as_if_on_a_gpu,
-    can_fake_a_gpu,
     images,
     make_trainer,
+    needs_a_fake_gpu,
     pretend,
     rounds,
 )
@@ -61,7 +61,7 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.skipif(not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU")
+@needs_a_fake_gpu
 @pytest.mark.parametrize("name", slow_but(4, ALGORITHMS))
 def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
     """On tensors without data, which know their device and refuse to be read."""

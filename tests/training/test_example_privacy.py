@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_ev
 from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.factored import PositionsPart
 from fedsim.training.paths.program import lowered
+from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import gradient_methods
 
 SIZES = [20, 7, 0, 33, 12]
@@ -244,6 +246,16 @@ def test_the_size_of_chunks_changes_nothing_but_rounding():
     torch.testing.assert_close(thetas[2], thetas[0], rtol=0, atol=1e-9)
     assert [chunk_width(b) for b in (1, 2, 10, 200)] == [2, 4, 16, 64]
     assert [chunk_width(b, 256) for b in (10, 100, 200)] == [16, 256, 256]
+
+
+def test_chunks_are_wide_on_a_gpu_for_models_whose_rows_fit():
+    def widest(device, d):
+        packing = SimpleNamespace(layout=SimpleNamespace(d=d))
+        stepper = SimpleNamespace(device=torch.device(device), packing=packing)
+        return PrivateStepFactory._widest_chunk.fget(SimpleNamespace(stepper=stepper))
+
+    assert widest("cuda", 334_336) == 256
+    assert widest("cuda", 11_000_000) == widest("cpu", 334_336) == 64
 
 
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.3, tol=1.0, discard=False)])

@@ -110,10 +110,9 @@ class StreamingGrid(OwnGrid):
         return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; none of them if the SuperLink forgets what it was being sent.
+        """Send messages, and give their ids: none if the SuperLink restarts in the middle.
 
-        One that ends and begins anew in the middle keeps of these messages that they exist, but
-        not their contents: no node can answer them.
+        It then knows of these messages and has lost their contents, so that no node can answer.
         """
         messages = list(messages)
         if self._packs:

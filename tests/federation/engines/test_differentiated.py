@@ -7,13 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from cuda_helpers import can_fake_a_gpu
+from cuda_helpers import needs_a_fake_gpu
 from run_configs import CLIPPING, EXAMPLES, POISSON
 
 CLIENTS = [*CLIPPING, *POISSON]
-pretends = pytest.mark.skipif(
-    not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU"
-)
 
 # A stand-in that torch's engine takes for a GPU: it begins a thread for it, which no fork has.
 PROGRAM = """
@@ -55,14 +52,14 @@ def said(device: str, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pretends
+@needs_a_fake_gpu
 def test_a_path_without_autograd_trains_in_workers() -> None:
     one, two = said("gpu", "1,2", "client.path=layered", *CLIENTS)
     assert one == two
     assert one.startswith("True")
 
 
-@pretends
+@needs_a_fake_gpu
 @pytest.mark.parametrize("settings", [["client.path=plain", *CLIENTS], EXAMPLES])
 def test_workers_that_could_not_differentiate_are_refused(settings: list[str]) -> None:
     one, two = said("gpu", "1,2", *settings)
