@@ -1,9 +1,9 @@
-"""A round: who takes part, what they are asked, what becomes of it, and where clients run.
+"""A federated round: the cohort, its messages, the aggregation of replies, and the engines.
 
-To read it, begin with `private_rounds` (a round's stages in their order), then `participants`,
-`exchange`, `replies` and `aggregation.server_sum`: who is asked, with what, how replies are read,
-what becomes of them. `dp_fedavg` makes the parts of a round from keywords, of which
-`client_settings` are those about clients; `accounting` charges it.
-Other aggregations and `extras` change one stage each. `rounds` is the loop, `engines` where clients
-run: `engines.local` and `engines.dispatch` first.
+Begin reading with `private_rounds` (the stages of a round, in order), then `participants` (who is
+asked), `exchange` (with what), `replies` (how answers are read) and `aggregation.server_sum` (how
+they are summed). `dp_fedavg` builds the parts of a round from keywords; `client_settings` holds
+those about clients, and `accounting` charges a round to the ledger. Other aggregations and `extras`
+change one stage each. `rounds` is the loop over rounds. `engines` run the clients: read
+`engines.local` and `engines.dispatch` first.
 """

@@ -1,4 +1,4 @@
-"""What a strategy's rounds cost, and when a budget ends them."""
+"""Accounting of a strategy's rounds: their ledger lines, their cost, and the budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
 
 Placement = Literal["server", "client"]
-"""Where noise is drawn: once on the sum, or in the shares of the clients asked."""
+"""Where noise is drawn: once on the sum, or in the shares of the sampled clients."""
 
 
 def keyed(
@@ -27,9 +27,11 @@ def keyed(
     placement: Placement,
     others: Mapping[str, object],
 ) -> Randomness:
-    """Where a strategy's draws come from: keyed by its release digest, or by its own settings.
+    """Randomness of a strategy, keyed by its seed and a digest.
 
-    ``others`` are settings that bear on what is released, where they are set.
+    The digest is the release digest of ``seed`` if it is a `Randomness` with one, and else that of
+    the strategy's settings. ``others`` are further settings that affect a release; those that are
+    None are left out.
     """
     if isinstance(seed, Randomness):
         if seed.release:
@@ -37,7 +39,8 @@ def keyed(
         seed = seed.seed
     noise = plan.noise
     if isinstance(noise, Correlated):
-        noise = replace(noise, participation=None)  # of a plan that may be extended
+        # A plan extended by more rounds changes the participation, and must keep its noise.
+        noise = replace(noise, participation=None)
     settings = {
         "seed": seed,
         "mechanism": plan.bound,
@@ -50,7 +53,7 @@ def keyed(
 
 @dataclass
 class Accounting:
-    """Writes each release down before it is made, and knows when the budget is spent.
+    """Records each release in the ledger before it is made, and checks the budget.
 
     Parameters
     ----------
@@ -59,19 +62,19 @@ class Accounting:
     max_epsilon : float or None
         Budget.
     stopping : Stopping
-        Whether what is released may end the run, and how far it was to go.
+        Whether released values may end the run, and its planned number of rounds.
     ledger : Ledger
     release : str or None
-        The config's digest; without one a release that was made before is known by an HMAC of the
-        strategy's own (`keyed`), which is not written: a user's objects may hold clients' data.
+        Digest of the config. Without one, lines have an HMAC of the strategy's own digest (`keyed`)
+        instead of the digest itself: a user's objects may hold clients' data.
     placement, randomness
-        What else the ledger's lines say.
+        Further contents of the ledger's lines.
     public : mapping of str to str, number or bool
-        What else is public of every release, besides the plan's own facts.
+        Public facts of every release, in addition to those of the plan.
     kind : "release" or "evaluation"
-        What is released: a round, or the clients' metrics in it.
+        What is released: a round's sum, or clients' metrics.
     known : int or None
-        Entries of the ledger that the state had which the strategy resumed; None where it did not.
+        Number of ledger entries that the resumed state counts; None if nothing was resumed.
     """
 
     plan: ReleasePlan[Bounded]
@@ -91,7 +94,7 @@ class Accounting:
         return self.stopping.planned_delta(self.delta)
 
     def stops(self, server_round: int) -> str | None:
-        """Why this round may not be made, if so."""
+        """Why this round may not be made; None if it may."""
         if self.plan.closed and server_round > (self.plan.rounds or 0):
             return f"round {server_round} would follow a plan of {self.plan.rounds} rounds"
         if self.max_epsilon is None or not self.ledger.would_exceed(
@@ -101,9 +104,10 @@ class Accounting:
         return self._exceeds(server_round)
 
     def attempt(self, server_round: int) -> int:
-        """How often this round was recorded since the state that was resumed, of other draws.
+        """How often this round was recorded after the resumed state, with other draws.
 
-        A round whose noise follows from the seed is made again of the same data, or refused.
+        0 with a seed: the repeated round has the same draws, and is charged once; a repetition with
+        another sum is refused.
         """
         if self.known is None or self.randomness.seed is not None:
             return 0
@@ -111,15 +115,17 @@ class Accounting:
         return sum((e.kind, e.round) == (self.kind, server_round) for e in since)
 
     def _charge(self, server_round: int) -> Event:
-        """What a round's line charges."""
+        """The event that a round's line charges."""
         event = self.plan.charge(server_round, self.attempt(server_round))
         extended = self.plan.extension is not None
         if extended and not event.count and not self.ledger.history.counts[event.once]:
-            return event.once  # its round was made again, as one of another extension
+            # The extension's first round was recorded under another extension, so that no line has
+            # charged this one yet.
+            return event.once
         return event
 
     def _entry(self, server_round: int) -> Entry:
-        """A round's line, without what only its releases say."""
+        """A round's line, without its clip norm and the hash of its sum."""
         own = str(self.randomness.release).encode()
         return Entry(
             kind=self.kind,
@@ -144,19 +150,20 @@ class Accounting:
     def record(
         self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
     ) -> str | None:
-        """Write a round's release down; when this returns None it is on the disk, and may be made.
+        """Record a round's release; once this returns None, the line is on disk.
 
         Parameters
         ----------
         server_round : int
         clip_norm : float
         summed : iterable of bytes or None
-            The exact sum, of which the ledger keeps a keyed hash; None where nothing is protected.
+            Bytes of the exact sum, of which the ledger keeps a keyed hash; None where nothing is
+            protected.
 
         Returns
         -------
         str or None
-            Why this round may not be made, if another process has spent the budget since `stops`.
+            Why this round may not be made: another process has spent the budget since `stops`.
 
         Raises
         ------
@@ -178,7 +185,7 @@ class Accounting:
         Raises
         ------
         FedsimError
-            Saying what one costs.
+            With the cost of one round.
         """
         if self.max_epsilon is None:
             return
@@ -192,11 +199,11 @@ class Accounting:
             )
 
     def cost(self, rounds_done: int) -> Cost:
-        """What may be claimed after so many rounds."""
+        """Privacy cost that may be claimed after so many rounds."""
         return self.stopping.after(rounds_done).cost(self.ledger.history, self.delta)
 
     def spent(self, rounds_done: int) -> str:
-        """The cost so far as a progress line has it."""
+        """The cost so far, as text for a progress line."""
         cost = self.cost(rounds_done)
         simulated = "simulated " if self.randomness.entropy == "config" else ""
         declared = ", declared by the user" if self.plan.declared_by_user else ""
@@ -206,24 +213,24 @@ class Accounting:
         )
 
     def _so_far(self, rounds_done: int, cost: Cost) -> str:
-        """What a plan charged as a whole would have cost, had it been planned to end here."""
+        """Text for a plan charged as a whole: what it would have cost, planned to end here."""
         if not self.plan.charged_ahead:
             return ""
         so_far = self.plan.epsilon(cost.delta, after=rounds_done)
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
-        """Where the ledger stands; and its lines, if it is in memory only."""
+        """The ledger's head, and its lines if it is in memory only."""
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
         return {"head": self.ledger.head, **lines}
 
     def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
-        """Resume what `state` gave, with the plan as it is now.
+        """Continue from `state`, with the plan as it is now.
 
         Raises
         ------
         FedsimError
-            If the ledger does not hold the releases that were made until then.
+            If the ledger lacks releases that the state counts.
         """
         if self.ledger.path is None and not self.ledger.entries:
             self.ledger.load_state_dict(dict(state))

@@ -1,4 +1,4 @@
-"""Metrics that clients report: of their training, and of the global model on their data."""
+"""Metrics that clients report: from training, and from evaluating the global model."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from fedsim.rows import Layout
 from fedsim.rows.block import CLIENT_STATE
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
-"""Over clients with examples, each counting the same: what their metrics are called, and which."""
+"""Names and levels of the quantiles over clients that have examples, unweighted."""
 
 _log = logging.getLogger("fedsim")
 
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
-"""As Flower's ``train_metrics_aggr_fn``: from one record a client to the aggregate."""
+"""Like Flower's ``train_metrics_aggr_fn``: maps one record a client to the aggregate."""
 
 
 class MetricMeans:
     """Weighted means of metrics over clients; the number of examples itself is summed.
 
-    A metric is averaged over the clients that report a number for it, a list entry by entry
-    over those whose lists are as long as most. What is not finite is left out, and counted.
+    A number is averaged over the clients that report it; a list is averaged entry by entry, over
+    the clients whose lists have the most frequent length. Numbers that are not finite are left out
+    and counted.
 
     Parameters
     ----------
     weighted_by_key : str
-        Metric that weighs the others; clients without it count one each.
+        Metric that weights the others; clients without it have weight 1.
     aggregate : callable, optional
-        A user's own, in Flower's form: it is given each client's own record instead.
+        A user's own aggregation, in Flower's form, used instead: it gets each client's record.
     quantiles : bool
-        Whether `QUANTILES` of each metric stand beside its mean, as ``accuracy-p10``.
+        Whether `QUANTILES` of each metric are shown in addition to its mean, as ``accuracy-p10``.
 
     Attributes
     ----------
     left_out : mapping of str to int
-        How many numbers of a metric were not finite, or beyond 1e100.
+        By metric, how many numbers were not finite or beyond 1e100.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MetricMeans:
         self._lists: dict[str, list[tuple[float, list[float]]]] = {}
 
     def add(self, reply: Reply) -> None:
-        """Take in what clients report, none of whom failed."""
+        """Add the metrics of a reply's clients, none of which has failed."""
         block = reply.block
         if self._aggregate is not None and reply.content is not None and len(block.client_ids):
             self._records.append(reply.content)
@@ -123,7 +124,7 @@ class MetricMeans:
     def _list_mean(
         self, name: str, lists: Sequence[tuple[float, list[float]]]
     ) -> dict[str, list[float]]:
-        """The mean of lists as long as most of them are, if it has one."""
+        """Entrywise mean of the lists of the most frequent length, by name; empty if undefined."""
         lengths = Counter(len(values) for _, values in lists)
         length = max(lengths, key=lambda n: (lengths[n], n))
         sound = []
@@ -146,8 +147,8 @@ class MetricMeans:
             return None
 
     def _mean(self, name: str, reports: Sequence[tuple[float, float]]) -> float | None:
-        """The weighted mean; None over no reports."""
-        # fsum: the same bytes in whatever order clients report.
+        """The weighted mean, or the sum for the weights themselves; None if the weight is 0."""
+        # fsum rounds once: the result has the same bytes for any order of the clients.
         if name == self._key:
             return math.fsum(value for _, value in reports)
         weight = math.fsum(w for w, _ in reports)
@@ -159,7 +160,7 @@ def _is_state(name: str) -> bool:
 
 
 class TrainMetrics(Extra):
-    """Means of what clients report of their training, in a run that shows them.
+    """Means of clients' training metrics, in a run that shows them.
 
     Parameters
     ----------
@@ -172,48 +173,48 @@ class TrainMetrics(Extra):
         self._means = self._new()
 
     def send(self, instructions: Instructions) -> Instructions:
-        """Unchanged: a round begins, of which nothing is known."""
+        """The instructions, unchanged; the means of the new round start empty."""
         self._means = self._new()
         return instructions
 
     def take(self, reply: Reply) -> None:
-        """Take in what clients report, whether their rows are usable or not."""
+        """Add a reply's metrics, whether its clients' rows are usable or not."""
         self._means.add(reply)
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """With the means."""
+        """The result with the means as its metrics."""
         return replace(result, metrics=self._means.record())
 
 
 class MetricsSum(Protocol):
-    """The aggregate of the metrics of one evaluation."""
+    """Aggregates the metrics of one evaluation."""
 
     def add(self, reply: Reply) -> None:
-        """Take in what clients report, none of whom failed."""
+        """Add the metrics of a reply's clients, none of which has failed."""
 
     def record(self) -> MetricRecord | None:
-        """What is shown of them, if anything."""
+        """The aggregated metrics to show; None if there are none."""
 
 
 @dataclass(kw_only=True)
 class ClientEvaluation:
-    """Has clients evaluate the model on their examples every so many rounds, and shows the means.
+    """Evaluation of the model by clients, every ``metrics.every`` rounds, and the means of it.
 
     Parameters
     ----------
     participants : Participants
     metrics : ClientMetrics
     fraction : float
-        Of the clients that evaluate; 0 for no evaluation.
+        Fraction of the clients that evaluate; 0 for no evaluation.
     keys : RecordKeys
-        How their messages are read.
+        Names of the records in their messages.
     aggregator : callable, optional
         As for `MetricMeans`.
 
     Attributes
     ----------
     last_round : int
-        The last one that was aggregated; -1 before it.
+        Round of the last aggregated evaluation; -1 before the first.
     """
 
     participants: Participants
@@ -225,17 +226,17 @@ class ClientEvaluation:
     _recipients: Recipients | None = field(default=None, init=False, repr=False)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
-        """Which clients evaluate in this round: a keyed sample of those that are available."""
+        """The clients that evaluate in this round: a keyed sample of the available ones."""
         return self.participants.evaluators(server_round, grid, self.fraction)
 
     def metrics_sum(self, server_round: int) -> MetricsSum:
-        """What aggregates their metrics: weighted means, without noise."""
+        """A new aggregate of one evaluation's metrics: weighted means, without noise."""
         quantiles = self.metrics.quantiles
         return MetricMeans(self.keys.weighted_by, self.aggregator, quantiles=quantiles)
 
     @property
     def accounting(self) -> Accounting | None:
-        """Of its releases; None where metrics are shown without noise, and nothing is charged."""
+        """Accounting of its releases; None for metrics without noise, which are not charged."""
         return None
 
     def due(self, server_round: int) -> bool:
@@ -243,7 +244,7 @@ class ClientEvaluation:
         return self.fraction > 0 and server_round % self.metrics.every == 0
 
     def stops(self, server_round: int) -> str | None:
-        """Why this round's evaluation may not be made, if so: a budget does not allow it."""
+        """Why the budget does not allow this round's evaluation; None if it does."""
         if self.accounting is None or not self.due(server_round):
             return None
         return self.accounting.stops(server_round)
@@ -279,7 +280,7 @@ class ClientEvaluation:
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What is shown of the metrics; None in rounds without an evaluation."""
+        """The aggregated metrics to show; None in rounds without an evaluation."""
         recipients, self._recipients = self._recipients, None
         if recipients is None:
             return None

@@ -1,4 +1,4 @@
-"""DP-FedAvg as a Flower strategy: its keywords, what they make of the rounds, and what it says."""
+"""DP-FedAvg as a Flower strategy: its keywords, and the parts of a round that they configure."""
 
 from __future__ import annotations
 
@@ -75,51 +75,53 @@ class DPFedAvg(PrivateRounds):
         Standard deviation of the noise on the sum, as a multiple of the bound; 0.0 for none. It
         must be given, unless the mechanism gives no guarantee.
     delta : float
-        Where epsilon is reported.
+        Delta at which epsilon is reported.
     max_epsilon : float, optional
         Budget: no release is made that would exceed it.
     stopping : Stopping
-        Whether released values may end the run before its planned rounds: the budget then holds at
-        half of delta.
+        Whether released values may end the run before its planned rounds; if so, the budget is
+        checked at half of delta.
     ledger : Ledger or path, optional
         Records releases; in memory by default.
     seed : int or Randomness, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee has to hold outside a simulation.
-        With a whole number, noise is keyed by it and by a digest of the settings given here: two
-        runs of one seed that differ in these share none, and runs whose clients do other work must
-        have other seeds. `Randomness` brings a digest of all that determines what is released.
+        With a whole number, noise is keyed by it and by a digest of the settings given here: runs
+        of one seed with different settings share no noise. Runs whose clients do different work
+        must have different seeds. A `Randomness` carries a digest of all that determines the
+        releases.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
-        Applied to the noisy mean; by default it is added unchanged. Of Flower's strategies,
-        those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
+        Applied to the noisy mean; by default the mean is added unchanged. A Flower strategy must be
+        one that refines FedAvg's mean: `FedAdam`, `FedYogi`, `FedAvgM`, ...
     placement : "server", "client" or SecureAggregation
         Where noise is drawn: once on the sum, or in the shares of the n sampled clients, each of
         variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form), while the
         server adds the noise of missing clients. The total is the same. With a `SecureAggregation`
-        shares are summed under masks, so that the server sees none. Each share then has so much
-        noise that the fewest honest clients of a sum contribute all of it. Clients that train in
-        this process add the same shares without masks.
+        shares are summed under masks, so that the server sees none of them. Each share then has so
+        much noise that the smallest allowed number of honest clients contributes all of it.
+        Clients that train in this process add the same shares without masks.
     hardened_noise : bool
-        Whether noise is drawn so that floating-point artefacts do not show the sum
+        Whether noise is drawn so that floating-point artefacts do not reveal the sum
         (`NoiseSource`).
     clients : ClientTraining
-        What the strategy has to know of how clients train: their algorithm, their privacy, ...
+        How clients train, as far as the strategy depends on it: algorithm, example privacy, ...
     metrics : ClientMetrics
-        What is shown, or released with noise, of the metrics that clients report.
+        Which of the metrics that clients report are shown, or released with noise.
     availability : Availability
-        Which clients can be reached, and how long they are waited for.
+        Which clients can be reached, and how long to wait for them.
     fraction_evaluate : float, optional
-        Share of the clients that evaluate the model. Their metrics are released without
-        noise, so a private run needs ``ClientMetrics(unprotected=True)`` for it, and defaults to 0.
+        Fraction of the clients that evaluate the model. Their metrics are shown without noise, so
+        it is 0 by default in a private run, which needs ``ClientMetrics(unprotected=True)`` for
+        more.
     min_available_nodes : int
         Clients to wait for before a round, for at most ``Availability.node_timeout`` seconds; in a
         private run before the first round only.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
-        As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
+        As for Flower's `FedAvg`. ``weighted_by_key`` weights metrics, and updates only under
         ``NoPrivacy(weighting="num-examples")``.
     **flowers
-        Other keywords of Flower's strategies are refused with the one to use here.
+        Other keywords of Flower's strategies; refused with an error that names the one to use here.
 
     Raises
     ------
@@ -179,7 +181,7 @@ evaluate_metrics_aggr_fn
         self.mechanism = summed.bound
 
         server_optimizer = server_optimizer or ServerSGD()
-        # By the names that the digest of a strategy without a config has.
+        # These names enter the digest that keys the noise: renaming one changes seeded runs.
         others = {
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "secure": secure,
@@ -204,8 +206,8 @@ evaluate_metrics_aggr_fn
             randomness=self.randomness,
             public={} if secure is None else secure.public,
         )
-        # Where the cohort is secret nobody's budget is asked or believed: that one is spent shows
-        # who was drawn.
+        # Where the cohort is secret, clients' budgets are neither checked nor believed: stopping
+        # because one is spent would reveal that its client was sampled.
         self._budgets = ClientTraining() if plan.private else clients
         most = availability.max_failed_rounds
         self._failures = Failures(None if self.protects else min(most, plan.rounds or most))
@@ -236,11 +238,11 @@ evaluate_metrics_aggr_fn
         return self.ledger.statement(self.delta, stopping=stopping)
 
     def privacy_spent(self) -> PrivacySpent:
-        """The same, as Flower's own strategies report it."""
+        """Epsilon and delta spent so far, in the form of Flower's own strategies."""
         return privacy_spent(self._accounting.cost(self.rounds_done))
 
     def progress(self) -> list[str]:
-        """Lines about the round that was aggregated last: who was usable, and epsilon."""
+        """Log lines about the round aggregated last: usable clients, and epsilon so far."""
         report = self.report
         if report is None:
             return []
@@ -266,7 +268,7 @@ evaluate_metrics_aggr_fn
 def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
 ) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
-    """The plan of a round's sum, and what makes the round's aggregation."""
+    """The plan of a round's sum, and a factory of its aggregation."""
     refuse_shares(plan, placement)
     bound = plan.bound
     if isinstance(bound, RobustMean):
@@ -284,12 +286,12 @@ def _extras_of(
     server_optimizer: ServerOptimizer,
     train_metrics: TrainMetrics | None,
 ) -> dict[str, Extra]:
-    """What a round does besides its sum, in this order."""
+    """The extras of a round, by name, in the order in which they are called."""
     extras: dict[str, Extra] = {}
     if train_metrics is not None:
         extras["metrics"] = train_metrics
     if isinstance(server_optimizer, FlowerOptimizer):
-        # It sees the caller's config entries, the means above and the parameters alone.
+        # After the metrics, whose means it reads; before the extras that change config and vector.
         extras["strategy"] = StrategyConfig(server_optimizer)
     if clients.average_state:
         extras["clients"] = SharedClientState()

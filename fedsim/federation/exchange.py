@@ -1,9 +1,9 @@
-"""What a strategy and an engine exchange.
+"""The instructions and replies that a strategy and an engine exchange.
 
-A strategy hands `Instructions` to a Flower `Grid`. To any Grid they are an iterable of
-Flower messages, made only as they are iterated over. An engine that knows fedsim
-takes them whole, trains the clients in blocks and gives `Replies`, which in turn are an
-iterable of messages to any strategy that asks for no more.
+A strategy sends `Instructions` over a Flower `Grid`. For any Grid they are an iterable of Flower
+messages, which are created only when iterated over. fedsim's own engines recognise them, train the
+clients in blocks and return `Replies`, which in turn are an iterable of messages for a strategy
+that does not recognise them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.layout import Layout
 
 SILENT: tuple[Reason, ...] = ("missing", "timeout")
-"""Failures of which a Flower node says nothing."""
+"""Failures for which a Flower node sends no reply."""
 
 MessageType = Literal["train", "evaluate"]
 NodeIds = npt.NDArray[np.uint64]
@@ -40,9 +40,9 @@ class Recipients:
     Attributes
     ----------
     client_ids, node_ids : int64 and uint64 ``[a]``
-        Sorted, and the Flower node of each.
+        Sorted client ids, and the Flower node of each.
     absent : int
-        How many other clients were sampled, and are not available.
+        Number of other clients that were sampled but are not available.
     """
 
     client_ids: Ids
@@ -51,7 +51,7 @@ class Recipients:
 
     @cached_property
     def client_of(self) -> dict[int, int]:
-        """Client id of each node: only messages ask for it."""
+        """Client id of each node; computed only where messages are read."""
         return dict(zip(self.node_ids.tolist(), self.client_ids.tolist(), strict=True))
 
     @cached_property
@@ -62,7 +62,7 @@ class Recipients:
 
 @dataclass(frozen=True)
 class Instructions(Iterable[Message]):
-    """One round's messages, not yet made.
+    """One round's messages, created only when they are iterated over.
 
     Attributes
     ----------
@@ -74,14 +74,14 @@ class Instructions(Iterable[Message]):
         The same parameters (floating entries only) in the layout's order.
     recipients : Recipients
     config : ConfigRecord
-        Goes with every message.
+        Sent with every message.
     keys : RecordKeys
     records : mapping of name to ArrayRecord
-        Further arrays that go with every message.
+        Further arrays sent with every message.
     numbers : mapping of name to sequence of int ``[n]``
-        What differs between clients, in each message's config.
+        Config entries that differ between clients, one number a client.
     row_size : int, optional
-        Entries of a row, where clients send less than they are sent: the vector's first ones.
+        Size of a row where clients send back only the first entries of the vector.
     """
 
     message_type: MessageType
@@ -103,13 +103,13 @@ class Instructions(Iterable[Message]):
 
     @cached_property
     def _messages(self) -> list[Message]:
-        # Cached: Flower's HttpGrid goes over the messages twice, and sets their ids the first
-        # time.
+        # Cached: Flower's HttpGrid iterates over the messages twice, and sets their ids the first
+        # time, so that both passes must see the same objects.
         return [self._message(*place) for place in enumerate(self.recipients.node_ids.tolist())]
 
     def _message(self, index: int, node_id: int) -> Message:
-        # Each client gets records of its own: one that empties its payload must not empty its
-        # neighbours'. The arrays inside are shared.
+        # Each client gets its own records, since one that empties its payload must not empty that
+        # of others. The arrays inside are shared.
         config = ConfigRecord(dict(self.config))
         for name, values in self.numbers.items():
             config[name] = values[index]
@@ -127,10 +127,10 @@ class Replies(Iterable[Message]):
     ----------
     instructions : Instructions
     produce : callable returning an iterator of blocks
-        It is given the sum into which workers' sums go, or None where blocks keep their rows. A
-        block is given only once the sum that has its rows was merged.
+        Its argument is the sum into which workers' sums are merged, or None where blocks keep their
+        rows. It yields a block only after the sum that contains its rows was merged.
     sums : bool
-        Whether workers bound and sum the rows where they train them.
+        Whether workers bound and sum the rows that they train.
     """
 
     instructions: Instructions
@@ -139,7 +139,7 @@ class Replies(Iterable[Message]):
     _blocks: Iterator[Block] | None = field(default=None, init=False, repr=False)
 
     def blocks(self, into: RowSum | None = None) -> Iterator[Block]:
-        """Blocks as they come; clients are trained as the iterator advances."""
+        """Iterator over the blocks; clients are trained as it advances."""
         if self._blocks is None:
             self._blocks = self.produce(into)
         return self._blocks
@@ -149,13 +149,13 @@ class Replies(Iterable[Message]):
             yield from messages_of(self.instructions, block)
 
     def drain(self) -> None:
-        """Finish what was not consumed, and drop it."""
+        """Train the clients whose blocks were not consumed, and drop the blocks."""
         for _ in self.blocks():
             pass
 
 
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
-    """Flower replies of a block's clients: their own parameters and what they report."""
+    """Flower replies of a block's clients, with their trained parameters and metrics."""
     node_of = instructions.recipients.node_of
     server = tensors(instructions.arrays)
     layout = Layout.of(server)
@@ -181,6 +181,6 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
 
 
 def metric_record(reported: Mapping[str, float]) -> MetricRecord:
-    """What a client reports, as Flower's clients do: its number of examples is a whole number."""
+    """Metric record of a client; its number of examples is an int, as from Flower's clients."""
     whole = {name: int(value) for name, value in reported.items() if name == "num-examples"}
     return MetricRecord({**reported, **whole})

@@ -1,4 +1,4 @@
-"""Which clients are available, take part and evaluate: keyed draws over client ids."""
+"""Participants of a round: sampling of cohorts and evaluators, and availability of clients."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from fedsim.settings import Ge, check_settings
 _log = logging.getLogger("fedsim")
 
 Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
-"""``(round, client ids [n])`` to which of them take part, bool ``[n]``."""
+"""Function of ``(round, client ids [n])`` that returns which of them take part, bool ``[n]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """When clients are there, and how long a strategy goes on where they are not.
+    """Which clients can be reached, and how long a strategy continues without them.
 
     Parameters
     ----------
     replying : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the sampled clients take part, by a trace or a model of devices. It must not
-        depend on data: the others count as missing.
+        Which of the sampled clients take part, for example from a trace of devices; the others
+        count as missing. It must not depend on clients' data.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
-        Which of the clients that are to evaluate can be reached, in the same way.
+        Which of the clients sampled for an evaluation can be reached, likewise.
     node_timeout : float
         Seconds to wait for ``min_available_nodes`` clients before a round.
     max_failed_rounds : int
-        So many rounds in a row without a usable reply fail a run without privacy, or all of its
-        rounds if there are fewer.
+        Number of consecutive rounds without a usable reply that fails a run without privacy; or
+        all rounds of a shorter run.
     """
 
     replying: Replying | None = None
@@ -55,26 +55,26 @@ class Availability:
 
 
 class Participants:
-    """Draws cohorts and evaluation samples from a declared population.
+    """Samples cohorts and evaluators from a declared population.
 
     Parameters
     ----------
     plan : ReleasePlan
-        A copy of its sampler draws, from a declared population.
+        Its sampler, which must declare its population, is copied for the draws.
     randomness : Randomness
     min_available : int
-        Clients to wait for before a round.
+        Number of clients to wait for before a round.
     availability : Availability
     private : bool
-        Then they are waited for before the first round only: later, clients may have left
-        because of their data, and one is enough.
+        If True, wait for them before the first round only: later, clients may have left because of
+        their data, and one is enough.
 
     Attributes
     ----------
     replying, reachable
-        Those of ``availability``.
+        As in ``availability``.
     ignored : int
-        Nodes that were connected last and are no client of the run.
+        Number of nodes, at the last look, that are no clients of the run.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Participants:
         private: bool,
     ) -> None:
         self.population = declared_population(plan.sampler)
-        # A copy, since what a sampler remembers is of one run.
+        # A copy, since a sampler's state belongs to one run and the plan may be used in several.
         self._cohort = copy.deepcopy(plan.sampler)
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=plan.amplified)
@@ -109,7 +109,7 @@ class Participants:
         """
         available = self._directory.wait(grid, self._min_available)
         strangers: list[int] = []
-        # Numbered nodes are not looped over: a client that is not asked costs nothing.
+        # Do not loop over consecutive nodes: the time of a round must not grow with the population.
         if not isinstance(available, ConsecutiveNodes) or len(available) > self.population:
             strangers = [client for client in available if client >= self.population]
             available = {
@@ -129,7 +129,7 @@ class Participants:
         return available
 
     def _warn(self, available: int, strangers: int) -> None:
-        """Warn when the population and the nodes differ, and whenever that has changed."""
+        """Warn when the available nodes are not the population, once for each change."""
         absent = self.population - available
         if (absent, strangers) == self._warned:
             return
@@ -174,7 +174,8 @@ class Participants:
             If the sampler draws a client that is not of its population.
         """
         drawn = np.asarray(self._cohort.draw(server_round, self._draws))
-        # A user's sampler may draw in any order, and a client twice, which its event charges once.
+        # A user's sampler may draw clients unsorted, and one twice; its event charges it once, so
+        # that it must take part once.
         ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
         if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):
             raise FedsimError(
@@ -185,15 +186,15 @@ class Participants:
         return ids.astype(np.int64, copy=False)
 
     def state(self) -> SamplerState:
-        """What the sampler remembers; see `restore`."""
+        """The sampler's state; see `restore`."""
         return self._cohort.state()
 
     def restore(self, state: SamplerState) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self._cohort.restore(state)
 
     def evaluators(self, server_round: int, grid: Grid, fraction: float) -> Recipients:
-        """A ``fraction`` of the available clients, at least one; of these the reachable."""
+        """Sample a ``fraction`` of the available clients, at least one; keep the reachable ones."""
         nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
@@ -204,7 +205,7 @@ class Participants:
 
 
 def _node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
-    """The nodes of ``clients [n]``, ``[n]``."""
+    """Node ids of ``clients [n]``, uint64 ``[n]``."""
     if isinstance(nodes, ConsecutiveNodes):
         return (nodes.first + clients).astype(np.uint64)
     return np.array([nodes[client] for client in clients.tolist()], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Evaluation within the guarantee: metrics that clients report, released as one noisy sum."""
+"""Private evaluation: the metrics that clients report, released as one noisy sum."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _log = logging.getLogger("fedsim")
 
 @dataclass(kw_only=True)
 class PrivateEvaluation(ClientEvaluation):
-    """Releases metrics of clients that are sampled independently, as one noisy sum.
+    """Releases the metrics of independently sampled clients as one noisy sum.
 
     Parameters
     ----------
     rounds : Accounting
-        Of the rounds, whose population and neighbours evaluations have.
+        Accounting of the rounds; evaluations have the same population and adjacency.
 
     Attributes
     ----------
     released : PrivateMetrics
-        Those of ``metrics``.
+        Which metrics are released, and with how much noise: ``metrics.private``.
     plan : ReleasePlan
-        What one evaluation releases.
+        Release plan of one evaluation.
     """
 
     rounds: Accounting
@@ -56,7 +56,8 @@ class PrivateEvaluation(ClientEvaluation):
         assert self.metrics.private is not None
         self.released = self.metrics.private
         self.plan = self.released.plan(self.rounds.plan.sampler, self.fraction)
-        # Keyed by all that this release follows from: other metrics have other noise.
+        # Keyed by everything that determines this release: two runs that differ in their metrics
+        # must not share noise.
         keyed = self.rounds.randomness
         release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
         self._randomness = Randomness(keyed.seed, release)
@@ -64,23 +65,23 @@ class PrivateEvaluation(ClientEvaluation):
 
     @property
     def accounting(self) -> Accounting:
-        """Of evaluations, in the ledger of the rounds."""
+        """Accounting of evaluations, in the ledger and budget of the rounds."""
         return replace(self.rounds, kind="evaluation", plan=self.plan, randomness=self._randomness)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
-        """Each client independently, at the rate that is charged."""
+        """Sample each client independently, at the rate that the ledger charges."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         drawn = self.plan.sampler.draw(server_round, draws)
         return self.participants.present(server_round, drawn, grid, self.participants.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
-        """The noisy sum, written to the ledger before it is released."""
+        """A new noisy sum; its ledger line is written before it is released."""
         return MetricsRelease(self, server_round)
 
     def tell_unreported(self, reported: Collection[str]) -> None:
-        """Warn once of metrics that are noise alone, of all that clients have ``reported``.
+        """Warn once of metrics that no client has ``reported``, whose release is noise alone.
 
-        It decides nothing: what is released, and what that costs, does not follow from replies.
+        The warning changes nothing: what is released, and its cost, must not depend on replies.
         """
         missing = [one.name for one in self.released.ranges if one.name not in reported]
         if missing and reported and not self._has_told:
@@ -92,7 +93,7 @@ class PrivateEvaluation(ClientEvaluation):
 
 
 class MetricsRelease:
-    """One evaluation's sum: the ledger has its line before anything of it is released.
+    """The noisy sum of one evaluation's metrics; its ledger line is on disk before the release.
 
     Parameters
     ----------
@@ -110,7 +111,7 @@ class MetricsRelease:
         self._reported: set[str] = set()
 
     def add(self, reply: Reply) -> None:
-        """Add what clients report; those without examples add zeros."""
+        """Add the metrics of a reply's clients; a client without examples adds zeros."""
         block = reply.block
         if not len(block.client_ids):
             return
@@ -121,7 +122,9 @@ class MetricsRelease:
         self._total.add(DenseRows(torch.from_numpy(rows)))
 
     def record(self) -> MetricRecord | None:
-        """Noisy means and quantiles within their ranges; None if too few clients seem to be in.
+        """Release noisy means and quantiles, within their ranges.
+
+        None if the noisy counts of clients are too small for any of them.
 
         Raises
         ------

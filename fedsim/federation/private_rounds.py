@@ -45,32 +45,32 @@ _STATE = {
     "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
     "ledger": Mapping,
 }  # fmt: skip
-"""What every state of a strategy has, and of which types."""
+"""Entries that every state of a strategy has, and their types."""
 
 
 class PrivateRounds(ResumableStrategy):
-    """The rounds of a strategy, whatever its aggregation, its extras and its server optimiser are.
+    """The rounds of a strategy, for any aggregation, extras and server optimiser.
 
-    A round is `configure_train`, the stages of its aggregation, and `aggregate_train`: accounting,
-    ledger and budget are in these two, and hold under any loop that calls them in turn. `DPFedAvg`
-    makes of its keywords what stands here as attributes.
+    A round is `configure_train`, the stages of its aggregation, and `aggregate_train`. Accounting,
+    ledger and budget are in these two, whatever loop calls them in turn. `DPFedAvg` sets the
+    attributes from its keywords.
 
     Attributes
     ----------
     plan : ReleasePlan
         What every round releases, and what that costs.
     mechanism : Mechanism
-        The bound of a round's sum: the plan's, or none where a robust mean takes the sum's place.
+        The bound of a round's sum: the plan's, or `NoPrivacy` where a robust mean replaces the sum.
     private, protects : bool
         Whether the run claims privacy at client level, and at either level.
     participants : Participants
-        Samples cohorts, and says which of their clients take part.
+        Samples cohorts, and finds which of their clients take part.
     aggregation : callable ``(settings, pending round)``
         Makes the aggregation of each round.
     extras : dict of str to Extra
-        In the order in which they are called; a checkpoint has their states by these names.
+        Extras by their name in a checkpoint, in the order in which they are called.
     evaluation : ClientEvaluation
-        Which clients evaluate, and what is released of their metrics.
+        Samples the clients that evaluate, and aggregates or releases their metrics.
     report : RoundReport or None
         What happened in the round aggregated last.
     """
@@ -97,7 +97,7 @@ class PrivateRounds(ResumableStrategy):
         self.report: RoundReport | None = None
         self._pending: ServerSum | None = None
         self._mechanism_state: State = {}
-        # Of a row, and what it is made of, as a checkpoint says it; None before the first round.
+        # A row's layout, and its parameters as in a checkpoint; None before the first round.
         self._layout: Layout | None = None
         self._parameters: list[list[Any]] | None = None
 
@@ -106,14 +106,14 @@ class PrivateRounds(ResumableStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample the cohort; no message is sent once the budget does not allow a release.
+        """Sample the cohort and make its messages; none if the budget does not allow a release.
 
         Raises
         ------
         ValueError
             If the round, or a later one, was aggregated before: its draws would be used twice.
         FedsimError
-            If the aggregation takes several stages and the loop has one, as Flower's own have.
+            If the aggregation takes several stages, and the loop has one, as Flower's loops do.
         """
         if server_round <= self.rounds_done:
             raise ValueError(
@@ -171,13 +171,13 @@ class PrivateRounds(ResumableStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Bound and sum the updates, write the release down, make it, and step.
+        """Bound and sum the updates, record the release in the ledger, make it, and step.
 
         Returns
         -------
         tuple
-            New parameters, None if no release was made, as where a client's own budget does not
-            allow one and the run stops; and the training metrics, None in a private run without
+            New parameters, None if no release was made (for example because a client's own budget
+            stops the run); and the training metrics, None in a private run without
             ``ClientMetrics(unprotected=True)``.
 
         Raises
@@ -205,7 +205,7 @@ class PrivateRounds(ResumableStrategy):
         pending = aggregation.pending
         clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
         content = aggregation.content() if self.protects else None
-        # On disk before the release exists: a crash from here on counts one too many.
+        # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(
             self._budgets.budgets_spent(report)
             or self._accounting.record(server_round, clip_norm, content)
@@ -223,7 +223,7 @@ class PrivateRounds(ResumableStrategy):
         return self._release(aggregation)
 
     def _release(self, aggregation: ServerSum) -> tuple[ArrayRecord, MetricRecord | None]:
-        """Make the release that the ledger has, and a step along it."""
+        """Make the release that the ledger has recorded, and the server optimiser's step."""
         assert self.report is not None
         pending = aggregation.pending
         release = aggregation.release()
@@ -234,10 +234,10 @@ class PrivateRounds(ResumableStrategy):
             result = extra.finish(result)
         update, start = result.update, pending.vector[: len(result.update)]
         turns = self.alternation
-        if turns is not None:  # no optimiser sees what a release has where all rows are zero
+        if turns is not None:  # at parameters that rest, the release is noise: no optimiser sees it
             update = turns.replaced(update, torch.zeros_like(update), self._model, pending.round)
         vector = self.server_optimizer.step(start, update)
-        if turns is not None:  # nor does what one keeps (a momentum) move anything there
+        if turns is not None:  # nor may an optimiser's momentum move parameters that rest
             vector = turns.replaced(vector, start.to(vector), self._model, pending.round)
         sides = {name: float(mean) for name, mean in release.sides.items()}
         self.report = replace(
@@ -247,14 +247,14 @@ class PrivateRounds(ResumableStrategy):
         return arrays, result.metrics
 
     def _stops(self, why: str | None) -> bool:
-        """Stop the run, if there is a reason to."""
+        """Stop the run if a reason is given; return whether one was."""
         if why is not None:
             self.stopped = why
             self.log.warning("stopping: %s.", why)
         return why is not None
 
     def check(self, arrays: ArrayRecord) -> None:
-        """Refuse now what the first round would refuse.
+        """Raise now the errors that the first round would raise.
 
         Parameters
         ----------
@@ -273,12 +273,12 @@ class PrivateRounds(ResumableStrategy):
             evaluations.check()
 
     def take_layout(self, server: dict[str, Tensor]) -> Layout:
-        """The layout of a row, the same in all rounds; the first to be seen begins the state.
+        """The layout of a row, the same in all rounds; the first call initialises the state.
 
         Raises
         ------
         FedsimError
-            If these parameters cannot be trained here, or are others than before.
+            If these parameters cannot be trained here, or differ from those of earlier rounds.
         """
         self._model = layout = Layout.of(server)
         for extra in self.extras.values():
@@ -310,16 +310,16 @@ class PrivateRounds(ResumableStrategy):
         return without_noise(self._mechanism_state)
 
     def state(self) -> Tree:
-        """Everything but the parameters that outlives a round; see `restore`.
+        """Everything but the parameters that a resumed run needs; see `restore`.
 
         Returns
         -------
-        mapping of str to tensors, what JSON can say, and such mappings
+        mapping of str to tensors, JSON values, and such mappings
             ``round``, the last one aggregated; ``parameters`` (names, shapes and dtypes),
             ``mechanism``, ``noise`` (a secret, until the plan's last round), ``plan`` (its rounds,
-            where they are charged together), ``cohort`` (what the sampler remembers),
-            ``optimizer``, each extra's by its name, ``failures``, ``stopped``, and ``ledger``:
-            where it stands, and its lines if it is in memory only.
+            where they are charged together), ``cohort`` (the sampler's state), ``optimizer``, the
+            state of each extra by its name, ``failures``, ``stopped``, and ``ledger``: its head,
+            and its lines if it is in memory only.
         """
         plan = self.plan
         mechanism, noise = self._mechanism_state, self._aggregation_settings.noise.state()
@@ -338,13 +338,13 @@ class PrivateRounds(ResumableStrategy):
         }
 
     def restore(self, state: Tree) -> None:
-        """Resume what `state` gave, in a strategy that was made with the same settings.
+        """Continue from `state`, in a strategy that was made with the same settings.
 
         Raises
         ------
         FedsimError
-            If it is no such state, or this strategy has done rounds of its own, or its ledger does
-            not hold the releases that the state counts, or its plan does not continue the state's.
+            If it is no such state, or this strategy has done rounds of its own, or its ledger lacks
+            releases that the state counts, or its plan does not continue that of the state.
         """
         if wrong := [k for k, kinds in _STATE.items() if not isinstance(state.get(k, 0.0), kinds)]:
             raise FedsimError(
@@ -367,7 +367,7 @@ class PrivateRounds(ResumableStrategy):
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """The parts with a state of their own, by its name in a checkpoint."""
+        """The parts that have a state, by their names in a checkpoint."""
         return {
             "cohort": self.participants,
             "optimizer": self.server_optimizer,
@@ -380,7 +380,7 @@ class PrivateRounds(ResumableStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Have clients evaluate the model, if the budget allows a release of their metrics."""
+        """Messages that ask clients to evaluate; none if the budget does not allow a release."""
         if self._stops(self.evaluation.stops(server_round)):
             return []
         return self.evaluation.configure(server_round, arrays, config, grid)
@@ -388,9 +388,9 @@ class PrivateRounds(ResumableStrategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """What is shown of the metrics: their means, noisy ones for private metrics.
+        """Means of the clients' metrics, noisy for private metrics.
 
-        None if no client evaluated, or if the noise is too large for any of them.
+        None if no client evaluated, or if the noise is too large to give any mean.
         """
         try:
             return self.evaluation.aggregate(server_round, replies)

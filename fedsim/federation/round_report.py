@@ -1,4 +1,4 @@
-"""How a round went, why clients failed in it, and when a run has failed."""
+"""Reports of rounds: usable and failed clients, reasons, and when a run has failed."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _ADVICE: Mapping[Reason, str] = {
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What happened in one round: the operator's knowledge, not covered by the guarantee.
+    """What happened in one round; for the operator, and not covered by the guarantee.
 
     Attributes
     ----------
     asked : int
-        Clients that were drawn, whether or not they were there.
+        Clients in the sampled cohort, available or not.
     usable, failed : int
-        Of those.
+        Clients of the cohort that replied usably, and that did not.
     summed : int
-        Clients whose rows are in the sum: among them one that failed in something beside it alone.
+        Clients whose rows are in the sum, including those that failed only in an extra.
     reasons : mapping of Reason to int
-        Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
+        Number of failed clients by reason; ``duplicate`` and ``unknown`` count replies of
         clients that had replied before, and of nodes that were not asked.
     ignored : int
-        Nodes that were there and are no client of the run: by a key that is unknown or there
-        twice, a claim that is not to be believed, or an id beyond the population.
+        Connected nodes that are no clients of the run: their key is unknown or a duplicate, their
+        claimed id is invalid or a duplicate, or it is beyond the population.
     info : mapping of name to float
-        What the release says of itself.
+        Numbers that the release reports, such as the next clip norm.
     update_norm : float, optional
-        L2 norm of the released mean: a function of it, and no release beside it.
+        L2 norm of the released mean: post-processing, not a release of its own.
     """
 
     round: int
@@ -74,29 +74,29 @@ class RoundReport:
         return ("asked", "usable", "failed", "summed", *reasons, "ignored-nodes")
 
     def row(self) -> dict[str, int]:
-        """What stands in metrics.csv."""
+        """The counts, as in metrics.csv."""
         reasons = (self.reasons.get(reason, 0) for reason in REASONS)
         counts = (self.asked, self.usable, self.failed, self.summed, *reasons, self.ignored)
         return dict(zip(self.columns(), counts, strict=True))
 
 
 def empty_sum(released: bool) -> str:
-    """What to say of a private round without a client's row in its sum."""
+    """Sentence about a private round that has no client's row in its sum."""
     if released:
         return "no client was usable: noise alone was released, and charged"
     return "fewer clients than secagg.threshold: nothing was released, and the round is charged"
 
 
 def empty_round(row: Mapping[str, float]) -> str:
-    """`empty_sum` of a row of a run's metrics; empty if it is of another round."""
-    summed = row.get("summed", row.get("usable", 0))  # rows of older runs have not the first
+    """`empty_sum` for a row of a run's metrics; empty if the round has rows or is not private."""
+    summed = row.get("summed", row.get("usable", 0))  # older runs have no column "summed"
     if "epsilon" not in row or not row.get("asked", 0) or summed:
         return ""
-    return empty_sum("update-norm" in row)  # a released mean has one, be it of noise alone
+    return empty_sum("update-norm" in row)  # every release has a norm, also one of noise alone
 
 
 def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
-    """What the rows of a run's metrics say of failures and ignored nodes; empty if there are none.
+    """Sentences about failures and ignored nodes in a run's metrics; empty if there are none.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
 
 
 def reasons_in(rows: Iterable[Mapping[str, float]]) -> Counter[Reason]:
-    """How often each reason stands in rows of a run's metrics."""
+    """Total number of failures by reason, over rows of a run's metrics."""
     counts: Counter[Reason] = Counter()
     for row in rows:
         counts.update({reason: int(row.get(f"failed-{reason}", 0)) for reason in REASONS})
@@ -133,14 +133,14 @@ def reasons_in(rows: Iterable[Mapping[str, float]]) -> Counter[Reason]:
 
 
 class Tally:
-    """What became of each client that was asked in one round: its first reply decides.
+    """Records the outcome of each client asked in one round; only its first reply counts.
 
     Parameters
     ----------
     asked : int64 ``[m]``
-        Sorted client ids.
+        Sorted ids of the clients asked.
     absent : int
-        Clients that were drawn, and were not there to be asked.
+        Number of sampled clients that were not available to be asked.
     """
 
     def __init__(self, asked: Ids, absent: int = 0) -> None:
@@ -154,7 +154,7 @@ class Tally:
         self._doubts: list[tuple[Ids, Tensor, Reason]] = []
 
     def take(self, block: Block) -> Block:
-        """The clients of a block that count: asked, heard for the first time, and not failed."""
+        """The part of a block that counts: clients asked, at their first reply, not failed."""
         position = np.searchsorted(self._asked, block.client_ids)
         known = position < len(self._asked)
         known[known] = self._asked[position[known]] == block.client_ids[known]
@@ -172,18 +172,18 @@ class Tally:
         return block.select(keep)
 
     def reject(self, client_ids: Ids, reason: Reason) -> None:
-        """Say that these clients, heard of before, are not usable after all."""
+        """Mark these clients, whose replies were taken, as failed."""
         self._fate[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
     def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
-        """`reject` those of ``usable [n]`` that are not, when the report is made.
+        """`reject` the clients that are False in ``usable [n]``, once the report is made.
 
-        To look at ``usable`` any earlier would be to wait for the GPU.
+        Reading ``usable`` earlier would wait for the GPU after every block.
         """
         self._doubts.append((client_ids, usable, reason))
 
     def report(self, server_round: int) -> RoundReport:
-        """What became of everybody that was drawn."""
+        """The round's report, over all clients of the cohort."""
         for client_ids, usable, reason in self._doubts:
             self.reject(client_ids[~usable.cpu().numpy()], reason)
         self._doubts.clear()
@@ -201,13 +201,13 @@ _USABLE = -1
 
 
 class Failures:
-    """Counts rounds in which every client that was asked failed.
+    """Counts consecutive rounds in which every client that was asked failed.
 
     Parameters
     ----------
     allowed : int or None
-        So many of them in a row fail the run. None in a private run, which never fails by
-        them: that it continued must not tell what is in clients' data.
+        Number of such rounds in a row that fails the run. None in a private run, which they never
+        end: whether it continues must not depend on clients' data.
     """
 
     def __init__(self, allowed: int | None) -> None:
@@ -216,21 +216,21 @@ class Failures:
         self._reasons: Counter[Reason] = Counter()
 
     def state(self) -> dict[str, Any]:
-        """What outlives a round."""
+        """The counts, for a checkpoint."""
         return {"in-a-row": self._in_a_row, "reasons": dict(self._reasons)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self._in_a_row = state["in-a-row"]
         self._reasons = Counter(state["reasons"])
 
     def note(self, report: RoundReport, lost: bool) -> None:
-        """Note how a round went.
+        """Count a round, and log its failures.
 
         Raises
         ------
         RunFailedError
-            If it was ``lost``, and too many before it.
+            If the round was ``lost``, and makes too many lost rounds in a row.
         """
         if report.failed:
             failed = (report.failed, report.asked, describe_reasons(report.reasons))
@@ -252,7 +252,7 @@ class Failures:
 
 
 def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
-    """``non-finite 20, raised 1``, most first; and what may be wrong, if ``advise``.
+    """Counts by reason, most frequent first; with ``advise``, a hint at the likely cause too.
 
     Examples
     --------

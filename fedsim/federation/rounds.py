@@ -1,4 +1,4 @@
-"""The loop over rounds: Flower's, and with stages, a resumed first round and an early stop."""
+"""The loop over rounds: as in Flower, plus rounds of several stages, resuming and early stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("fedsim")
 
 
 Rounds = Generator[Iterable[Message], Iterable[Message], Result]
-"""Gives messages to send, takes their replies, returns what the run reached."""
+"""Generator that yields messages to send, receives their replies, and returns the run's result."""
 
 
 class ResumableStrategy(Strategy):
@@ -32,15 +32,15 @@ class ResumableStrategy(Strategy):
     Attributes
     ----------
     protects : bool
-        Whether the run claims privacy, at whichever level.
+        Whether the run claims privacy, at client or example level.
     rounds_done : int
-        The round that was aggregated last.
+        Number of the round that was aggregated last; 0 before the first.
     stopped : str or None
-        Why no further round will be made, once that is so.
+        Why the run has stopped early; None while it may continue.
     result : Result or None
-        What `start` has reached, also after an exception.
+        Result so far of `start`, available after an exception too.
     log : Logger
-        Of the run: Flower's own logger, once `start` was called.
+        Logger of the run: Flower's own once `start` was called.
     loop_has_stages : bool
         Whether the loop that drives the rounds asks for `next_stage`, as `rounds_of` does.
     """
@@ -55,19 +55,22 @@ class ResumableStrategy(Strategy):
 
     @abstractmethod
     def restore(self, state: Tree) -> None:
-        """Resume the state that such a strategy has after a round."""
+        """Continue from the state that an equal strategy had after a round."""
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
-        """What a round's clients are asked after these replies; None, the default, for no more."""
+        """Messages of the round's next stage, given these replies; None if it has no more stages.
+
+        By default a round has one stage.
+        """
         return None
 
     @abstractmethod
     def take_layout(self, server: dict[str, Tensor]) -> Layout:
-        """The layout of a row of these parameters, if they can be trained."""
+        """Return the layout of a row of these parameters; raise if they cannot be trained."""
 
     @abstractmethod
     def progress(self) -> list[str]:
-        """Lines about the round that was aggregated last."""
+        """Log lines about the round that was aggregated last."""
 
     @check_arguments
     def start(
@@ -84,27 +87,27 @@ class ResumableStrategy(Strategy):
         state: Tree | None = None,
         on_round: Callable[[int, Result], None] | None = None,
     ) -> Result:
-        """Run rounds up to ``num_rounds``; as Flower's own, and stops at the budget.
+        """Run rounds up to ``num_rounds``, like Flower's ``start``, but stop at the budget.
 
         Parameters
         ----------
         timeout : float
-            Seconds that a client may take. A private run has none where the grid knows but one
-            deadline for all of a round, by which one client would shut others out.
+            Seconds that a client may take. It is ignored in a private run whose grid has one
+            deadline for the whole round, since one slow client could then exclude others.
         first_round : int, optional
-            First round of a resumed run; by default the one after the last of ``state``.
+            First round of a resumed run; by default the one after the last round of ``state``.
         state : mapping, optional
-            What `DPFedAvg.state` gave after the round before, in another process perhaps;
-            ``initial_arrays`` are then the parameters that were reached.
+            `DPFedAvg.state` after the previous round, possibly from another process;
+            ``initial_arrays`` are then the parameters after that round.
         on_round : callable, optional
-            Called after each round with its number and the result so far, which keeps the
-            arrays reached whatever happens later. What it raises is logged, and the run continues.
+            Called after each round with its number and the result so far. An exception that it
+            raises is logged, and the run continues.
 
         Raises
         ------
         FedsimError
-            If the initial arrays are not those that the grid's clients train; or if
-            ``first_round`` does not follow what this strategy, or ``state``, has done:
+            If the initial arrays are not the parameters that the grid's clients train; or if
+            ``first_round`` does not follow the last round of this strategy or of ``state``:
             momentum, bounds and budget would start from the beginning.
         """
         if num_rounds < 0:
@@ -142,9 +145,9 @@ class ResumableStrategy(Strategy):
         server_round: int,
         result: Result,
     ) -> None:
-        """Log a round as Flower does, and call an observer whose failures are its own."""
+        """Log a round as Flower does, and call the observer; its exceptions do not end the run."""
         self.log.info("[ROUND %s/%s]", server_round, num_rounds)
-        # The lines have the epsilon so far, which costs time in every round.
+        # Computing the epsilon for these lines takes time, so skip it where they are not logged.
         for line in self.progress() if self.log.isEnabledFor(logging.INFO) else ():
             self.log.info("%s", line)
         for records in (
@@ -201,23 +204,23 @@ def rounds_of(
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     on_round: Callable[[int, Result], None] | None = None,
 ) -> Rounds:
-    """The rounds of ``strategy``: the caller sends its messages, so that several can go in step.
+    """Run the rounds of ``strategy`` as a generator; the caller sends the messages it yields.
 
-    Ends early when the strategy has stopped.
+    Several runs can thus advance in step over one grid. Ends early when the strategy has stopped.
 
     Parameters
     ----------
     grid : Grid
-        Knows the nodes; nothing is sent over it here.
+        Lists the available nodes; nothing is sent over it here.
 
     Returns
     -------
     generator of Result
-        Its ``arrays`` are the parameters reached: the initial ones if no round succeeded.
+        Its ``arrays`` are the last released parameters: the initial ones if no round succeeded.
     """
     strategy.loop_has_stages = True
     strategy.summary()
-    # Held by the strategy too, so that an exception does not lose what was reached.
+    # The strategy refers to it too, so that an exception does not lose the result so far.
     result = strategy.result = Result(arrays=initial_arrays)
     if rounds and rounds[0] == 1 and evaluate_fn is not None:
         _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, initial_arrays))
@@ -239,7 +242,7 @@ def rounds_of(
         evaluators = strategy.configure_evaluate(
             server_round, result.arrays, evaluate_config or ConfigRecord(), grid
         )
-        # What is released with noise is released even where nobody was drawn.
+        # Private metrics are released even if no client was sampled: silence would show that.
         replies = (yield evaluators) if evaluators else ()
         metrics = strategy.aggregate_evaluate(server_round, replies)
         _keep(result.evaluate_metrics_clientapp, server_round, metrics)
@@ -256,12 +259,12 @@ def _has_stopped(strategy: ResumableStrategy) -> bool:
 
 
 def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
-    """``timeout``, but None where it would let one client of a private run shut others out.
+    """``timeout``, or None where it would let one client of a private run exclude others.
 
-    Where clients share workers, as in Flower's simulation, one deadline is for all of a round: a
-    client that is slow because of its data would decide whose updates are in the sum. fedsim's
-    own engines count from each client's start, and so does a deployment, whose nodes start when
-    they are asked.
+    Where clients share workers, as in Flower's simulation, one deadline applies to the whole round:
+    a client that is slow because of its data would decide whose updates are in the sum. fedsim's
+    own engines measure from each client's start, and so does a deployment, whose nodes start when
+    they receive their message.
     """
     if not private or getattr(grid, "times_each_client", False):
         return timeout
@@ -275,7 +278,7 @@ def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
 
 
 def run_to_end(rounds: Rounds, grid: Grid, timeout: float | None) -> Result:
-    """Send every message of ``rounds`` over ``grid``; what they reached."""
+    """Send every message of ``rounds`` over ``grid``, and return the result."""
     try:
         messages = next(rounds)
         while True:

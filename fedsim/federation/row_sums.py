@@ -1,7 +1,7 @@
-"""Sums of a round's rows, wherever they are added up: on the server, or on workers that train.
+"""Sums of a round's rows, on the server or on the workers that train the clients.
 
-A worker bounds and sums the rows of the clients that it trains, so that one sum a worker and round
-travels and not one row a client. Sums are exact: merged in any order they have the same bytes.
+A worker bounds and sums the rows of the clients that it trains, so that it sends one sum a round
+instead of one row a client. Sums are exact: merged in any order they have the same bytes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from fedsim.rows.exact import FREE_TOTAL
 Floats = npt.NDArray[np.float64]
 
 LIKELY_EXAMPLES = 2.0**20
-"""With no more, a client whose row is too large to be summed sends too large a row."""
+"""Largest plausible number of examples. Where weight times norm is too large for the exact sum, a
+client with at most so many has a diverged row ("non-finite"); with more, its weight is wrong."""
 
 
 @dataclass(frozen=True)
 class Summing:
-    """How a round's rows are bounded, weighted and added up: a value that travels to workers.
+    """How a round's rows are bounded, weighted and added up; sent to the workers.
 
     Attributes
     ----------
     plan : ReleasePlan
     layout : Layout
-        Of a row.
+        Layout of a row.
     state : State
-        The mechanism's, as of this round.
+        State of the mechanism in this round.
     weight_key : str or None
-        Metric that weighs rows; None where all weigh the same.
+        Metric that weights rows; None where all rows have the same weight.
     declared : pair of int64 and float64 ``[a]``, optional
-        Sorted client ids, and how many examples each is declared to have; these weigh in place of
-        what clients report.
+        Sorted client ids, and the declared number of examples of each, which is the weight in place
+        of what clients report.
     asked : int
-        Clients asked in this round.
+        Number of clients asked in this round.
     """
 
     plan: ReleasePlan[Mechanism]
@@ -55,12 +56,12 @@ class Summing:
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """Numbers that a client must report for its row to be added."""
+        """Names of the numbers that a client must report for its row to be added."""
         weighs = self.weight_key is not None and self.declared is None
         return (*self.plan.bound.side_names, *([self.weight_key or ""] if weighs else []))
 
     def sides(self, block: Block) -> dict[str, Floats]:
-        """The scalars that are summed beside the rows, by name, ``[n]``."""
+        """The scalars that are summed in addition to the rows, by name, ``[n]``."""
         return {name: _reported(block, name) for name in self.plan.bound.side_names}
 
     def weights(self, block: Block) -> Floats | None:
@@ -73,7 +74,7 @@ class Summing:
         return counts[np.searchsorted(client_ids, block.client_ids)]
 
     def checked(self, block: Block) -> Block:
-        """The block, with clients failed whose weights or scalars may not enter the sum."""
+        """The block, with the clients whose weights or scalars are invalid marked as failed."""
         reasons: dict[int, Reason] = {}
 
         def require(sound: npt.NDArray[np.bool_], reason: Reason) -> None:
@@ -91,8 +92,8 @@ class Summing:
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
                 reach = np.where(np.isfinite(norms), weights * norms, 0.0)
-            # Even if all clients reached it, the weighted sum would be exact. A row beyond it has
-            # diverged, and counts like one that is infinite, if its weight is plausible.
+            # A client's part of the exact sum's range, small enough that the sum stays exact if all
+            # clients use it up. A longer row with a plausible weight has diverged: as non-finite.
             fits = reach <= FREE_TOTAL / self.asked
             require(fits | (weights > LIKELY_EXAMPLES), "non-finite")
             require(fits, "malformed")
@@ -110,18 +111,18 @@ def _reported(block: Block, name: str) -> Floats:
 
 
 class RowSum:
-    """The rows of blocks, bounded and added up: the server's sum of a round, or a worker's part.
+    """Bounds and adds up the rows of blocks: the server's sum of a round, or a worker's part.
 
     Parameters
     ----------
     summing : Summing
     releaser : Releaser
-        Of this plan and layout, for rows that come on its device.
+        Releaser of the same plan and layout, on the device of the rows.
 
     Attributes
     ----------
     total : PartialSum
-        What was added.
+        Sum of the rows added so far.
     """
 
     def __init__(self, summing: Summing, releaser: Releaser) -> None:
@@ -129,9 +130,9 @@ class RowSum:
         self.total = releaser.start(summing.state)
 
     def add(self, block: Block) -> Block:
-        """Add a block's rows; the block with ``usable`` in their place.
+        """Add a block's rows; return the block without them, and with ``usable`` set.
 
-        A client whose numbers may not enter the sum has failed.
+        A client with an invalid weight or scalar is marked as failed.
         """
         block = self.summing.checked(block)
         usable = torch.zeros(len(block.ok), dtype=torch.bool, device=self.total.terms.device)

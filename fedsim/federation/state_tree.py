@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 Tree = Mapping[str, Any]
-"""Names to tensors, to numpy arrays, to what JSON can say, and to trees again."""
+"""Mapping from names to tensors, numpy arrays, JSON values, or further trees."""
 
 _TENSOR, _ARRAY = "tensor", "array"
 
 
 def split_tree(tree: Tree) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a tree, by names of their own, and the rest of it as JSON.
+    """Split a tree into its tensors, under generated names, and JSON that refers to them.
 
     Raises
     ------
     TypeError
-        If anything in it is neither a tensor, nor an array that torch knows, nor what JSON can say.
+        If a value is neither a tensor, nor an array of a dtype that torch has, nor a JSON value.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def split_tree(tree: Tree) -> tuple[dict[str, Tensor], str]:
             tensors[name] = torch.from_numpy(value.copy())
             return {_ARRAY: name}
         if isinstance(value, Mapping):
-            # One that looks like a tensor's name must not be taken for one.
+            # `join_tree` would take such a mapping for the reference to a tensor.
             if set(value) in ({_TENSOR}, {_ARRAY}) and isinstance(next(iter(value.values())), str):
                 raise TypeError(f"a mapping whose one key is '{next(iter(value))}' cannot be kept.")
             return {_checked(key): named(entry) for key, entry in value.items()}
@@ -53,7 +53,7 @@ def split_tree(tree: Tree) -> tuple[dict[str, Tensor], str]:
 
 
 def join_tree(tensors: Mapping[str, Tensor], text: str) -> dict[str, Any]:
-    """The tree that `split_tree` was given."""
+    """Inverse of `split_tree`."""
 
     def named(value: Any) -> Any:
         if not isinstance(value, dict):
