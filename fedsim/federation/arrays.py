@@ -1,8 +1,8 @@
 """Flower arrays that are serialised only when their bytes are read.
 
-Flower's `Array` holds serialised bytes: it writes them when made and parses them again at
-every ``.numpy()``. In one process the bytes are not needed, so a `LazyArray` keeps the tensor
-and serialises on demand; on the wire the two are the same.
+Flower's `Array` holds serialised bytes: it serialises when it is created and parses again at every
+``.numpy()``. Within one process the bytes are not needed, so a `LazyArray` keeps the tensor and
+serialises on demand; both are the same on the wire.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NUMPY = "numpy.ndarray"
 
 
 class LazyArray(Array):
-    """A Flower `Array` over a tensor that is not written to any more.
+    """A Flower `Array` that refers to a tensor, which must not be written to any more.
 
-    Insert it with ``record[key] = array``: ``ArrayRecord(dict)`` copies the entries to plain
-    serialised arrays. It pickles, and deflates for the wire, as the plain array it stands for.
+    Insert it with ``record[key] = array``: ``ArrayRecord(dict)`` copies its entries into plain,
+    serialised arrays. It is pickled, and deflated for the wire, as a plain array.
 
     Parameters
     ----------
     tensor : Tensor
-        Kept, not copied.
+        The values; not copied.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -43,8 +43,8 @@ class LazyArray(Array):
             _tensor=tensor.detach(),
         )
 
-    # The base class is a dataclass with a field of this name; a property in its place is
-    # what makes the bytes come into being only when they are read.
+    # The base class is a dataclass with a field of this name. A property in its place serialises
+    # only when the bytes are read; hence the values in `__dict__` above, and no `super().__init__`.
     @property
     def data(self) -> bytes:
         """The serialised values, as `numpy.save` writes them."""
@@ -60,21 +60,21 @@ class LazyArray(Array):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor itself; not to be written to."""
+        """The tensor itself; do not write to it."""
         tensor: Tensor = self.__dict__["_tensor"]
         return tensor
 
     def numpy(self) -> npt.NDArray[Any]:
-        """Copy of the values, as Flower's own arrays give."""
-        # Callers train in place on what they get here.
+        """Copy of the values, like Flower's own arrays."""
+        # A copy, since callers train in place on the result.
         return np.array(self.tensor.cpu().numpy())
 
     def plain(self) -> Array:
-        """The serialised array that this one stands for."""
+        """A plain, serialised array of the same values."""
         return Array(dtype=self.dtype, shape=self.shape, stype=self.stype, data=self.data)
 
     def deflate(self) -> bytes:
-        """Bytes for the wire: the receiver finds a plain `Array`."""
+        """Bytes for the wire, from which the receiver inflates a plain `Array`."""
         return self.plain().deflate()
 
     def __deepcopy__(self, memo: object) -> LazyArray:
@@ -86,12 +86,12 @@ class LazyArray(Array):
 
 @check_arguments
 def array_record(arrays: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> ArrayRecord:
-    """Record of named tensors, none of them copied or serialised.
+    """Record of named tensors, without copying or serialising them.
 
     Raises
     ------
     FedsimError
-        If something in it is no tensor.
+        If a value is no tensor.
     """
     try:
         named = dict(arrays)
@@ -107,18 +107,18 @@ def array_record(arrays: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) ->
 
 @check_arguments
 def tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    """Named tensors of a record, without a copy where it holds them; not to be written to."""
+    """Named tensors of a record, uncopied from a `LazyArray`; do not write to them."""
     return {
         name: array.tensor
         if isinstance(array, LazyArray)
-        # np.load of a 0-d array is an array still; from_numpy takes it as it is.
+        # from_numpy also accepts the 0-d arrays that np.load returns.
         else torch.from_numpy(array.numpy())
         for name, array in record.items()
     }
 
 
 def same_arrays(*records: ArrayRecord) -> ArrayRecord:
-    """A record of the arrays of these; ``ArrayRecord(dict)`` would serialise every tensor's."""
+    """One record that shares the arrays of several; ``ArrayRecord(dict)`` would serialise them."""
     shells = ArrayRecord()
     for record in records:
         for name, array in record.items():

@@ -1,6 +1,6 @@
-"""What a strategy has to know of its clients: how they train, and what is shown of their metrics.
+"""Settings of a strategy about its clients: how they train, and which metrics are shown.
 
-Both values refuse what does not go with the strategy's other settings.
+Both classes check themselves against the strategy's other settings.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ from fedsim.settings import Ge, check_settings
 Plan = ReleasePlan[Mechanism | RobustMean]
 
 ClientBudget = Callable[[Tensor, Ids, int], str | None]
-"""``(vector [d], client ids, round)`` to why their budgets do not allow the round, or None."""
+"""Function of ``(vector [d], client ids, round)``: why budgets do not allow the round, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientTraining:
-    """What a strategy has to know of how its clients train.
+    """How clients train, as far as the strategy depends on it.
 
     Parameters
     ----------
     algorithm : LocalAlgorithm, optional
-        The clients' algorithm, if it sends or receives named vectors besides updates (SCAFFOLD's
-        control variates), which it combines on the server.
+        The clients' algorithm, if it sends or receives named vectors in addition to updates
+        (SCAFFOLD's control variates), which it combines on the server.
     alternation : Alternation, optional
-        Parameters that clients train in turns (an `AlternatingTrainer`): what rests in a round has
-        zeros in all rows, and stays as it is whatever the release and the optimiser say there.
+        Parameters that clients train in turns (an `AlternatingTrainer`). Those that rest in a round
+        have zeros in all rows and keep their values, whatever the release and the optimiser give.
     average_state : bool
-        Whether clients report their state (ADADP's rate) and start from the mean of the last
-        round's: ``client.state = "server"``.
+        Whether clients report their state (ADADP's rate) and start from its mean over the last
+        round: ``client.state = "server"``.
     private_examples : bool
         Whether clients protect their own examples (example-level privacy). Their reports and
         failures are then treated as in a private run, whatever the mechanism.
     example_counts : sequence of int, optional
-        Each client's number of examples, declared public: updates are weighed by it, not by what
-        clients report. Updates of clients with private examples have no other weights.
-    budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
-        Called before messages are sent: a sentence says why clients' own budgets do not allow the
-        round, and stops the run. Not called if the run is private at client level, where stopping
-        would reveal the cohort.
+        Each client's number of examples, declared public. Updates are weighted by these and not by
+        what clients report; updates of clients with private examples can have no other weights.
+    budget : callable ``(vector [d], client ids, round) -> str or None``, optional
+        Called before messages are sent. A returned sentence says why clients' own budgets do not
+        allow the round, and stops the run. Not called if the run is private at client level, where
+        stopping would reveal the cohort.
     budgets_end_run : bool
-        Whether one client whose own budget is spent ends a run that is not private at client level,
-        as is right if all clients are on one machine. By default, since a stranger may claim so,
-        that client alone is left out, and the run ends only if all of several clients report it.
+        Whether one client whose own budget is spent ends a run that is not private at client level;
+        suitable if all clients are on one machine. By default, since an untrusted client may claim
+        so falsely, only that client is left out, and the run ends if all clients asked (at least
+        two) report it.
     """
 
     algorithm: LocalAlgorithm | None = None
@@ -79,7 +80,7 @@ class ClientTraining:
         check_settings(self)
 
     def check(self, plan: Plan, placement: str) -> None:
-        """Refuse what the plan, or noise placed in clients, does not go with.
+        """Refuse settings that are incompatible with the plan or with noise placed in clients.
 
         Raises
         ------
@@ -100,7 +101,7 @@ class ClientTraining:
             self._check_alternation(plan)
 
     def _check_state(self, plan: Plan, placement: str) -> None:
-        """Refuse to average the state that clients report, where they may not report it."""
+        """Refuse averaged state in runs in which clients may not report it."""
         must = (
             "client.state is 'server' (ClientTraining(average_state=True)); it must be 'reset' or "
             "'client' "
@@ -117,14 +118,14 @@ class ClientTraining:
             )
 
     def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
-        """Refuse vectors in a private run, and bounds and weights of what must be plain means."""
+        """Refuse vectors in a private run, and weights or bounds where means must be plain."""
         bound = plan.bound
         if plan.private or self.private_examples:
             refuse_vectors(algorithm)
         if not algorithm.plain_means or bound == NoPrivacy("uniform"):
             return
         if bound.guarantee != "none" and not algorithm.sends:
-            return  # it bounds the same way itself
+            return  # such an algorithm applies the same bound itself
         name = type(algorithm).__name__
         if isinstance(bound, NoPrivacy):
             raise FedsimError(
@@ -138,7 +139,10 @@ class ClientTraining:
         )
 
     def _check_alternation(self, plan: Plan) -> None:
-        """Refuse what is of all coordinates of a row, of which some rest."""
+        """Refuse bounds, noise and vectors that involve the coordinates that rest in a round.
+
+        A bound must depend on a row by its norm alone, which zeros do not change.
+        """
         bound, two = plan.bound, Layout.of({"row": torch.zeros(2)})
         by_norm = isinstance(bound, ScalingBound) and all(
             value.numel() == 1 for value in bound.init(two).values()
@@ -181,11 +185,11 @@ class ClientTraining:
         return np.asarray(counts, dtype=np.float64)
 
     def over_budget(self, vector: Tensor, client_ids: Ids, server_round: int) -> str | None:
-        """Why these clients may not be asked for a round from ``vector [d]``, if so."""
+        """Why clients' own budgets do not allow a round from ``vector [d]``; None if they do."""
         return None if self.budget is None else self.budget(vector, client_ids, server_round)
 
     def budgets_spent(self, report: RoundReport) -> str | None:
-        """Why the run ends after what clients have said in a round of their budgets, if so."""
+        """Why clients' replies about spent budgets end the run; None if they do not."""
         spent = report.reasons.get("budget", 0)
         enough = spent > 0 if self.budgets_end_run else 1 < spent == report.asked
         if not (self.private_examples and enough):
@@ -198,23 +202,23 @@ class ClientTraining:
 
 @dataclass(frozen=True)
 class PrivateMetrics:
-    """Which of clients' metrics are released with noise, and with how much.
+    """Metrics of clients that are released with noise, and the noise multiplier.
 
-    Guarantee: an evaluation is one Gaussian of this multiplier on a sum to which a client adds at
-    most C, the norm of all its clamped numbers together.
+    Guarantee: an evaluation is one Gaussian mechanism with this multiplier. Its sum changes by at
+    most C with one client: the norm of all the client's clamped numbers together.
 
     Parameters
     ----------
     ranges : sequence of ValueRange
-        One a metric; others are not released.
+        Range of each released metric; other metrics are not released.
     noise_multiplier : float
     hardened : bool
-        As of `DPFedAvg`.
+        As ``hardened_noise`` of `DPFedAvg`.
 
     Raises
     ------
     FedsimError
-        If there is no metric, or one twice, or a number is out of its range.
+        If there is no metric, or a duplicate, or if a setting is out of its range.
     """
 
     ranges: Sequence[ValueRange]
@@ -235,7 +239,7 @@ class PrivateMetrics:
             )
 
     def plan(self, cohort: Cohort, fraction: float) -> ReleasePlan[Clipping]:
-        """What one evaluation releases, by this fraction of a cohort's population."""
+        """Release plan of one evaluation by this fraction of the cohort's population."""
         return ReleasePlan(
             level="client",
             sampler=evaluation_sampler(cohort, fraction),
@@ -251,14 +255,14 @@ class PrivateMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMetrics:
-    """What is shown, or released with noise, of the metrics that clients report.
+    """Which of the metrics that clients report are shown, or released with noise.
 
     Parameters
     ----------
     every : int
-        Rounds from one evaluation by clients to the next.
+        Number of rounds from one evaluation by clients to the next.
     quantiles : bool
-        Whether quantiles over clients are shown besides the means of their evaluations.
+        Whether quantiles over clients are shown in addition to the means of their evaluations.
     private : PrivateMetrics, optional
         Release clients' evaluations with noise: each is one more release of a private run, in the
         same ledger and budget. ``fraction_evaluate`` is then the rate at which clients are sampled
@@ -308,7 +312,7 @@ class ClientMetrics:
             )
 
     def fraction(self, fraction_evaluate: float | None, *, protects: bool) -> float:
-        """Share of the clients that evaluate; by default all, or none where that would show them.
+        """Fraction of the clients that evaluate; by default 1, or 0 if their metrics are protected.
 
         Raises
         ------

@@ -1,8 +1,8 @@
-"""Extras of a round, besides its sum: clients' state, named vectors, metrics.
+"""Extras: parts of a round in addition to its sum, such as clients' state, vectors and metrics.
 
 A strategy calls its extras in order: `Extra.send` when a round is configured, `Extra.take` for each
-reply, and `Extra.finish` once the round is released, after the ledger has its line. What an extra
-keeps from round to round is its `Extra.state`.
+reply, and `Extra.finish` once the round is released, after its ledger line was written.
+`Extra.state` is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedsim.rows.layout import Layout, vectors_in, with_vectors
 _log = logging.getLogger("fedsim")
 
 LARGEST = 1e100
-"""Larger numbers, and those not finite, enter no mean: sums of them would overflow."""
+"""Larger numbers, and non-finite ones, are left out of means, whose sums would overflow."""
 
 _STATE_PREFIX = f"{CLIENT_STATE}."
 
@@ -43,11 +43,11 @@ class RoundResult:
     ----------
     pending : PendingRound
     update : Tensor ``[p]``
-        The step of the server's optimiser follows it; at first the released mean row ``[d]``.
+        Input of the server optimiser's step; before any extra, the released mean row ``[d]``.
     count : int
-        Clients in the sum.
+        Number of clients in the sum.
     metrics : MetricRecord or None
-        Of training, where clients' metrics are shown.
+        Training metrics; None where clients' metrics are not shown.
     """
 
     pending: PendingRound
@@ -57,41 +57,41 @@ class RoundResult:
 
 
 class Extra:
-    """Something that a round does besides its sum; by default nothing."""
+    """Part of a round in addition to its sum. The base class does nothing."""
 
     def row_layout(self, layout: Layout) -> Layout:
-        """The layout of a row, with what this has clients send after their update."""
+        """The layout of a row, extended by what this extra has clients send after their update."""
         return layout
 
     def send(self, instructions: Instructions) -> Instructions:
-        """A round's instructions, with what this sends to clients."""
+        """A round's instructions, with what this extra adds for the clients."""
         return instructions
 
     def take(self, reply: Reply) -> None:
-        """Take what a block's clients report; those that are ``usable [n]`` are in the sum.
+        """Read what a block's clients report; the clients in the sum are True in ``usable [n]``.
 
-        If it raises, it must have changed nothing. The client has then failed ("malformed" in
-        the round's report) and has no part in this extra. Its row stays in the sum: engines whose
-        workers add rows up could not take it out again, and a release is the same on all engines.
+        If it raises, it must have changed nothing. The client is then marked as failed
+        ("malformed" in the round's report) and left out of this extra. Its row stays in the sum:
+        workers have already added it, and a release must be the same on all engines.
         """
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """The result of a round that was released, with what follows from the replies."""
+        """The result of a released round, changed by what this extra took from the replies."""
         return result
 
     def state(self) -> Any:
-        """What outlives a round, as tensors and JSON."""
+        """The state to save in a checkpoint, as tensors and JSON values."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
 
 
 def take_reply(extra: Extra, reply: Reply) -> list[int]:
-    """Let an extra take a reply, and return the clients that fail because it raises.
+    """Let an extra take a reply, and return the clients for which it raised.
 
-    Where it raises over a block, it takes the block's clients one by one: what one reports is no
-    failure of the others.
+    If it raises for a block, it takes the block's clients one by one, so that one client's report
+    does not make the others fail.
     """
     try:
         extra.take(reply)
@@ -107,12 +107,12 @@ def take_reply(extra: Extra, reply: Reply) -> list[int]:
 
 
 class SharedClientState(Extra):
-    """Averages the state that clients end with (ADADP's rate), and sends it to the next round's.
+    """Averages clients' final state (ADADP's rate), and sends the mean to the next round's clients.
 
     Attributes
     ----------
     values : dict of str to float
-        The means, empty before the first round has ended.
+        Means by the state's name; empty before the first round has ended.
     """
 
     def __init__(self) -> None:
@@ -120,25 +120,25 @@ class SharedClientState(Extra):
         self._final: dict[str, list[float]] = {}
 
     def send(self, instructions: Instructions) -> Instructions:
-        """With the means, and word that clients are to report what they end with."""
+        """The instructions, with the means and a request that clients report their final state."""
         self._final = {}
         means = {_STATE_PREFIX + name: mean for name, mean in self.values.items()}
         config = ConfigRecord({**instructions.config, CLIENT_STATE: True, **means})
         return replace(instructions, config=config)
 
     def take(self, reply: Reply) -> None:
-        """Note what the ``usable [n]`` clients ended with."""
+        """Collect the final states of the ``usable [n]`` clients."""
         assert reply.block.usable is not None
         counted = reply.block.usable.cpu().numpy()
         for key, values in reply.block.metrics.items():
             if key.startswith(_STATE_PREFIX):
-                # A client without data has ended with nothing.
+                # NaN, from a client without data, fails this comparison and is left out.
                 final = values[counted & (np.abs(values) <= LARGEST)].tolist()
                 self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """Average what was noted; what no client reported keeps its last mean."""
-        # The exact sum does not depend on the order in which clients came.
+        """Average the final states; a state that no client reported keeps its last mean."""
+        # fsum rounds once: the mean does not depend on the order of the replies.
         self.values |= {k: math.fsum(v) / len(v) for k, v in self._final.items() if v}
         self._final = {}
         return result
@@ -148,27 +148,28 @@ class SharedClientState(Extra):
         return dict(self.values)
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self.values = {name: float(value) for name, value in state.items()}
 
 
 class NamedVectors(Extra):
-    """What an algorithm's clients are sent beside the parameters (SCAFFOLD's control variates).
+    """Vectors that clients receive in addition to the parameters (SCAFFOLD's control variates).
 
-    Rows are longer than the parameters where clients send vectors: these stand after their update.
+    Vectors that clients send back follow the update in their rows, which are then longer than the
+    parameters.
 
     Parameters
     ----------
     algorithm : LocalAlgorithm
-        Says what clients send and are sent, and what becomes of a round.
+        Defines the vectors sent and received, and combines a round's means.
     population : int
     expected : float, optional
-        How many clients a round counts on, where it is secret how many are in its sum.
+        Expected number of clients in a round, used where the actual number is secret.
 
     Attributes
     ----------
     values : Tensor ``[k]`` or None
-        The vectors, one after another: all zeros at first, None before the first round.
+        The vectors, concatenated; zeros in the first round, None before it.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class NamedVectors(Extra):
         self.values: Tensor | None = None
 
     def row_layout(self, layout: Layout) -> Layout:
-        """That of the parameters, and after them the vectors that clients send."""
+        """The layout of the parameters, followed by the vectors that clients send."""
         self._parameters = layout
         self._received = with_vectors(layout, self._algorithm.receives)
         return with_vectors(layout, self._algorithm.sends)
 
     def send(self, instructions: Instructions) -> Instructions:
-        """With the vectors after the parameters."""
+        """The instructions, with the vectors after the parameters."""
         vector, arrays = instructions.vector, instructions.arrays
         if self.values is None:
             self.values = vector.new_zeros(self._received.d - len(vector))
@@ -194,7 +195,7 @@ class NamedVectors(Extra):
         return replace(instructions, vector=vector, arrays=same_arrays(arrays, vectors))
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""
+        """Split the mean row into the update ``[p]`` and the next round's vectors."""
         assert self.values is not None  # since the round was sent
         mean, d = result.update, self._parameters.d
         sent = torch.cat([mean[:d], self.values.to(mean)])
@@ -215,5 +216,5 @@ class NamedVectors(Extra):
         return None if self.values is None else self.values.clone()
 
     def restore(self, state: Tensor | None) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self.values = state

@@ -1,4 +1,4 @@
-"""What fedsim needs of Flower beyond its public interface, all of it in this one place."""
+"""All that fedsim uses of Flower beyond its public interface."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedsim.errors import FedsimError
 
 SUPERLINK_NODE_ID = 1
 BUDGET_SPENT = 4096
-"""Error of a fedsim client whose own budget does not allow what it was asked for."""
+"""Error code of a fedsim client whose own privacy budget does not allow the request."""
 TIMED_OUT = 4097
-"""Error of a fedsim client that has taken longer, from its own start, than it may."""
+"""Error code of a fedsim client that exceeded its time limit, counted from its own start."""
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
 RAISED = frozenset(
@@ -33,14 +33,14 @@ RAISED = frozenset(
     )
     if hasattr(ErrorCode, name)
 )
-"""Errors of a client's own; any other means that no answer came."""
+"""Flower's codes of errors in a client's app; with its other codes the client counts as missing."""
 
 
 def ensure_identity(run_id: int) -> None:
-    """Let this process make messages.
+    """Allow this process to create messages.
 
-    ``Message(...)`` reads who is talking from a process global that Flower's own runtimes
-    set. Outside of them it is set here; inside of them theirs stays.
+    ``Message(...)`` reads the sender from a process-wide global that Flower's runtimes set. Outside
+    of them it is set here; inside, their values are kept.
     """
     for name, value in (("run_id", run_id), ("node_id", SUPERLINK_NODE_ID), ("task_id", 1)):
         try:
@@ -50,7 +50,7 @@ def ensure_identity(run_id: int) -> None:
 
 
 def empty_run(run_id: int) -> Run:
-    """A run about which nothing is known but its id."""
+    """A Flower run with an id and no other information."""
     return Run.create_empty(run_id=run_id)
 
 
@@ -66,14 +66,14 @@ def send_as(message: Message, message_id: str, run_id: int) -> None:
 
 
 def deliver(message: Message, content: RecordDict) -> Message:
-    """The same message with other content."""
+    """A shallow copy of a message, with other content."""
     delivered: Any = copy.copy(message)
     delivered.__dict__["_content"] = content
     return delivered  # type: ignore[no-any-return]
 
 
 def unavailable(message_id: str, run_id: int) -> Message:
-    """What Flower answers where a message has expired, or was never sent."""
+    """Flower's error reply for a message that has expired or was never sent."""
     request = Message(RecordDict(), SUPERLINK_NODE_ID, "system")
     send_as(request, message_id, run_id)
     reason = "the message has expired, or there is none of this id."
@@ -81,7 +81,7 @@ def unavailable(message_id: str, run_id: int) -> Message:
 
 
 def error_reply(message: Message, code: int, reason: str) -> Message:
-    """Reply saying that there is none."""
+    """Reply with an error in place of content."""
     return Message(Error(code, reason), reply_to=message)
 
 

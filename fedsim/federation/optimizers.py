@@ -1,4 +1,4 @@
-"""Server optimisers around others: a Flower strategy on the noisy mean, a schedule of the rate."""
+"""Server optimisers that wrap others: a Flower strategy on the noisy mean, and a rate schedule."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _FLOWERS = Path(inspect.getfile(FedAvg)).parent
 
 
 class FlowerOptimizer(ServerOptimizer):
-    """A Flower strategy that is given one synthetic reply a round: the noisy mean.
+    """Server optimiser that passes the noisy mean to a Flower strategy, as one synthetic reply.
 
-    What it does with that reply (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing, and
-    what it tells its clients (`FedProx`'s mu) goes along to ours. Where their metrics are shown at
-    all, the reply has the means of what they report, so that what it tells them may follow those.
-    Its sampling and its evaluation play no part.
+    The strategy's step (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing, and the config
+    that it sends to clients (`FedProx`'s mu) is sent to fedsim's clients too. Where clients'
+    metrics are shown, the reply has their means, so that the strategy's config may depend on them.
+    The strategy's sampling and evaluation are not used.
 
     Parameters
     ----------
@@ -66,8 +66,8 @@ class FlowerOptimizer(ServerOptimizer):
     Raises
     ------
     FedsimError
-        For a strategy that compares or weighs the replies of single clients, and for one
-        that is not built on `FedAvg`.
+        For a strategy that compares or weights the replies of single clients, and for one
+        that is not a subclass of `FedAvg`.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -84,24 +84,25 @@ class FlowerOptimizer(ServerOptimizer):
             )
         self._strategy = strategy
         nodes = max(strategy.min_available_nodes, strategy.min_train_nodes, 1)
-        # Nothing is sent over it: strategies learn the parameters where they choose nodes.
+        # Nothing is sent over this grid. A strategy must be made to configure each round, since it
+        # stores the current parameters there, and it then needs nodes to choose from.
         self._grid = LocalGrid(ClientApp(), num_nodes=nodes)
         self._round = 0
         self._asked: Message | None = None
         self.metrics: MetricRecord | None = None
-        """Means of what the clients report whose mean comes next."""
+        """Means of the round's client metrics, for the next `step`."""
 
     def __str__(self) -> str:
         return f"Flower's {type(self._strategy).__name__}"
 
     def client_config(self, vector: Tensor, config: ConfigRecord) -> ConfigRecord:
-        """What the strategy tells clients beside ``vector [d]``, given the caller's ``config``."""
+        """The strategy's config entries for clients, given ``vector [d]`` and the caller's."""
         self._asked = self._ask(vector, config)
         records = self._asked.content.config_records
         return records.get(self._strategy.configrecord_key, config)
 
     def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
-        """A message to one of its clients in the next round."""
+        """One of the messages that the strategy sends in the next round."""
         arrays = array_record({_NAME: vector})
         with _without_its_counts():
             messages = self._strategy.configure_train(
@@ -111,7 +112,7 @@ class FlowerOptimizer(ServerOptimizer):
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
-        # A strategy may count how often it is asked: once a round.
+        # Configure at most once a round, since a strategy may count its calls.
         request, self._asked = self._asked or self._ask(vector, ConfigRecord()), None
         self._round += 1
         moved = (vector + update.to(vector.dtype)).cpu()
@@ -133,44 +134,44 @@ class FlowerOptimizer(ServerOptimizer):
         return tensors(arrays)[_NAME].to(vector)
 
     def state(self) -> dict[str, Any]:
-        """The rounds it has seen, and the numbers, words, arrays and records that it holds."""
+        """Number of rounds, and the strategy's attributes except functions and the like."""
         attributes = {name: _encoded(value) for name, value in vars(self._strategy).items()}
         held = {name: value for name, value in attributes.items() if value is not None}
         return {"rounds": self._round, "strategy": held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self._round = state["rounds"]
         for name, value in state["strategy"].items():
             setattr(self._strategy, name, _decoded(value))
 
 
 class StrategyConfig(Extra):
-    """What a Flower strategy sends its clients goes to ours; it gets the means of their metrics.
+    """Sends a Flower strategy's config to the clients, and passes it the means of their metrics.
 
     Parameters
     ----------
     optimizer : FlowerOptimizer
-        Of that strategy.
+        Server optimiser that wraps the strategy.
     """
 
     def __init__(self, optimizer: FlowerOptimizer) -> None:
         self._optimizer = optimizer
 
     def send(self, instructions: Instructions) -> Instructions:
-        """With what the strategy makes of the config entries."""
+        """The instructions, with the strategy's config entries."""
         config = self._optimizer.client_config(instructions.vector, instructions.config)
         return replace(instructions, config=config)
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """Unchanged; the strategy is given its metrics in the step that follows."""
+        """The result, unchanged; its metrics are passed on for the step that follows."""
         self._optimizer.metrics = result.metrics
         return result
 
 
 @contextmanager
 def _without_its_counts() -> Iterator[None]:
-    """Leave out of Flower's log how many nodes it samples and replies it gets: they are made up."""
+    """Drop Flower's log lines on sampled nodes and replies: the numbers here are synthetic."""
 
     def is_users(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO or Path(record.pathname).parent != _FLOWERS
@@ -184,7 +185,7 @@ def _without_its_counts() -> Iterator[None]:
 
 
 def _encoded(value: Any) -> dict[str, Any] | None:
-    """What a strategy holds, as tensors and JSON; None for functions and the like."""
+    """An attribute of a strategy as tensors and JSON values; None for other types (functions)."""
     match value:
         case np.generic():
             return {"value": value.item()}
@@ -198,7 +199,7 @@ def _encoded(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a state tree can hold the value: JSON, and arrays that are no list's."""
+    """Whether a state tree can hold the value: JSON values, and arrays outside of lists."""
     match value:
         case None | bool() | int() | float() | str() | np.ndarray():
             return True
@@ -210,7 +211,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _decoded(encoded: Mapping[str, Any]) -> Any:
-    """What `_encoded` was given."""
+    """Inverse of `_encoded`."""
     ((form, value),) = encoded.items()
     match form:
         case "record":
@@ -221,20 +222,20 @@ def _decoded(encoded: Mapping[str, Any]) -> Any:
 
 
 def _plain(record: ArrayRecord) -> ArrayRecord:
-    """The record with serialised arrays, as a reply from outside would have them."""
+    """The record with serialised arrays, as in a reply from another process."""
     return ArrayRecord(dict(record))
 
 
 @dataclass
 class Scheduled(ServerOptimizer):
-    """``optimizer`` with its ``lr`` multiplied by ``schedule``, release by release.
+    """``optimizer`` with its ``lr`` multiplied by ``schedule``, which advances at each release.
 
     Parameters
     ----------
     optimizer : ServerOptimizer
-        With an ``lr``.
+        Must have an attribute ``lr``.
     schedule : Schedule
-        Of rounds; a round without a release does not count.
+        Schedule over rounds; a round without a release does not count.
     """
 
     optimizer: Any
@@ -252,7 +253,7 @@ class Scheduled(ServerOptimizer):
                 f"server.schedule is '{self.schedule}'; a server has rounds and no local steps, so "
                 "it must be over=round."
             )
-        # A copy: its rate is changed from step to step, and the given one's is not.
+        # A copy, since its rate changes from step to step and the caller's must not.
         self._rate, self._stepping = self.optimizer.lr, copy.deepcopy(self.optimizer)
         self._set_rate(self._rate)
 
@@ -265,7 +266,7 @@ class Scheduled(ServerOptimizer):
 
     def _set_rate(self, rate: float) -> None:
         try:
-            # Not by its own way of setting, which in a frozen dataclass refuses everything.
+            # By way of `object`, since a frozen dataclass's own `__setattr__` always raises.
             object.__setattr__(self._stepping, "lr", rate)
         except AttributeError as error:
             raise FedsimError(
@@ -274,11 +275,11 @@ class Scheduled(ServerOptimizer):
             ) from error
 
     def state(self) -> dict[str, Any]:
-        """That of the optimiser inside, and ``releases``."""
+        """The wrapped optimiser's state, and ``releases``."""
         return {**self._stepping.state(), "releases": self.releases} if self.releases else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state` gave."""
+        """Continue from `state`."""
         self.releases = state["releases"] if state else 0
         self._stepping.restore({k: v for k, v in state.items() if k != "releases"})
 

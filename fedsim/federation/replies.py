@@ -1,7 +1,7 @@
-"""From Flower reply messages to blocks: the one place where what a client sent is read.
+"""Decoder of Flower replies: the one place where data that a client sent is read into blocks.
 
-A reply is rows or a reason. Whatever it is made of, reading it raises nothing, allocates nothing
-that it merely claims, and takes no weight or scalar on trust.
+A reply becomes a row, or a reason for its failure. Reading never raises, never allocates a size
+that a reply merely claims, and trusts no weight or scalar.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fedsim.rows.layout import Layout
 _log = logging.getLogger("fedsim")
 
 MOST_EXAMPLES = 2.0**32
-"""What a client may say that it has: weights beyond it would leave exact sums."""
+"""Largest number of examples that a client may report: larger weights would overflow exact sums."""
 SHARE = "share"
-"""Name of the one array that a client's share is."""
+"""Name of the one array in a client's share."""
 MOST_METRICS = 1000
-"""Numbers that a client may report."""
+"""Largest number of metrics that a client may report."""
 MOST_ENTRIES = 10_000
-"""Entries of all the lists of numbers that a client may report."""
+"""Largest total number of entries in the lists that a client may report."""
 
 
 _SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
@@ -42,7 +42,7 @@ _SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
 
 @dataclass(frozen=True)
 class RecordKeys:
-    """How the records of messages are named, and the metric by which clients are weighed."""
+    """Names of the records in messages, and of the metric that weights clients."""
 
     weighted_by: str = "num-examples"
     arrays: str = "arrays"
@@ -51,17 +51,18 @@ class RecordKeys:
 
 @dataclass(frozen=True)
 class ExpectedReply:
-    """What a usable reply of a round is like.
+    """Contents that a usable reply of a round must have.
 
     Attributes
     ----------
     layout, vector : Layout and Tensor ``[d]``, or None
-        To compute updates against; None for an evaluation, whose replies carry no arrays.
+        Layout and global parameters, from which updates are computed; None for an evaluation, whose
+        replies have no arrays.
     keys : RecordKeys
     shares : bool
-        Whether the clients bound and noise their own rows: ``rows`` are then those shares.
+        Whether the clients bound and noise their own rows; the block's ``rows`` are then shares.
     needed : tuple of str
-        Numbers without which a reply is of no use, each finite.
+        Names of the numbers that a reply must report, each finite.
     """
 
     layout: Layout | None
@@ -73,16 +74,16 @@ class ExpectedReply:
 
 @dataclass(frozen=True)
 class Reply:
-    """What clients sent, read.
+    """Decoded replies: a block of clients from an engine, or of one client from a message.
 
     Attributes
     ----------
     block : Block
-        Of one client, where it came in a message.
+        Rows and metrics; of one client if it came in a message.
     lists : mapping of name to list of float
         Lists of numbers that this client reports.
     content : RecordDict or None
-        The message's content as it came.
+        The message's content, undecoded; None if there was no message.
     """
 
     block: Block
@@ -91,7 +92,7 @@ class Reply:
 
 
 class _UnusableError(Exception):
-    """A reply that is not what was asked for, and why."""
+    """The reply is unusable, for this reason."""
 
     def __init__(self, reason: Reason, why: str) -> None:
         super().__init__(why)
@@ -101,15 +102,15 @@ class _UnusableError(Exception):
 def read(
     replies: Iterable[Message], client_of: Mapping[int, int], expected: ExpectedReply, tally: Tally
 ) -> Iterator[Reply]:
-    """One block of one for every reply of a client that was asked.
+    """Decode replies, each into a block of one client; unusable ones into failed blocks.
 
     Parameters
     ----------
     client_of : mapping of node id to client id
-        Those who were asked.
+        The nodes that were asked.
     expected : ExpectedReply
     tally : Tally
-        Counts the replies of others.
+        Counts the replies of other nodes, which are dropped.
     """
     for reply in replies:
         client = None
@@ -124,7 +125,7 @@ def read(
         except _UnusableError as error:
             _log.warning("the reply of client %s is left out: %s", client, printable(error, 400))
             yield _failed(client, error.reason)
-        # What a reply is made of may raise anything.
+        # A malformed reply may raise any exception; it must not end the round.
         except Exception as error:
             _log.warning("the reply of client %s cannot be read: %s", client, printable(error))
             yield _failed(client, "malformed")
@@ -136,7 +137,8 @@ def _failed(client: int | None, reason: Reason) -> Reply:
 
 
 def _note_stranger(reply: Message, tally: Tally) -> None:
-    # Flower itself answers for a node that it has lost: that client is missing, and no stranger.
+    # For a node that it has lost, Flower sends an error from the SuperLink's id: the client is then
+    # missing, and this is not a reply from an unknown node.
     node = reply.metadata.src_node_id
     if not (reply.has_error() and node == SUPERLINK_NODE_ID):
         _log.warning("a reply from node %s, which was not asked, is left out.", node)
@@ -159,14 +161,14 @@ def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
 
 
 def _reported(content: RecordDict) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Every number, and every list of numbers, in a reply's metric records.
+    """All numbers, and all lists of numbers, in a reply's metric records.
 
-    NaN stands for a number that no float holds.
+    An integer too large for a float becomes NaN.
 
     Raises
     ------
     Exception
-        If there are more than a client has a use for, or something else in a list.
+        If there are more than allowed, or if a list contains something other than numbers.
     """
     numbers: dict[str, float] = {}
     lists: dict[str, list[float]] = {}
@@ -195,7 +197,7 @@ def _number(value: object) -> float:
 
 
 def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> None:
-    """Refuse a reply without the numbers that its part in the sum depends on."""
+    """Refuse a reply whose example count is out of range, or that lacks a needed number."""
     examples = numbers.get(expected.keys.weighted_by, 0.0)
     if not 0 <= examples <= MOST_EXAMPLES:
         raise _UnusableError(
@@ -222,7 +224,7 @@ def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: 
     if surplus or missing:
         what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"
         raise _UnusableError("malformed", f"it has {what:.200}.")
-    # Integer and boolean entries keep the server's value; what clients send of them is not read.
+    # Integer and boolean entries keep the server's value, so that clients' values are not read.
     named = {entry.name: float_tensor(arrays[entry.name], entry.shape) for entry in layout.entries}
     return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
 
@@ -257,19 +259,22 @@ _HEADER = re.compile(
 
 
 class MalformedArrayError(ValueError):
-    """An array that is not of the shape and dtype that were asked for."""
+    """The array is not serialised as expected, or has another shape or dtype."""
 
 
 def float_tensor(array: Array, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a floating-point array that must have this shape; not to be written to.
+    """Decode a floating-point array that must have this shape; do not write to the result.
+
+    The bytes are parsed here rather than by `numpy.load`, which would allocate whatever size the
+    header claims. Only the header that numpy writes for a floating-point array is accepted.
 
     Parameters
     ----------
     array : Array
-        As a client sent it: its own fields are claims.
+        Array from a client: its fields are unverified claims.
     shape : tuple of int
     dtype : torch.dtype, optional
-        By default float16, float32 or float64, as it comes.
+        Required dtype; by default float16, float32 and float64 are all accepted.
 
     Raises
     ------
@@ -304,12 +309,12 @@ def _read(data: object, shape: tuple[int, ...]) -> Tensor:
         raise MalformedArrayError(f"it is {len(data)} bytes long, which its header contradicts.")
     flat = np.frombuffer(data, dtype, count, start + size)
     values = flat.reshape(shape, order="F" if fortran == b"True" else "C")
-    # A tensor's memory must be the machine's own, and writable.
+    # torch accepts native byte order only, and warns of memory that is not writable: copy.
     return torch.from_numpy(np.array(values, dtype=dtype.newbyteorder("="), order="C"))
 
 
 def _header_bounds(data: bytes) -> tuple[int, int]:
-    """Length of the header's text, and where it begins."""
+    """Length of the header's text, and the position where it begins."""
     version = data[6:8]
     form = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}.get(version)
     if form is None or len(data) < 8 + struct.calcsize(form):

@@ -48,7 +48,7 @@ class RoundReport:
         Connected nodes that are no clients of the run: their key is unknown or a duplicate, their
         claimed id is invalid or a duplicate, or it is beyond the population.
     info : mapping of name to float
-        Numbers that the release reports, such as the next clip norm.
+        Numbers about the release, from the mechanism (`Release.info` and the means of its scalars).
     update_norm : float, optional
         L2 norm of the released mean: post-processing, not a release of its own.
     """

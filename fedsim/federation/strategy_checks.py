@@ -1,4 +1,4 @@
-"""Settings that a strategy refuses, each with what to use instead."""
+"""Checks of a strategy's settings; each error says what to use instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.rows.layout import Layout
 
 SPREAD = 10.0
-"""No independent cohort is larger than expected by so many standard deviations."""
+"""Margin for Poisson cohorts: none exceeds its expected size by so many standard deviations."""
 
 _INSTEAD = {
     "fraction_train": "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are "
@@ -42,14 +42,14 @@ _INSTEAD = {
 
 
 def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
-    """Refuse keywords of Flower's strategies that mean nothing here, or something else.
+    """Refuse keywords of Flower's strategies that have no meaning here, or another one.
 
     Raises
     ------
     FedsimError
-        Saying what to use for the first that is known.
+        For a keyword of Flower's strategies, with the one to use instead.
     TypeError
-        As Python does, for one that is not known.
+        For any other keyword, as Python itself raises.
     """
     for name, value in keywords.items():
         if name in _INSTEAD:
@@ -64,12 +64,12 @@ def plan_of_keywords(
     noise_multiplier: float | None,
     hardened_noise: bool | None,
 ) -> ReleasePlan[Mechanism | RobustMean]:
-    """The plan that was given, or the one that these keywords make.
+    """The given plan, or a plan built from the other keywords.
 
     Raises
     ------
     FedsimError
-        If there are both, or keywords that make no plan.
+        If both are given, or if the keywords do not make a plan.
     """
     keywords = {
         "mechanism": mechanism,
@@ -104,18 +104,19 @@ def plan_of_keywords(
 
 
 def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> None:
-    """Refuse initial parameters that no client could train.
+    """Refuse initial parameters that are not those of the clients' model.
 
     Parameters
     ----------
     arrays : mapping of str to Tensor
     layout : Layout or None
-        Of what clients train, where that is known.
+        Layout of the parameters that clients train; None if it is not known.
 
     Raises
     ------
     FedsimError
-        Naming the first that is missing, unknown, out of its place or of another shape or dtype.
+        If a name is missing, unknown or out of order, or a shape or dtype differs; it names the
+        first.
     """
     if not arrays:
         raise FedsimError("initial_arrays is empty; it must hold the model's parameters.")
@@ -136,7 +137,7 @@ def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> 
 
 
 def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
-    """Refuse to place noise in clients where there is none, or none that they could share.
+    """Refuse noise placed in clients if there is no noise, or if it cannot be divided into shares.
 
     Raises
     ------
@@ -155,7 +156,7 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
 def refuse_void_settings(
     plan: ReleasePlan[Mechanism | RobustMean], max_epsilon: float | None
 ) -> None:
-    """Refuse settings that contradict a guarantee, or claim one that is not there.
+    """Refuse noise or a budget in a strategy whose mechanism gives no guarantee.
 
     Raises
     ------
@@ -177,9 +178,9 @@ def refuse_void_settings(
 
 
 def refuse_too_many(cohort: Cohort, most: int) -> None:
-    """Refuse a cohort that may have more clients than one exact sum has room for.
+    """Refuse a sampler whose cohorts may exceed the capacity of one exact sum.
 
-    Found out in a round, it would end a run by who was drawn.
+    This is checked before the run: in a round, it would end the run depending on the secret cohort.
 
     Raises
     ------
@@ -195,12 +196,14 @@ def refuse_too_many(cohort: Cohort, most: int) -> None:
 
 
 def refuse_running_statistics(names: Iterable[str]) -> None:
-    """Refuse parameters that are statistics of clients' examples, in a private run.
+    """Refuse running statistics of clients' examples among the parameters of a private run.
+
+    They are recognised by the names that torch and Keras give them.
 
     Raises
     ------
     FedsimError
-        Naming the first; by the names that torch and Keras give them.
+        Naming the first.
     """
     for name in names:
         if name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING:
