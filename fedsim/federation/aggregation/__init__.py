@@ -1,1 +1,1 @@
-"""What the clients of a round are asked, and what becomes of their replies."""
+"""Aggregations: what the clients of a round are asked, and how their replies are combined."""

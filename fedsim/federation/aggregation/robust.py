@@ -1,4 +1,4 @@
-"""Robust means: centres of a round's rows that stand where a sum would, without privacy."""
+"""Robust means: centres of a round's rows, used in place of their sum, without privacy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Lt, check_settings
 
 CHUNK = 2**22
-"""Numbers that are sorted at a time."""
+"""Numbers that are sorted at a time, which bounds the memory needed."""
 
 
 class RobustMean(ABC):
-    """A centre of a round's rows that is no function of their sum.
+    """A centre of a round's rows that is not a function of their sum.
 
-    Every usable client counts once, whatever its examples. The rows of a round are kept: memory is
-    cohort times parameters, where a sum takes that of one row. What one client moves it by depends
-    on the others' rows, so that no noise in units of a plan's C protects it: noise is refused.
-    Subclasses are frozen dataclasses of their settings that give `center`; a config names them
-    where it names a mechanism, and a strategy takes them as one.
+    Every usable client has the same weight, whatever its number of examples. All rows of a round
+    are stored: memory is cohort times parameters, where a sum needs that of one row. The influence
+    of one client depends on the others' rows and is not bounded by a plan's C, so that noise in
+    units of C would not protect it: noise is refused. Subclasses are frozen dataclasses of their
+    settings that implement `center`; they are used in place of a mechanism, in a config and in a
+    strategy.
     """
 
     protects_nobody: ClassVar[bool] = True
@@ -35,10 +36,10 @@ class RobustMean(ABC):
 
     @abstractmethod
     def center(self, rows: Tensor) -> Tensor:
-        """Of finite rows ``[n, d]``, n at least 1, in the order of client ids: float64 ``[d]``."""
+        """The centre, float64 ``[d]``, of finite rows ``[n, d]`` sorted by client id, n >= 1."""
 
     def check(self, expected: float) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse a cohort of this ``expected`` size that is too small for the settings.
+        """Refuse an ``expected`` cohort size that is too small for the settings.
 
         Raises
         ------
@@ -49,9 +50,10 @@ class RobustMean(ABC):
 @register("mechanism", "median")
 @dataclass(frozen=True)
 class Median(RobustMean):
-    """The median of each coordinate over clients (Yin et al. 2018); of two, their mean.
+    """The median of each coordinate over clients (Yin et al. 2018).
 
-    Of n rows, (n - 1) / 2 rounded down may be anything at all. No privacy.
+    For an even number of rows it is the mean of the two middle values. Of n rows, (n - 1) / 2
+    rounded down may be arbitrary. No privacy.
     """
 
     def center(self, rows: Tensor) -> Tensor:
@@ -66,10 +68,9 @@ class Median(RobustMean):
 @register("mechanism", "trimmed-mean")
 @dataclass(frozen=True)
 class TrimmedMean(RobustMean):
-    """The mean of each coordinate over clients, without the largest and the smallest of them.
+    """The mean of each coordinate over clients, without its largest and smallest values.
 
-    Of n rows, trim times n, rounded down, may be anything at all. No privacy. Source: Yin et al.
-    2018.
+    Of n rows, trim times n, rounded down, may be arbitrary. No privacy. Source: Yin et al. 2018.
     """
 
     trim: Annotated[
@@ -77,7 +78,7 @@ class TrimmedMean(RobustMean):
     ] = 0.1
 
     def center(self, rows: Tensor) -> Tensor:
-        """The mean of what is between the extremes of each coordinate."""
+        """The mean of each coordinate's values between the trimmed extremes."""
         left_out = int(self.trim * len(rows))
         middle = slice(left_out, len(rows) - left_out)
         return torch.cat(
@@ -88,11 +89,12 @@ class TrimmedMean(RobustMean):
 @register("mechanism", "krum")
 @dataclass(frozen=True)
 class Krum(RobustMean):
-    """The row with the least sum of squared distances to its n - f - 2 nearest, f the byzantine.
+    """The row with the least sum of squared distances to its n - f - 2 nearest rows (Krum).
 
-    With ``keep`` above 1 the mean of that many (multi-Krum). Where clients fail and n - f - 2 is
-    below 1, the nearest one counts, and nothing is promised. No privacy. Memory besides the rows
-    is n^2 numbers. Source: Blanchard et al. 2017.
+    f is the number of byzantine clients. With ``keep`` above 1 it is the mean of that many rows
+    (multi-Krum). If clients fail and n - f - 2 is below 1, only the nearest row is used, without
+    any guarantee. No privacy. Needs n^2 numbers of memory in addition to the rows. Source:
+    Blanchard et al. 2017.
     """
 
     byzantine: Annotated[
@@ -110,29 +112,30 @@ class Krum(RobustMean):
             )
 
     def center(self, rows: Tensor) -> Tensor:
-        """The mean of the ``keep`` rows that lie closest to most others."""
+        """The mean of the ``keep`` rows with the smallest sums of squared distances."""
         n = len(rows)
         squares = _squared_distances(rows).fill_diagonal_(torch.inf)
         neighbours = min(max(1, n - self.byzantine - 2), max(1, n - 1))
         scores = squares.sort(1).values[:, :neighbours].sum(1)
-        # Of equal scores the lower client id goes first.
+        # Stable: of equal scores the lower client id is chosen, on every engine.
         best = scores.sort(stable=True).indices[: self.keep]
         return rows[best].to(torch.float64).mean(0)
 
 
 def _squared_distances(rows: Tensor) -> Tensor:
-    """Of each row from each, float64 ``[n, n]``: symmetric, and 0 between equal rows."""
+    """Squared distances between rows, float64 ``[n, n]``: symmetric, and 0 between equal rows."""
     n = len(rows)
     squares = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
     first, second = torch.triu_indices(n, n, offset=1, device=rows.device)
     for columns in column_chunks(rows):
-        # From differences: of a product of matrices the small distances would be rounding errors.
+        # pdist computes from differences; with a matrix product, small distances would be rounding
+        # errors.
         squares[first, second] += torch.nn.functional.pdist(columns).square()
     return squares + squares.T
 
 
 def column_chunks(rows: Tensor) -> Iterator[Tensor]:
-    """Columns of rows ``[n, d]`` as float64, so many that they can be sorted in little memory."""
+    """Chunks of columns of rows ``[n, d]``, as float64, of at most about `CHUNK` numbers."""
     size = max(1, CHUNK // len(rows))
     for first in range(0, rows.shape[1], size):
         yield rows[:, first : first + size].to(torch.float64)

@@ -1,6 +1,6 @@
-"""The aggregation of one round: what its clients are asked, and what becomes of their replies.
+"""The aggregation of one round: what its clients are asked, and how their replies are combined.
 
-A strategy makes one for each round, and goes through it in this order::
+A strategy creates one for each round, and calls it in this order::
 
     messages = aggregation.request(instructions)
     while (stage := aggregation.next_stage(replies)) is not None:  # most have one stage
@@ -10,9 +10,9 @@ A strategy makes one for each round, and goes through it in this order::
     ledger.record(..., aggregation.content())
     release = aggregation.release()
 
-Nothing is drawn or released before the ledger has its line, and no engine, wrapper or loop knows
-more of an aggregation than this. `ServerSum` is the plain one: the server bounds and adds the rows
-that clients send, and draws the noise. Other aggregations change one or two of its steps.
+Nothing is released before its ledger line is on disk, and engines, wrappers and loops use no other
+methods of an aggregation. `ServerSum` is the basic one: the server bounds and adds the rows that
+clients send, and draws the noise. Other aggregations change one or two of its steps.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class PendingRound:
     ----------
     round : int
     recipients : Recipients
-        Those of the cohort that are sent messages.
+        Clients of the cohort that are sent messages.
     server : mapping of name to Tensor
-        The global parameters, entries that are not trained included.
+        The global parameters, including entries that are not trained.
     vector : Tensor ``[d]``
-        What rows are differences from.
+        The global parameters as a row; clients' rows are differences from it.
     layout : Layout
-        Of a row.
+        Layout of a row.
     state : State
-        The mechanism's, as of this round.
+        State of the mechanism in this round.
     in_blocks : bool
-        Whether the grid trains clients in this process, in blocks, and not message by message.
+        Whether the grid trains clients in blocks rather than message by message.
     """
 
     round: int
@@ -73,11 +73,12 @@ class PendingRound:
 
 
 class NoiseSources:
-    """Sources of a noise, round by round.
+    """Sources of each round's noise.
 
     Noise that is correlated over rounds needs the draws of earlier rounds again, also in a process
     that resumes the run. With entropy from the operating system all draws are therefore keyed by
-    one 256-bit secret of the plan, which is in `state` and nowhere else.
+    one 256-bit secret of the plan. It is stored only in `state`: with it, the noise could be
+    subtracted from all releases.
     """
 
     def __init__(self, randomness: Randomness, noise: Noise) -> None:
@@ -98,7 +99,7 @@ class NoiseSources:
         return NoiseSource(generator, self._noise.hardened)
 
     def of_round(self, server_round: int) -> NoiseSource:
-        """The source of this round's noise; to be called once a round."""
+        """The source of this round's noise; call it once a round, or noise would be drawn twice."""
         generator = self._generator(server_round, 0, 0)
         elsewhere = partial(self._generator, server_round)
         return NoiseSource(generator, self._noise.hardened, server_round, elsewhere)
@@ -106,23 +107,23 @@ class NoiseSources:
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
         randomness = self._randomness.repeated() if age else self._randomness
         drawn_in = server_round - age
-        # An attempt's draws follow those of the one before.
+        # Each attempt at a round has its own range of parts: no attempt repeats another's draws.
         part = self._attempts.get(drawn_in, 0) * NUMBERS + number
         return randomness.generator(Purpose.NOISE, level="client", round=drawn_in, part=part)
 
     def begin(self, server_round: int, attempt: int) -> None:
-        """Use other addresses for a round that was drawn ``attempt`` times before."""
+        """Use new addresses for a round that was drawn ``attempt`` times before."""
         if attempt:
             self._attempts[server_round] = attempt
 
     def state(self) -> dict[str, Any] | None:
-        """What a resumed run needs; a secret, unlike the rest of a strategy's state."""
+        """The key and attempts that a resumed run needs; the only secret in a strategy's state."""
         if not self._noise.correlated:
             return None
         return {"secret": self._secret, "attempts": {str(r): n for r, n in self._attempts.items()}}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from what `state` gave."""
+        """Continue from `state`."""
         if state is None:
             return
         self._attempts = {int(r): n for r, n in state["attempts"].items()}
@@ -132,21 +133,21 @@ class NoiseSources:
 
 @dataclass
 class AggregationSettings:
-    """What the aggregations of all rounds have in common.
+    """Settings that the aggregations of all rounds share.
 
     Parameters
     ----------
     plan : ReleasePlan
     randomness : Randomness
-        Where a run's draws come from.
+        Randomness of the run.
     keys : RecordKeys
     example_counts : float64 ``[population]``, optional
-        Declared by client id; they weigh in place of what clients report.
+        Declared number of examples by client id, used as weights in place of what clients report.
 
     Attributes
     ----------
     noise : NoiseSources
-        Where a round's noise comes from.
+        Sources of the noise of each round.
     """
 
     plan: ReleasePlan[Mechanism]
@@ -159,12 +160,12 @@ class AggregationSettings:
         self._releasers: dict[tuple[Layout, str], Releaser] = {}
 
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
-        """Of a round's sum on this device; it has no state, so that one does for all rounds.
+        """The releaser of a round's sum on this device; stateless, so that all rounds share it.
 
         Raises
         ------
         FedsimError
-            If the noise and the mechanism do not go together.
+            If the noise and the mechanism are incompatible.
         """
         key = layout, str(device)
         if key not in self._releasers:
@@ -173,11 +174,10 @@ class AggregationSettings:
 
 
 class ServerSum:
-    """Rows that clients send are bounded, weighted and summed, and noised once.
+    """Bounds, weights and sums the rows that clients send, and adds noise to the sum once.
 
-    Where workers of an engine train the clients, they bound and sum the rows there and then:
-    `Summing` goes to them, and what comes back merges exactly, so that bytes do not depend on who
-    summed what.
+    Where an engine's workers train the clients, they also bound and sum the rows, as `Summing`
+    describes; their sums merge exactly, so that the bytes do not depend on the workers.
 
     Parameters
     ----------
@@ -187,13 +187,13 @@ class ServerSum:
     Attributes
     ----------
     tally : Tally
-        What became of each client that was asked.
+        Outcome of each client that was asked.
     """
 
     on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
     shares_asked: int | None = None
-    """How many clients were asked for shares of the noise; None where the server draws it."""
+    """Number of clients asked for shares of the noise; None where the server draws the noise."""
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
         self.settings, self.plan, self.pending = settings, settings.plan, pending
@@ -212,11 +212,11 @@ class ServerSum:
 
     @property
     def lost(self) -> str | None:
-        """Why the round has no sum, where that is so; it is charged, and nothing is released."""
+        """Why the round has no sum (it is charged, and nothing is released); None if it has one."""
         return None
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
-        """The messages of the first stage, which for most is the only one."""
+        """The messages of the first stage, which is the only one of most aggregations."""
         return self.training(instructions)
 
     def training(self, instructions: Instructions) -> Instructions:
@@ -227,14 +227,14 @@ class ServerSum:
         return replace(instructions, numbers={DECLARED_EXAMPLES: declared})
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
-        """What clients are asked after these replies; None if the replies are the last ones."""
+        """The messages of the next stage, given these replies; None after the last stage."""
         return None
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """The last stage's replies: each client at most once, and none that has failed.
+        """Decode the last stage's replies: each client at most once, without failed clients.
 
-        Clients of fedsim's own engines are trained as this is iterated over. From workers, rows
-        come added up already, and the replies are without.
+        fedsim's own engines train their clients as this is iterated over. Rows that workers have
+        summed are already merged into `total`, and missing from the replies.
         """
         if not isinstance(messages, Replies):
             sent = read(messages, self.pending.recipients.client_of, self.expected(), self.tally)
@@ -243,8 +243,8 @@ class ServerSum:
         else:
             into = self.sum_on(self.pending.vector.device)
             sent = map(Reply, messages.blocks(into))
-            # Workers train, and this process only waits for them: it draws the noise meanwhile.
-            # None of it is used before the ledger has its line.
+            # While workers train, this process only waits, so that it can draw the noise. The noise
+            # is not used before the ledger line is on disk.
             self._drawn_ahead = prefetched(
                 self._noise_source(), into.releaser.draw_sizes(into.total)
             )
@@ -257,7 +257,7 @@ class ServerSum:
         return self.settings.noise.of_round(self.pending.round)
 
     def expected(self) -> ExpectedReply:
-        """What a usable reply is like: the clients' parameters, and numbers that enter the sum."""
+        """A usable reply has the client's parameters, and the numbers that enter the sum."""
         return ExpectedReply(
             self.pending.layout,
             self.pending.vector,
@@ -266,28 +266,31 @@ class ServerSum:
         )
 
     def add(self, reply: Reply) -> Reply:
-        """Add a block's rows; the reply of those who may be in the sum, and in it are `usable`.
+        """Add a block's rows to the sum, unless workers have added them already.
 
-        What workers have added passes through.
+        Returns
+        -------
+        Reply
+            The reply without failed clients; those in the sum are True in the block's ``usable``.
         """
         block = reply.block
         if block.rows is not None:
             block = self.without_failed(self.sum_on(block.rows.device).add(block))
         assert block.usable is not None
         weights = self.summing.weights(block)
-        # Without examples a client weighs nothing, which is no failure.
+        # A client without examples has weight 0: it is not in the sum, but has not failed.
         counted = slice(None) if weights is None else weights > 0
         self.tally.doubt(block.client_ids[counted], block.usable[counted], "non-finite")
         return replace(reply, block=block)
 
     def without_failed(self, block: Block) -> Block:
-        """The clients that have not failed; the others are noted."""
+        """The clients of a block that have not failed; the others are counted in the tally."""
         for client, reason in block.reasons.items():
             self.tally.reject(np.array([client]), reason)
         return block.select(block.ok) if block.reasons else block
 
     def sum_on(self, device: torch.device) -> RowSum:
-        """The sum; it lies where the first rows came, or where the parameters are."""
+        """The round's sum, which the first call creates on this device."""
         if self._sum is None:
             releaser = self.settings.releaser(self.pending.layout, device)
             self._sum = RowSum(self.summing, releaser)
@@ -295,11 +298,11 @@ class ServerSum:
 
     @property
     def total(self) -> PartialSum:
-        """What has been added so far."""
+        """Sum of the rows added so far."""
         return self.sum_on(self.pending.vector.device).total
 
     def content(self) -> Iterator[bytes]:
-        """All of the round that its release follows from, but for the noise."""
+        """Bytes of the exact sum, and of all else but the noise that determines the release."""
         total = self.total
         return total.content(() if self.shares_asked is None else (self.shares_asked, total.count))
 
@@ -311,9 +314,9 @@ class ServerSum:
 
 
 class RobustAggregation(ServerSum):
-    """Keeps the usable rows of a round, and releases their centre in place of their mean.
+    """Stores the usable rows of a round, and releases their robust mean in place of their mean.
 
-    Which rows are usable the plain sum says: what may enter a robust mean may enter a mean.
+    The rows are summed as well, which checks whether they are usable, and counts them.
     """
 
     on_workers: ClassVar[bool] = False
@@ -327,18 +330,19 @@ class RobustAggregation(ServerSum):
         self._rows: list[Tensor] = []
 
     def add(self, reply: Reply) -> Reply:
-        """Keep the rows of those who are usable."""
+        """Store the rows of the usable clients."""
         rows, added = reply.block.rows, super().add(reply)
         assert rows is not None
         assert added.block.usable is not None
-        # No weight or scalar enters a robust mean, so that nobody was left out of the block.
+        # Without weights and scalars the sum leaves no client out of the block: `usable` still has
+        # one entry a row.
         usable = added.block.usable
         self._client_ids += added.block.client_ids[usable.cpu().numpy()].tolist()
         self._rows.append(rows[usable.to(rows.device)])
         return added
 
     def release(self) -> Release:
-        """The robust mean, in the order of client ids; without rows the mean of none, zero."""
+        """The robust mean, of rows in the order of client ids; zero if there are no rows."""
         release = super().release()
         if not self._client_ids:
             return release

@@ -1,6 +1,6 @@
 """Aggregations of shares: the server adds up rows that clients have bounded and noised.
 
-What missing clients would have added to the noise, the server adds.
+The server adds the noise that missing clients would have added.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fedsim.rows import DenseRows
 from fedsim.rows.block import Block
 from fedsim.rows.exact import RowMasks
 
-# No honest share is so many standard deviations of its noise beyond its bound, in one entry
-# (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
+# Limit, in standard deviations of the noise, on how far a share may exceed its bound. An honest
+# share exceeds it with probability below 1e-300 in one entry, and e^-FARTHEST = 4e-18 in norm.
 FARTHEST = 40.0
 
 
 class ShareSum(ServerSum):
-    """Base of aggregations of shares: how clients are asked for theirs, and how they make them.
+    """Base of aggregations of shares: requests shares, or makes those of clients in this process.
 
     Parameters
     ----------
     settings : AggregationSettings
     pending : PendingRound
     parts : int
-        Into how many shares the noise of the release is divided.
+        Number of shares into which the noise of the release is divided.
     """
 
     on_workers: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class ShareSum(ServerSum):
         self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
 
     def training(self, instructions: Instructions) -> Instructions:
-        """The round's instructions, the noise of a share, and the state that bounds a row."""
+        """The round's instructions, with a share's noise and the state that bounds a row."""
         return replace(
             super().training(instructions),
             config=ConfigRecord({**instructions.config, **self.share_request.entries()}),
@@ -66,7 +66,7 @@ class ShareSum(ServerSum):
         )
 
     def shares_of(self, block: Block) -> SharesInUnits:
-        """The shares that a block's clients would send, from the draws that they would use."""
+        """The shares that a block's clients would send, with the same noise draws."""
         assert block.rows is not None
         noise, number = self.settings.noise, self.pending.round
         return share(
@@ -82,7 +82,7 @@ class ShareSum(ServerSum):
 class ClientShares(ShareSum):
     """Each sampled client sends its bounded row with noise of variance ``z^2 C^2 / asked``.
 
-    What missing clients would have added the server adds, so that the total is the same.
+    The server adds the noise that missing clients would have added, so that the total is the same.
     """
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
@@ -90,27 +90,29 @@ class ClientShares(ShareSum):
         super().__init__(settings, pending, asked)
 
     def expected(self) -> ExpectedReply:
-        """A share, and whether its row was finite."""
+        """A usable reply has a share, and the flag whether its row was finite."""
         return replace(super().expected(), shares=True, needed=(USABLE,))
 
     def add(self, reply: Reply) -> Reply:
-        """Add the clients' shares; the reply of those who could make one."""
+        """Add the clients' shares; return the reply with ``usable`` set."""
         block = reply.block
-        # A share contains its client's scalars; those of a block are still without noise.
+        # A message's share contains its noisy scalars, while the scalars of a block are still exact
+        # and must be checked here.
         if reply.content is None:
             block = self.without_failed(self.summing.checked(block))
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
         shares = _sent(block) if reply.content is not None else self.shares_of(block).values()
         usable = add_shares(total, shares, asked=self.share_request.parts)
-        # That its row was not finite, a client says itself; otherwise its share is impossible.
+        # An unusable share is "malformed", unless its client itself reports a non-finite row: the
+        # second line overrides the first.
         self.tally.doubt(block.client_ids, usable, "malformed")
         self.tally.doubt(block.client_ids, shares.usable, "non-finite")
         return replace(reply, block=replace(block, rows=None, usable=usable))
 
 
 def _sent(block: Block) -> Shares:
-    """The shares that a message brought."""
+    """The shares in a decoded message."""
     assert block.rows is not None
     sides = {
         name.removeprefix(SIDE_PREFIX): torch.from_numpy(values)
@@ -121,13 +123,14 @@ def _sent(block: Block) -> Shares:
 
 
 def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
-    """Add shares to the one sum; which of them are usable, bool ``[n]``.
+    """Add shares to the sum; return which of them are usable, bool ``[n]``.
 
-    A share counts in all its vectors and scalars or in none: only then is one top-up right
-    for all of them. One that its bound and noise cannot have made is dropped like one that
-    is not finite: beyond C by more than `FARTHEST` standard deviations s in one entry, or in
-    norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws
-    exceeds with probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
+    A share enters with all its vectors and scalars or with none: the server adds missing noise by
+    one count of shares, which must be right for all of them. A share is dropped if it is not
+    finite, or if it is implausible for its bound and noise: above C by more than `FARTHEST`
+    standard deviations s in one entry, or in norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``,
+    which the norm of d normal draws exceeds with probability at most ``e^-FARTHEST`` (Laurent and
+    Massart 2000, lemma 1).
 
     Parameters
     ----------
@@ -151,7 +154,7 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
         radius, unit = grids[name].radius, grids[name].unit
         std = radius * share_multiplier(split[name], asked)
         root = math.sqrt(vectors.shape[1])
-        # Noise is rounded to the grid. NaN is not below anything.
+        # One unit more, since noise is rounded to the grid. `<=` is False for NaN, as it must be.
         entry = radius + std * FARTHEST + unit
         norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
         masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry

@@ -1,13 +1,13 @@
 """Shares: rows that clients bound and noise themselves; how they are requested and made.
 
-Together the shares of a round have the noise of its release, so that no server need see a row
-without noise; what missing clients would have added, the server adds.
+The noise of a round's shares sums to the noise of its release, so that the server needs no row
+without noise. The server adds the noise that missing clients would have added.
 
-A message has the noise of a share (``share-*`` entries of its config) and the part of the
-mechanism's state that bounding a row needs (an array record named `STATE_RECORD`). The client's
-reply has its bounded and noised row (an array record with the one entry ``share``) and nothing else
-about its data. Engines that train clients in this process send no messages: the shares are then
-made here, from the draws that each client would have used.
+A message has the noise parameters of a share (``share-*`` entries of its config) and the part of
+the mechanism's state that is needed to bound a row (an array record named `STATE_RECORD`). The
+client's reply has its bounded and noised row (an array record with the one entry ``share``) and
+nothing else about its data. Engines that train clients in this process send no messages: the shares
+are then made here, with the draws that each client would have used.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Shares:
     sides : mapping of name to float64 ``[n]``
         Noisy scalars, centred.
     usable : bool ``[n]``
-        False where the client's row was not finite; its share is noise all the same and the
-        server drops it.
+        False where the client's row was not finite: its share is noise alone, and the server drops
+        it.
     """
 
     rows: Tensor
@@ -60,14 +60,16 @@ class Shares:
 
 @dataclass(frozen=True)
 class SharesInUnits:
-    """The same as whole numbers in units of the grids of the sums that they enter, by their names.
+    """Shares as whole numbers, in units of the grids of the sums that they enter.
 
     Attributes
     ----------
     sums : PartialSum
-        Of n owners; it has the grids.
+        Sums of n owners, which define the grids.
     units : mapping of name to float64 ``[n, ...]``
+        Shares in grid units, by the name of the sum.
     usable : bool ``[n]``
+        As in `Shares`.
     """
 
     sums: PartialSum
@@ -75,30 +77,30 @@ class SharesInUnits:
     usable: Tensor
 
     def values(self) -> Shares:
-        """As numbers, to be sent in the clear."""
+        """The shares as numbers, to be sent without masks."""
         grids = self.sums.grids
         values = {name: units * grids[name].unit[:, None] for name, units in self.units.items()}
         rows = self.sums.joined([values.pop(s.segment.prefix + "sum") for s in self.sums.segments])
         return Shares(rows, {name: column[:, 0] for name, column in values.items()}, self.usable)
 
     def words(self) -> npt.NDArray[np.uint64]:
-        """As whole numbers modulo 2^64 ``[n, ...]``, one sum after another, to be masked."""
+        """The shares as words modulo 2^64, ``[n, ...]``, all sums concatenated, to be masked."""
         vectors = [self.units[name].cpu().numpy() for name in summed_grids(self.sums)]
         return np.concatenate(vectors, axis=1).astype(np.int64).view(np.uint64)
 
 
 @dataclass(frozen=True)
 class ShareRequest:
-    """The noisy sum of which each sampled client is to send its share.
+    """Request to each sampled client for its share of a noisy sum.
 
     Attributes
     ----------
     bound, noise, denominator
-        Of the round's release plan.
+        As in the round's release plan.
     parts : int
-        Into how many shares the noise is divided: each has the variance ``z^2 C^2 / parts``.
+        Number of shares into which the noise is divided: each has variance ``z^2 C^2 / parts``.
     release : str
-        Digest that keys the shares' noise beside the seed; empty without one.
+        Release digest that keys the shares' noise together with the seed; empty without one.
     """
 
     bound: Mechanism
@@ -109,12 +111,12 @@ class ShareRequest:
 
     @classmethod
     def read(cls, entries: Mapping[str, object], bound: Mechanism) -> ShareRequest:
-        """From a message's config entries, with the client's own bound.
+        """Read a request from a message's config entries, with the client's own bound.
 
         Raises
         ------
         ValueError
-            If an entry is missing or no number.
+            If an entry is missing or not a number.
         """
         noise = Independent(
             _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
@@ -158,8 +160,8 @@ def share(
 ) -> SharesInUnits:
     """Bound and noise the rows of n clients, on the clients' side.
 
-    Each share is a sum of one row with noise of variance ``z^2 C^2 / parts``, from that
-    client's own source. Of a row that is not finite there is noise alone.
+    Each share is one bounded row plus noise of variance ``z^2 C^2 / parts`` from that client's own
+    source. If the row is not finite, the share is noise alone.
 
     Parameters
     ----------
@@ -171,15 +173,15 @@ def share(
     Raises
     ------
     FedsimError
-        If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
-        and shapes that the mechanism has, or if the state that a client receives
-        makes its row longer than the bound that its noise is for.
+        If the mechanism has no noise or the noise cannot be divided, if the entries or shapes of
+        ``bounding`` are not the mechanism's, or if a state sent by the server would make a row
+        longer than the bound for which its noise is scaled.
     """
     if request.bound.guarantee == "none":
         raise FedsimError(
             f"noise placement is 'client'; {request.bound} has no guarantee that shares could keep."
         )
-    # The strategy refuses it too; a client does not take a server's word for it.
+    # The strategy refuses this too, but a client does not rely on the server's checks.
     if request.noise.correlated or not request.noise.divisible:
         raise FedsimError(
             f"noise placement is 'client'; {type(request.noise).__name__} (noise.name) cannot be "
@@ -201,7 +203,7 @@ def share(
 
 
 def _require_state(bounding: State, own: State) -> None:
-    """Refuse a state that is not this mechanism's: it comes from a message, unchecked."""
+    """Refuse an (untrusted) state that lacks entries of the mechanism, or has other sizes."""
     for name, tensor in own.items():
         found = bounding.get(name)
         if found is None or found.numel() != tensor.numel():
@@ -213,7 +215,7 @@ def _require_state(bounding: State, own: State) -> None:
 
 
 def _require_bounded(total: PartialSum) -> None:
-    """Refuse rows longer than their bound, which a server's made-up state could give."""
+    """Refuse rows longer than their bound, which a malicious server's state could produce."""
     for summed in total.segments:
         grid = summed.grids["sum"]
         norms = torch.linalg.vector_norm(grid.on_grid(), dim=-1) * grid.unit
@@ -247,24 +249,25 @@ def requested_share(
     ----------
     message : Message
     mechanism : Mechanism
-        The client's own.
+        The client's own mechanism.
     row : Tensor ``[d]``
         The client's update, in this layout.
     reported : mapping of name to float
-        From which the mechanism's side scalars are taken.
+        The client's metrics, which contain the mechanism's side scalars.
     randomness : Randomness
-        Where the client's noise comes from.
+        Randomness of the client's noise.
 
     Raises
     ------
     FedsimError
-        If the message asks for none, or as `share` does.
+        If the message does not ask for a share, or as `share` does.
     """
     entries = share_entries(message)
     if entries is None:
         raise FedsimError("the server asks for a masked update that is no share; it must be.")
     request = ShareRequest.read(entries, mechanism)
-    # Of the strategy's release: an engine in its process would have made the same share.
+    # Keyed by the strategy's release digest, so that an engine in the strategy's process would make
+    # the same share.
     generator = Randomness(randomness.seed, request.release or None).generator(
         Purpose.SHARE, level="client", round=_whole(entries, "server-round"), client=client
     )
@@ -279,7 +282,7 @@ def requested_share(
 
 
 def share_reply(shares: Shares) -> RecordDict:
-    """Content of the reply of one client, of whose data it says nothing else."""
+    """Content of one client's reply; the share is all that it reveals of the client's data."""
     metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
     return RecordDict(
         {
@@ -290,6 +293,6 @@ def share_reply(shares: Shares) -> RecordDict:
 
 
 def summed_grids(total: PartialSum) -> dict[str, GridSum]:
-    """The sums of shares, in a fixed order; a sum with infinite noise is never sent."""
+    """The sums that shares enter, sorted by name; sums with infinite noise are not sent."""
     split = total.terms.split
     return {name: total.grids[name] for name in sorted(total.grids) if split[name] < math.inf}

@@ -1,6 +1,7 @@
-"""Secure aggregation: the server learns the sum of at least so many clients' shares, and no share.
+"""Secure aggregation: the server learns only the sum of a minimum number of clients' shares.
 
 The protocol of Bonawitz et al. (2017) over Flower messages of one type, in four stages: public
-keys, shares of each client's secrets, the masked vector, and what removes the masks of the sum.
-`primitives` is the cryptography, `client` what a client answers, `server` the aggregation.
+keys, shares of each client's secrets, the masked vector, and the secrets that unmask the sum.
+`primitives` has the cryptography, `client` the replies of a client, `server` the aggregation, and
+`transcript` the format of the messages.
 """

@@ -1,7 +1,7 @@
-"""What a client answers at each stage of secure aggregation.
+"""A client's replies at each stage of secure aggregation.
 
-Between stages its secrets lie in the Flower context's state, bound to the round's context. The last
-answer deletes them: a stage that is repeated finds no secret.
+Between stages its secrets are stored in the state of Flower's context, bound to the round's
+protocol context. The last stage deletes them, so that no stage can be repeated.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def answer(
     Parameters
     ----------
     threshold : int
-        The config's: with fewer survivors nothing is unmasked.
+        Minimum number of survivors, from the client's own config, for the sum to be unmasked.
     vector : callable
-        Makes the vector that is to be masked; called at the stage "masked" alone.
+        Makes the vector to mask; called only at the stage "masked".
 
     Raises
     ------
     FedsimError
-        If the message is not what the protocol allows at this point.
+        If the protocol does not allow this message at this point.
     """
     if threshold < 2:
         raise FedsimError("this client takes no part in secure aggregation (secagg.threshold).")
@@ -77,10 +77,13 @@ def answer(
 def _state_before(entries: ConfigRecord, context: Context, stage: str) -> dict[str, Any]:
     """The client's secrets of this round, if this stage is the next one.
 
+    Each stage is answered once. A server that could repeat one, with another list of clients, would
+    learn both shares of one client's secrets, or two vectors under one mask.
+
     Raises
     ------
     FedsimError
-        If it is not.
+        If another stage is next, or another protocol context is in progress.
     """
     state = context.state.config_records.get(_STATE)
     if state is None or state["context"] != entries.get("context") or state["next"] != stage:
@@ -93,7 +96,7 @@ def _store(context: Context, state: dict[str, Any]) -> None:
 
 
 def _keys(entries: ConfigRecord, context: Context) -> dict[str, bytes]:
-    """New keys, for this round alone; those of an unfinished round are overwritten."""
+    """Generate keys for this round only; keys of an unfinished round are overwritten."""
     round_context = entries.get("context")
     if not isinstance(round_context, bytes):
         raise FedsimError("a message of secure aggregation has no context.")
@@ -106,7 +109,7 @@ def _keys(entries: ConfigRecord, context: Context) -> dict[str, bytes]:
 def _shares(
     entries: ConfigRecord, context: Context, client: int, threshold: int
 ) -> dict[str, list[bytes]]:
-    """Shares of the client's two secrets, sealed for each of the others, and its own for itself."""
+    """Split the client's two secrets, and seal a share of each for every other client."""
     state = _state_before(entries, context, "shares")
     clients = numbers(entries, "clients")
     mask_keys = byte_strings(entries, "mask-keys", len(clients), KEY_BYTES)
@@ -118,7 +121,8 @@ def _shares(
         )
     place = clients.index(client)
     own = public_key(state["mask-key"]), public_key(state["channel-key"])
-    # With another key in its place, or one key for two clients, the server could know a mask.
+    # If the server replaced this client's key, or listed one key twice (of its own, perhaps), it
+    # could know a mask between two honest clients.
     distinct = len({*mask_keys, *channel_keys}) == 2 * len(clients)
     if (mask_keys[place], channel_keys[place]) != own or not distinct:
         raise FedsimError("the list of public keys has another key of this client, or one twice.")
@@ -148,7 +152,7 @@ def _masked(
     threshold: int,
     vector: Callable[[], Words],
 ) -> dict[str, bytes]:
-    """The vector under the client's own mask and one shared with each other client."""
+    """The vector, with the client's own mask and one mask for each pair with another client."""
     state = _state_before(entries, context, "masked")
     others = numbers(entries, "senders")
     sealed = byte_strings(entries, "sealed", len(others), SEALED_BYTES)
@@ -163,8 +167,8 @@ def _masked(
         purpose = channel_purpose(round_context, other, client)
         key = agreed_key(state["channel-key"], channel_keys[other], purpose)
         received.append(unseal(key, text, round_context))
-    # The own mask is removed only once the client has survived. Without it a vector that arrives
-    # after the server has asked for the client's mask key would be open.
+    # A vector that arrives late, after the other clients have revealed this client's mask key, is
+    # protected by its own mask alone, whose seed is revealed for survivors only.
     masked = vector().copy()
     masked += mask(derived_key(state["seed"], own_purpose(round_context)), len(masked))
     # Of two clients the first adds their common mask and the second subtracts it.
@@ -179,7 +183,7 @@ def _masked(
 def _unmask(
     entries: ConfigRecord, context: Context, client: int, threshold: int
 ) -> dict[str, list[bytes]]:
-    """Shares of the seeds of survivors, and of the mask keys of clients that have dropped out."""
+    """Shares of the seeds of survivors, and of the mask keys of clients that dropped out."""
     state = _state_before(entries, context, "unmask")
     survivors = numbers(entries, "survivors")
     senders: list[int] = [*state["senders"], client]

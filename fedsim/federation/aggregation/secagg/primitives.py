@@ -1,6 +1,6 @@
 """The primitives of secure aggregation: key agreement, secret sharing, sealed messages, masks.
 
-Everything but the sharing of secrets is the `cryptography` package's: X25519, HKDF-SHA256,
+All but the secret sharing comes from the `cryptography` package: X25519, HKDF-SHA256,
 ChaCha20-Poly1305, ChaCha20. All secrets come from the operating system.
 """
 
@@ -22,14 +22,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedsim.errors import FedsimError
 
 Words = npt.NDArray[np.uint64]
-"""Vectors modulo 2^64: numpy's sums wrap around."""
+"""Vector of integers modulo 2^64: numpy's unsigned arithmetic wraps around."""
 
 KEY_BYTES = 32
 PRIME = 2**521 - 1
 SHARE_BYTES = 66
-"""Of a number below `PRIME`."""
+"""Length of a share, which is a number below `PRIME`."""
 _NONCE = bytes(12)
-"""Of messages under keys that seal one message each."""
+"""Nonce of sealed messages; constant, since each key seals only one message."""
 
 
 def new_key() -> bytes:
@@ -38,17 +38,17 @@ def new_key() -> bytes:
 
 
 def public_key(private: bytes) -> bytes:
-    """The public key of a private one."""
+    """The public key that belongs to a private key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def new_seed() -> bytes:
-    """Of a client's own mask."""
+    """A random seed for a client's own mask."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
-    """The common key of two clients, from the private key of one and the public key of the other.
+    """The shared key of two clients, from one's private key and the other's public key.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def mask(key: bytes, size: int) -> Words:
 
 
 def seal(key: bytes, text: bytes, context: bytes) -> bytes:
-    """Encrypted and authenticated, under a key that seals nothing else."""
+    """Encrypt and authenticate ``text``, under a key that seals nothing else."""
     return ChaCha20Poly1305(key).encrypt(_NONCE, text, context)
 
 
@@ -85,7 +85,7 @@ def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
     Raises
     ------
     FedsimError
-        If it was sealed by another key, for another context, or changed.
+        If it was sealed under another key or for another context, or was changed.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
@@ -96,9 +96,10 @@ def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
-    """Shares at the points 1 to ``count``; ``threshold`` of them give the secret, fewer nothing.
+    """Split a secret into shares at the points 1 to ``count``.
 
-    Source: Shamir 1979, over the integers modulo `PRIME`.
+    Any ``threshold`` shares determine the secret; fewer reveal nothing of it. Source: Shamir 1979,
+    over the integers modulo `PRIME`.
     """
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     shares = []
@@ -112,7 +113,7 @@ def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def join_weights(points: tuple[int, ...]) -> list[int]:
-    """Lagrange weights at zero, with which shares at these points give the secret."""
+    """Lagrange weights at zero: the secret is the weighted sum of shares at these points."""
     weights = []
     for point in points:
         above, below = 1, 1
@@ -125,12 +126,12 @@ def join_weights(points: tuple[int, ...]) -> list[int]:
 
 
 def join_secret(shares: Mapping[int, int]) -> bytes:
-    """The secret of `KEY_BYTES`, from as many shares as the threshold, by their points.
+    """Recover a secret of `KEY_BYTES` from at least ``threshold`` shares, given by their points.
 
     Raises
     ------
     FedsimError
-        If these are not shares of such a secret.
+        If the shares do not belong to one secret of that length.
     """
     weights = join_weights(tuple(shares))
     value = sum(w * s for w, s in zip(weights, shares.values(), strict=True)) % PRIME

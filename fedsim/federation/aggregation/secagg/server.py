@@ -1,10 +1,10 @@
-"""The aggregation of masked shares: its stages, and the sum that alone can be unmasked.
+"""The aggregation of masked shares: the stages of the protocol, and the unmasking of the sum.
 
-Each sampled client bounds its row and adds noise of variance ``z^2 C^2 / h``, where h is the number
-of honest survivors that every sum has: the threshold less the colluders. It sends that share as
-whole numbers modulo 2^64, under masks that cancel in the sum over the survivors: the clients whose
-masked shares have arrived. Engines that train clients in this process add the same shares in the
-clear, to the same bytes.
+Each sampled client bounds its row and adds noise of variance ``z^2 C^2 / h``, where h is the
+minimum number of honest survivors: the threshold less the colluders. It sends that share as whole
+numbers modulo 2^64, under masks that cancel in the sum over the survivors: the clients whose masked
+shares have arrived. Engines that train clients in this process add the same shares without masks,
+with the same bytes as result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Stages = Generator[list[Message], Iterable[Message], None]
 
 
 class SecureSum(ShareSum):
-    """Sums shares that the server does not see: masked in messages, or made in this process.
+    """Sums shares that are masked in messages, or made in this process without masks.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class SecureSum(ShareSum):
     # -- the stages ---------------------------------------------------------------------
 
     def request(self, instructions: Instructions) -> Iterable[Message]:
-        """The first stage of the protocol; the round's instructions where this process trains."""
+        """Messages of the protocol's first stage; plain instructions for an engine with blocks."""
         training = self.training(instructions)
         if self.pending.in_blocks:
             return training
@@ -99,13 +99,13 @@ class SecureSum(ShareSum):
             return None
 
     def _protocol(self, instructions: Instructions) -> Stages:
-        """The stages in turn: each yields its messages and receives the replies to them.
+        """Run the stages in order; each yields its messages and receives the replies.
 
-        Ends with the sum added to `total`, or with `lost` set.
+        Ends with the unmasked sum added to `total`, or with `lost` set.
         """
         node_of = instructions.recipients.node_of
-        # The nonce makes each attempt at a round a protocol of its own: keys, sealed shares and
-        # masks of one attempt are useless in another, also if the server resumes.
+        # The nonce separates attempts at a round: keys, sealed shares and masks of one attempt are
+        # useless in another, also if the server resumes.
         run = str(instructions.config.get("run", ""))
         context = context_of(run, self.pending.round, secrets.token_bytes(16))
 
@@ -128,8 +128,8 @@ class SecureSum(ShareSum):
         )
         if not self._enough(clients := sorted(keys), "sent keys"):
             return
-        # Every client gets the same lists. Its place in them is its point in the secret sharing:
-        # later stages count places in these lists, also if clients drop out.
+        # Every client gets the same lists. Its position in them (plus 1) is its point in the secret
+        # sharing, which must not change when other clients drop out in later stages.
         listed = {
             "clients": clients,
             "mask-keys": [keys[client][0] for client in clients],
@@ -141,7 +141,8 @@ class SecureSum(ShareSum):
         )
         if not self._enough(senders := sorted(sealed), "shared their keys"):
             return
-        # From here on a client's masks are with the senders alone: it waits for nobody else's key.
+        # From here on a client is masked only against the other senders of shares, whose mask keys
+        # can be recovered if they drop out.
         masked_stage = {}
         for client in senders:
             others = [other for other in senders if other != client]
@@ -149,7 +150,7 @@ class SecureSum(ShareSum):
             received = [sealed[other][place] for other in others]
             masked_stage[client] = {"senders": others, "sealed": received}
         replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
-        # The sum of all shares is far below 2^63 grid steps: modulo 2^64 nothing of it is lost.
+        # The sum of all shares is far below 2^63 grid units, so that it is exact modulo 2^64.
         sums = self.total
         size = sum(grid.coarse.shape[-1] for grid in summed_grids(sums).values())
         masked = self._answers(
@@ -167,7 +168,7 @@ class SecureSum(ShareSum):
         )
         if not self._enough(sorted(shares), "helped to unmask their sum"):
             return
-        # Any `threshold` shares of a secret give it; which ones makes no difference to the sum.
+        # Any `threshold` shares determine a secret; which ones makes no difference to the sum.
         points = {client: clients.index(client) + 1 for client in clients}
         chosen = sorted(shares)[: self._secure.threshold]
         gathered = {
@@ -185,7 +186,7 @@ class SecureSum(ShareSum):
     def _with_instructions(
         self, messages: list[Message], instructions: Instructions
     ) -> list[Message]:
-        """These messages, with the records that clients need to train."""
+        """Add the records that clients need for training to these messages."""
         chosen = {message.metadata.dst_node_id: message for message in messages}
         for request in instructions:
             if (message := chosen.get(request.metadata.dst_node_id)) is not None:
@@ -199,7 +200,7 @@ class SecureSum(ShareSum):
         asked: list[int],
         parse: Callable[[ConfigRecord], Answer],
     ) -> dict[int, Answer]:
-        """Parsed replies by client; a client whose reply cannot be parsed is out of the round."""
+        """Parsed replies by client; a client whose reply cannot be parsed has failed."""
         client_of, waiting = self.pending.recipients.client_of, {*asked}
         answers: dict[int, Answer] = {}
         for reply in replies:
@@ -211,14 +212,14 @@ class SecureSum(ShareSum):
                 if reply.has_error():
                     raise FedsimError(str(reply.error.reason))
                 answers[client] = parse(reply.content.config_records[RECORD])
-            except Exception as error:  # what a reply is made of may raise anything
+            except Exception as error:  # a malformed reply may raise any exception
                 _log.warning("client %s is out of the round: %s", client, printable(error))
                 ids = np.array([client], dtype=np.int64)
                 self._failed.append(Block.failed(ids, "malformed"))
         return answers
 
     def _enough(self, clients: list[int], what: str) -> bool:
-        """Whether enough clients remain for the sum to be unmasked; else the round is lost."""
+        """Whether enough clients remain to unmask the sum; if not, mark the round as lost."""
         if len(clients) >= self._secure.threshold:
             return True
         self._why_lost = self._too_few(len(clients), what)
@@ -234,13 +235,13 @@ class SecureSum(ShareSum):
 
     @property
     def lost(self) -> str | None:
-        """Why the round has no sum, if it has none."""
+        """Why the round has no sum; None if it has one."""
         if self.pending.in_blocks and self.total.count < self._secure.threshold:
             return self._too_few(self.total.count, "sent their shares")
         return self._why_lost
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """Blocks where this process trains; else the clients in the sum, without their rows."""
+        """Blocks from an engine that trains in blocks; else the survivors, without their rows."""
         if self.pending.in_blocks:
             yield from super().replies(messages)
             return
@@ -273,12 +274,12 @@ class SecureSum(ShareSum):
         return rows.releaser.release(rows.total, self._noise_source(), asked=rows.total.count)
 
     def _take(self, sums: PartialSum, words: Words, count: int) -> None:
-        """Add an unmasked sum of so many shares.
+        """Add an unmasked sum of ``count`` shares.
 
         Raises
         ------
         FedsimError
-            If the sum is larger than so many shares can be: some mask was not removed.
+            If the sum is larger than ``count`` shares can be: some mask was not removed.
         """
         start = 0
         units = torch.from_numpy(words.view(np.int64).astype(np.float64))
@@ -286,7 +287,7 @@ class SecureSum(ShareSum):
             size = grid.coarse.shape[-1]
             vector, start = units[start : start + size], start + size
             radius, unit = float(grid.radius), float(grid.unit)
-            # A mask that was not removed is uniform over 2^64 grid steps, beyond any honest sum.
+            # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
             std = radius * share_multiplier(sums.terms.split[name], self.share_request.parts)
             most = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > most:
@@ -296,7 +297,7 @@ class SecureSum(ShareSum):
 
 
 def _count(total: PartialSum, shares: int) -> Tensor:
-    """Note so many shares, all of them in the sum."""
+    """Count ``shares`` more shares, all of them in the sum."""
     total.expect(shares)
     masks = RowMasks((shares,), total.terms.device)
     total.note(masks)
@@ -314,19 +315,19 @@ def unmasked(
     Parameters
     ----------
     masked : mapping of client to uint64 ``[d]``
-        Of the survivors.
+        Masked vectors of the survivors.
     shares : mapping of client to shares by their points
-        Of a survivor's seed, or of a dropped client's mask key.
+        Shares of a survivor's seed, or of a dropped client's mask key.
     mask_keys : mapping of client to bytes
-        Public keys of all clients that masked their vectors against each other.
+        Public mask keys of all clients that masked their vectors against each other.
 
     Raises
     ------
     FedsimError
-        If shares do not fit together, or give another key than was announced.
+        If shares are inconsistent, or give another key than the client had announced.
     """
-    # Masks between two survivors cancel in their sum. What remains is each survivor's own mask, and
-    # its masks with clients that shared keys and then dropped out, whose vectors never came.
+    # Masks between two survivors cancel in their sum. It still contains each survivor's own mask,
+    # and its masks with clients that shared their keys but then sent no masked vector.
     total = np.add.reduce([np.asarray(vector) for vector in masked.values()])
     size = len(total)
     for client in masked:
@@ -334,7 +335,7 @@ def unmasked(
         total = total - mask(derived_key(seed, own_purpose(context)), size)
     for dropped in mask_keys.keys() - masked.keys():
         key = join_secret(shares[dropped])
-        # Wrong shares would unmask to noise of the full range, and no error.
+        # Checked, since wrong shares would give a random sum and no error.
         if public_key(key) != mask_keys[dropped]:
             raise FedsimError("shares of a key do not give the key that was announced.")
         for client in masked:

@@ -1,4 +1,4 @@
-"""How many clients a secure sum has, and what it does not go with."""
+"""Settings of secure aggregation: its threshold and colluders, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fedsim.settings import check_settings
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """How many clients a sum must have, and how many of them may collude with the server.
+    """Minimum number of clients in a sum, and number that may collude with the server.
 
     Parameters
     ----------
     threshold : int
-        With fewer survivors nothing is unmasked, and the round is lost, and charged.
+        Minimum number of survivors; with fewer nothing is unmasked: the round is lost, and charged.
     colluders : int
-        So many of them may give the server all that they know; the guarantee counts on the noise
-        of the others alone.
+        Number of clients that may share all they know with the server; the guarantee relies on the
+        noise of the others alone.
 
     Raises
     ------
     FedsimError
-        If no client need be honest.
+        If the threshold is below 2 or does not exceed the number of colluders.
     """
 
     threshold: int
@@ -39,8 +39,10 @@ class SecureAggregation:
             )
 
     def check(self, plan: ReleasePlan[Bounded], *, unprotected_metrics: bool) -> None:
-        """Refuse what would show the server the sum without noise or clients' metrics, what would
-        show the size of a secret cohort, and cohorts of which most would be too small.
+        """Refuse settings that secure aggregation cannot protect, or whose rounds would be lost.
+
+        These would show the server clients' metrics, a sum without noise, or the size of a secret
+        cohort; or the cohort is on average smaller than the threshold.
 
         Raises
         ------
@@ -62,10 +64,10 @@ class SecureAggregation:
 
     @property
     def public(self) -> dict[str, int]:
-        """The facts of it in a ledger's line."""
+        """Public facts for the ledger's lines."""
         return {"secagg-threshold": self.threshold, "secagg-colluders": self.colluders}
 
     @property
     def honest(self) -> int:
-        """Honest survivors of every sum: the noise of their shares is what is charged."""
+        """Minimum number of honest survivors in a sum, whose noise is what the ledger charges."""
         return self.threshold - self.colluders

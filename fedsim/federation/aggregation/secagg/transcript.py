@@ -1,4 +1,4 @@
-"""The messages of secure aggregation: their entries, and what each derived key is for."""
+"""Messages of secure aggregation: how entries are read, and the purposes of derived keys."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.primitives import SHARE_BYTES
 
 RECORD = "secagg"
-"""Name of the config record of a message of the protocol, and of its reply."""
+"""Name of the config record in the protocol's messages and replies."""
 Stage = Literal["keys", "shares", "masked", "unmask"]
 PREFIX = b"fedsim-secagg-1"
 MOST_CLIENTS = 100_000
 
 
 def context_of(run: str, server_round: int, nonce: bytes) -> bytes:
-    """What binds keys and sealed messages to one attempt at a round."""
+    """Byte string that binds keys and sealed messages to one attempt at a round."""
     return b"|".join([PREFIX, run.encode(), str(server_round).encode(), nonce])
 
 
 def channel_purpose(context: bytes, sender: int, receiver: int) -> bytes:
-    """Of the key that seals what one client sends another."""
+    """Purpose of the key that seals one client's shares for another."""
     return b"|".join([context, b"channel", str(sender).encode(), str(receiver).encode()])
 
 
 def pair_purpose(context: bytes, first: bytes, second: bytes) -> bytes:
-    """Of the mask that two clients share, by their public keys."""
+    """Purpose of the mask between two clients, in either order of their public keys."""
     return b"|".join([context, b"pair", min(first, second), max(first, second)])
 
 
 def own_purpose(context: bytes) -> bytes:
-    """Of a client's own mask."""
+    """Purpose of a client's own mask."""
     return context + b"|self"
 
 
 def stage_of(message: Message) -> Stage | None:
-    """Which stage of the protocol a message is of; None for any other message."""
+    """The protocol stage of a message; None if the message is not of the protocol."""
     if not message.has_content():
         return None
     record = message.content.config_records.get(RECORD)
@@ -61,12 +61,12 @@ def entries_of(message: Message) -> ConfigRecord:
 
 
 def numbers(record: Mapping[str, object], name: str) -> list[int]:
-    """Distinct whole numbers, 0 or more.
+    """A record's list of distinct integers, 0 or more.
 
     Raises
     ------
     FedsimError
-        If the record has something else.
+        If the entry is anything else.
     """
     entries = record.get(name)
     listed: list[Any] = entries if isinstance(entries, list) else [None]
@@ -77,12 +77,12 @@ def numbers(record: Mapping[str, object], name: str) -> list[int]:
 
 
 def byte_strings(record: Mapping[str, object], name: str, count: int, size: int) -> list[bytes]:
-    """So many byte strings of one size.
+    """A record's list of ``count`` byte strings of one size.
 
     Raises
     ------
     FedsimError
-        If the record has something else.
+        If the entry is anything else.
     """
     entries = record.get(name)
     listed = entries if isinstance(entries, list) else []
@@ -94,12 +94,12 @@ def byte_strings(record: Mapping[str, object], name: str, count: int, size: int)
 
 
 def byte_string(record: Mapping[str, object], name: str, size: int) -> bytes:
-    """One byte string of this size.
+    """A record's byte string of this size.
 
     Raises
     ------
     FedsimError
-        If the record has something else.
+        If the entry is anything else.
     """
     entry = record.get(name)
     if not isinstance(entry, bytes) or len(entry) != size:
@@ -108,9 +108,9 @@ def byte_string(record: Mapping[str, object], name: str, size: int) -> bytes:
 
 
 SEALED_BYTES = 2 * SHARE_BYTES + 16
-"""Shares of two secrets, sealed."""
+"""Length of the shares of two secrets, sealed (with a tag of 16 bytes)."""
 
 
 def join_shares(key_share: int, seed_share: int) -> bytes:
-    """What one client sends another: a share of its mask key, and one of its seed."""
+    """Concatenate a share of a client's mask key and one of its seed, for another client."""
     return key_share.to_bytes(SHARE_BYTES) + seed_share.to_bytes(SHARE_BYTES)
