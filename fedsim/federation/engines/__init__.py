@@ -1,1 +1,1 @@
-"""Where clients run, and how many at a time: Flower Grids, and launchers for its runtimes."""
+"""Engines that run clients: Flower Grids for one process, for workers and for Flower's runtimes."""

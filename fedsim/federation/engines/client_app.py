@@ -1,4 +1,4 @@
-"""The same trainer as an ordinary Flower ClientApp: a block of one."""
+"""A trainer as an ordinary Flower ClientApp, which trains one client a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult
 
 NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
-"""How the metrics begin that a server needs to take part of an update; the others are shown."""
+"""Prefixes of the metrics that a server needs to aggregate an update; others are for display."""
 
 
 TrainerFor = Callable[[Context], Trainer]
@@ -52,17 +52,17 @@ def client_app(
     Parameters
     ----------
     trainer_for : callable
-        Gives the trainer for a node's context. It is called once a message, so cache what is
-        expensive. The client is the node's ``partition-id``.
+        Returns the trainer for a node's context. It is called once a message, so cache what is
+        expensive. The client id is the node's ``partition-id``.
     mechanism_for : callable, optional
-        Gives the mechanism with which the client bounds and noises its own row, where the
+        Returns the mechanism with which the client bounds and noises its own row, where the
         strategy asks for shares; without it such a request is refused.
     seconds_for : callable, optional
-        Gives the seconds that a message may take this client, from its own start (`time_limit`).
-        One that takes longer replies an error with the code `TIMED_OUT`.
+        Returns the seconds that a message may take, from the client's own start (`time_limit`). A
+        client that takes longer replies with the error code `TIMED_OUT`.
     threshold_for : callable, optional
-        Gives the fewest survivors of secure aggregation; without it, or where it gives 0, the
-        client takes no part in one.
+        Returns the minimum number of survivors of secure aggregation; without it, or if it returns
+        0, the client does not take part in secure aggregation.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def client_app(
         ``train`` replies all parameters, as ordinary Flower clients do, and ``num-examples``,
         ``loss`` and what the algorithm reports; ``evaluate`` replies ``num-examples``, ``loss``
         and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
-        allow a round replies an error with the code `BUDGET_SPENT`.
+        allow a round replies with the error code `BUDGET_SPENT`.
     """
     app = ClientApp(mods=[_without_exit, *([_in_time(seconds_for)] if seconds_for else [])])
 
@@ -82,7 +82,8 @@ def client_app(
             return _share(message, context, trainer_for(context), mechanism_for(context))
 
         try:
-            if stage_of(message) is not None:  # of secure aggregation; in one of them clients train
+            # Only the stage "masked" of secure aggregation calls `share`, which trains.
+            if stage_of(message) is not None:
                 threshold = 0 if threshold_for is None else threshold_for(context)
                 client = client_id(context.node_config)
                 content = answer(message, context, client, threshold, lambda: share().words()[0])
@@ -112,9 +113,9 @@ def client_app(
 
 
 def _parameters(message: Message, context: Context, trainer: Trainer) -> RecordDict:
-    """All parameters and what the client reports."""
+    """Content of a reply with all parameters and the client's metrics."""
     local, _ = _fit(trainer, message, context)
-    # Entries that are not trained go back as they came.
+    # Entries that are not trained are returned unchanged.
     key, arrays = _arrays(message)
     row = trainer.row_layout
     surplus = {entry.name for entry in trainer.received_layout.entries[len(row.entries) :]}
@@ -126,7 +127,7 @@ def _parameters(message: Message, context: Context, trainer: Trainer) -> RecordD
 
 
 def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalResult, Tensor]:
-    """What local training gives, and the parameters ``[d]`` that it began with."""
+    """Result of local training, and the parameters ``[d]`` from which it started."""
     ids = _client_ids(context)
     vector = trainer.received_layout.flatten(_arrays(message)[1].to_torch_state_dict())
     trainer.receive(_config(message))
@@ -142,7 +143,7 @@ def _share(
     Raises
     ------
     FedsimError
-        If the client can make none, or the message asks for none.
+        If the client cannot make a share, or the message does not ask for one.
     """
     local, vector = _fit(trainer, message, context)
     layout = trainer.row_layout
@@ -158,7 +159,7 @@ def _share(
 
 
 def _require_declared(examples: int, config: Mapping[str, object]) -> None:
-    """Refuse to be weighed by a number of examples that is not the client's."""
+    """Refuse a declared number of examples, the update's weight, that is not the client's own."""
     declared = config.get(DECLARED_EXAMPLES, examples)
     if declared != examples:
         raise FedsimError(
@@ -171,7 +172,7 @@ def _require_declared(examples: int, config: Mapping[str, object]) -> None:
 def _without_exit(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Turn an exit of the client's code into its own failure: its process serves others too."""
+    """Turn `sys.exit` in a client's code into its failure: the process serves other clients too."""
     try:
         return call_next(message, context)
     except SystemExit as ended:
@@ -179,7 +180,7 @@ def _without_exit(
 
 
 def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
-    """Turn a client that hangs into its own failure: a round or a worker would wait for it."""
+    """Mod that ends a client that hangs, with an error reply: the round would wait for it."""
 
     def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         seconds = seconds_for(context)
@@ -214,24 +215,24 @@ def _round(message: Message) -> int:
 
 
 def _reported(metrics: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, float]:
-    """What the one client of a block reports."""
+    """Metrics of the only client of a block."""
     return {name: float(column[0]) for name, column in metrics.items()}
 
 
 class TimeIsUp(BaseException):
-    """Raised in a client's code when its time is over.
+    """Raised in a client's code when it exceeds its time limit.
 
-    Not an `Exception`, so that code that catches its own errors does not catch this.
+    Not an `Exception`, so that code that catches its own errors does not catch this one.
     """
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeIsUp` in the code within once it has taken ``seconds``.
+    """Raise `TimeIsUp` in the enclosed code once it has taken ``seconds``.
 
-    Limits the main thread of a POSIX process, where Flower's runtimes run their clients; elsewhere
-    nothing is limited. Python code, sleep and waits end; a call into C that never comes back does
-    not. A timer that runs already (another's limit) is left alone.
+    Works in the main thread of a POSIX process, where Flower's runtimes run clients; elsewhere no
+    limit is set. It interrupts Python code, sleeping and waiting, but not a call into C that never
+    returns. If another timer is running already, that one is kept and no limit is set.
     """
     try:
         before = signal.getsignal(signal.SIGALRM)

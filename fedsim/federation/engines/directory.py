@@ -1,11 +1,11 @@
-"""Which Flower node is which client.
+"""The mapping between client ids and Flower nodes.
 
-Node ids are Flower's, random in its simulation runtime; client ids are ours, and draws are
-keyed by them. In a deployment the operator's roster says which registered key is which client,
-and no node is asked. fedsim's own client app (virtual clients, a federation without keys) says
-which client it is when asked by a QUERY message, by a `MetricRecord` that has a ``client-id``.
-Other people's apps have no answer to that, and each question would be a traceback in their
-log: their nodes are numbered in the order of their node ids, and never asked.
+Flower assigns node ids, at random in its simulation runtime; fedsim's random draws are keyed by
+client ids. In a deployment the operator's roster maps registered keys to client ids, and nodes are
+not asked. fedsim's own client app (virtual clients, a federation without keys) answers a QUERY
+message with a `MetricRecord` that has its ``client-id``. Other apps cannot answer, and each query
+would put a traceback into their log: their nodes are numbered in the order of their node ids, and
+never asked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLIENT_ID_KEY = "client-id"
 
 
 class OwnGrid(Grid):
-    """A grid that is not Flower's: what its older interface asks of one besides."""
+    """Base of grids outside Flower, with the method that Flower's older grid interface requires."""
 
     def create_message(
         self,
@@ -42,13 +42,13 @@ class OwnGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Make a message; Flower now prefers ``Message(...)`` itself."""
+        """Create a message; Flower now prefers ``Message(...)`` itself."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
 @dataclass(frozen=True, eq=False)
 class ConsecutiveNodes(Mapping[int, int]):
-    """Node ids of clients 0, 1, ..., one after another: a million of them take no memory.
+    """Consecutive node ids of clients 0, 1, ..., without memory for each client.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class ConsecutiveNodes(Mapping[int, int]):
 
 @runtime_checkable
 class KnowsClients(Protocol):
-    """A grid that can say which node is which client without asking it."""
+    """A grid that knows the client ids of its nodes without asking them."""
 
     def client_ids(self) -> Mapping[int, int]:
         """Node id of each client id."""
@@ -88,9 +88,9 @@ class KnowsClients(Protocol):
 
 @dataclass
 class ClientDirectory:
-    """Client ids of a grid's nodes: by their registered keys, by their answers, or numbered.
+    """Client ids of a grid's nodes: from registered keys, from the nodes' answers, or by number.
 
-    No node can end a run: one that is not to be believed is ignored and counted.
+    No node can end a run: one with an invalid or duplicate id is ignored and counted.
 
     Parameters
     ----------
@@ -98,17 +98,17 @@ class ClientDirectory:
         Seconds that the first `look` waits for the nodes' answers, and `wait` for clients. A
         node that has not answered is left out until it does; later calls do not wait for it.
     roster : mapping of str to int, optional
-        Client id of each registered key, by its `key_digest`. What nodes say is then not asked.
+        Client id of each registered key, by its `key_digest`. If given, nodes are not asked.
     asks : bool
-        Whether the nodes' app is fedsim's, and says which client it is when asked. Otherwise
-        nodes are numbered in the order of their node ids, and later ones get the next numbers.
+        Whether the nodes run fedsim's app, which answers with its client id. Otherwise nodes are
+        numbered in the order of their node ids, and later ones get the next numbers.
     population : int
-        Answers from this on are no client ids.
+        Claimed client ids must be below this number.
 
     Attributes
     ----------
     ignored : Counter of str
-        Nodes connected at the last look that are no client, by reason: ``no key``,
+        Number of nodes at the last look that are no clients, by reason: ``no key``,
         ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``.
     """
 
@@ -123,9 +123,9 @@ class ClientDirectory:
     _looked: bool = field(default=False, init=False, repr=False)
 
     def look(self, grid: Grid) -> Mapping[int, int]:
-        """Node id of each client id, of the nodes connected now; sorted by client id.
+        """Node id of each client id, for the nodes connected now; sorted by client id.
 
-        Of two nodes with one client id neither is believed.
+        Nodes that share one client id are all ignored, since any of them may be an impostor.
         """
         if isinstance(grid, KnowsClients):
             known = grid.client_ids()
@@ -137,30 +137,30 @@ class ClientDirectory:
             )
         nodes = sorted(grid.get_node_ids())
         if self.asks:
-            # Later on a new node must not hold up a round.
+            # In later rounds a new node must not delay a round.
             patience = 0.0 if self._looked else self.timeout
             self._looked = True
             self._ask(grid, nodes)
             self._listen(grid, patience)
         else:
             self._number(nodes)
-        # A federation whose clients say who they are has no use for the others' numbers,
-        # which would collide with a client's id.
+        # If any node claims a client id, numbers of other nodes are not used: they would collide
+        # with claimed ids.
         claims = self._client_of or self._number_of
         return self._known((node, claims[node]) for node in nodes if node in claims)
 
     def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
-        """`look`, again and again until there are so many clients or the time is up.
+        """Repeat `look` until there are enough clients or ``timeout`` has passed.
 
         Parameters
         ----------
         clients : int
-            How many clients to wait for.
+            Number of clients to wait for.
 
         Raises
         ------
         FedsimError
-            If there are fewer clients when the time is up.
+            If there are fewer clients at the timeout.
         """
         deadline = time.monotonic() + self.timeout
         self._looked = True
@@ -176,7 +176,7 @@ class ClientDirectory:
         return present
 
     def _known(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
-        """Node of each client, of nodes with a client id or the reason why they have none."""
+        """Node of each client, given each node's client id or the reason why it has none."""
         nodes_of: dict[int, list[int]] = {}
         ignored: Counter[str] = Counter()
         for node, claim in claims:
@@ -211,8 +211,8 @@ class ClientDirectory:
         numberless: set[int] = set()
         while self._pending:
             for reply in grid.pull_messages(sorted(self._pending)):
-                # An error made on a node's behalf comes from elsewhere: only the message
-                # that it answers says which node it is about.
+                # Flower sends errors on a node's behalf from another node id: identify the node by
+                # the query that the reply answers.
                 node = self._pending.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None and not self._note(node, reply):
                     numberless.add(node)
@@ -227,10 +227,10 @@ class ClientDirectory:
             self._number_of.setdefault(node, len(self._number_of))
 
     def _note(self, node: int, reply: Message) -> bool:
-        """Note what a node said; False if its app has no answer to give."""
+        """Record the client id that a node claims; False if its app does not answer queries."""
         if reply.has_error():
-            # Flower answers for an app without a query handler as for one that raised;
-            # any other error means that the question did not arrive, and is asked again.
+            # Flower's error for an app without a query handler is that of one that raised. Any
+            # other error means that the query did not arrive, and is sent again.
             return reply.error.code != CLIENT_RAISED
         for record in reply.content.metric_records.values():
             if CLIENT_ID_KEY in record:
@@ -244,18 +244,18 @@ class ClientDirectory:
 
 
 def key_digest(public_key: bytes) -> str | None:
-    """SHA-256 of a public key's SubjectPublicKeyInfo, in hex; None where it is no key.
+    """SHA-256 of a public key's SubjectPublicKeyInfo, in hex; None if it is not a key.
 
     Parameters
     ----------
     public_key : bytes
-        PEM, as Flower hands on what was registered, or OpenSSH, as node keys are written.
+        In PEM format, as Flower provides registered keys, or OpenSSH, as in node key files.
     """
     loaders = (serialization.load_pem_public_key, serialization.load_ssh_public_key)
     for load in loaders:
         try:
             key = load(public_key)
-        except Exception:  # whatever a stranger's bytes make of a parser
+        except Exception:  # untrusted bytes may make a parser raise any exception
             continue
         der = key.public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -273,5 +273,5 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
 
 @check_arguments
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
-    """Node id of each client id, of the nodes connected now, as fedsim's client app says it."""
+    """Node id of each client id, for the connected nodes, which must run fedsim's client app."""
     return ClientDirectory(timeout, asks=True).look(grid)

@@ -1,9 +1,9 @@
-"""One round over workers: who is asked for which clients, and what becomes of their replies.
+"""Scheduling of one round over workers: which worker trains which clients, retries and timeouts.
 
-Workers are Ray's or processes of this machine (`Crew`); a round knows only that they answer in
-the order in which they are asked, or are lost. Where a strategy takes sums, a worker adds up what
-it trains and gives one sum at the end: until that is here its clients are not done, and if it is
-lost they are trained again, to the same bytes.
+Workers are Ray actors or processes of this machine (`Crew`). They answer requests in the order in
+which they are asked, or are lost. Where a strategy takes sums, a worker adds up the rows that it
+trains and sends one sum at the end: until that has arrived its clients are not done, and if the
+worker is lost they are trained again, with the same bytes as result.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
 _log = logging.getLogger(__name__)
 
 SHARE = 0.75
-"""A chunk is this part of what would be a worker's share of the clients that are left."""
+"""Cost of a chunk, as a fraction of the remaining cost per worker."""
 LEAST_SHARE = 12
-"""No chunk is planned smaller than this part of what a worker has to do."""
+"""A chunk costs at least the round's cost per worker divided by this."""
 RETRIES = 2
-"""How many times clients may lose their worker before they are tried one by one."""
-# No reply with rows is larger than this, if a single client's is not.
+"""How many times a chunk may lose its worker before its clients are tried one by one."""
+# Largest reply with rows, unless a single client's row is larger.
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Clients that a worker is asked for at once.
+    """Clients that a worker trains in one request.
 
     Attributes
     ----------
     client_ids
     losses : int
-        How often they lost theirs.
+        How often their worker was lost.
     alone : bool
-        Whether a worker is asked for nothing else meanwhile.
+        Whether the worker gets no other request at the same time.
     """
 
     client_ids: Ids
@@ -61,28 +61,28 @@ class _Chunk:
     alone: bool = False
 
     def singles(self, *, alone: bool = False) -> list[_Chunk]:
-        """Each of these clients as a chunk."""
+        """One chunk for each of these clients."""
         ids = self.client_ids
         return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
 
 
 @dataclass(eq=False)
 class _Assignment:
-    """A worker in this round.
+    """State of a worker in this round.
 
     Attributes
     ----------
     worker
     queue : deque of _Chunk
-        What it was asked for and has not answered.
+        Chunks that it was asked for and has not answered.
     done : list of (_Chunk, WorkerReply)
-        What it has answered, and keeps in its sum.
+        Chunks that it has answered, whose rows are still in its sum.
     summing : bool
         Whether it was asked for that sum.
     since : float
-        When it began with the first of its queue, by `time.monotonic`.
+        When it began with the first chunk of its queue, by `time.monotonic`.
     begun : bool
-        Whether it knows of the round.
+        Whether it was sent the round's call.
     """
 
     worker: Worker
@@ -97,7 +97,7 @@ class _Assignment:
         return bool(self.queue) or self.summing
 
     def takes(self, chunk: _Chunk, depth: int) -> bool:
-        """Whether it may be asked for a chunk beside what it was asked for."""
+        """Whether the worker may be asked for a chunk now, with at most ``depth`` in its queue."""
         if self.summing or len(self.queue) >= depth:
             return False
         if chunk.alone:
@@ -106,28 +106,28 @@ class _Assignment:
 
 
 class Dispatch:
-    """The blocks of one round's clients, from whichever workers train them.
+    """Trains one round's clients on the workers of a crew, and yields their blocks.
 
-    Chunks of clients go to the workers that are free, longest first. A worker that is lost is
-    replaced and its clients are trained again; clients that keep losing their worker have failed.
-    So has a client that alone takes a worker longer than the round's timeout.
+    Chunks of clients go to the workers that are free, most expensive first. A worker that is lost
+    is replaced and its clients are trained again; clients that keep losing their worker fail. So
+    does a client that alone takes a worker longer than the round's timeout.
 
-    What must stay true: a client is yielded once, and only when nothing can undo it. Where workers
-    sum, that is when the sum that has its row is merged; until then it stands in `done` of its
-    worker, and goes back to the queue if the worker is lost.
+    Invariant: each client is yielded once, and only when its result can no longer be lost. Where
+    workers sum, that is when the sum with its row was merged; until then its chunk is in its
+    worker's ``done``, and returns to the queue if the worker is lost.
 
     Parameters
     ----------
     crew : Crew
     trainer : BlockTrainer
-        Keeps what clients keep, and their ledgers.
+        Stores the clients' states and ledgers.
     instructions : Instructions
     timeout : float or None
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
     into : RowSum, optional
-        Takes the workers' sums of the rows that they train; without it blocks keep their rows.
+        The sum into which workers' sums are merged; without it blocks keep their rows.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Dispatch:
     ) -> None:
         self._crew, self._trainer, self._into = crew, trainer, into
         self._timeout, self._retries = timeout, retries
-        # On the CPU whatever the trainer's device: it goes to processes by shared memory or Ray.
+        # On the CPU for any device: it is sent to other processes by shared memory or Ray.
         self._start = instructions.vector.detach().cpu()
         ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         row_bytes = max(self._start.numel() * self._start.element_size(), 1)
-        # Rows that are summed do not travel, so that a chunk of them may be of any size.
+        # Summed rows are not sent, so that their chunks may have any size.
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
         cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, cut))
@@ -155,8 +155,8 @@ class Dispatch:
         )
 
     def blocks(self) -> Iterator[Block]:
-        """In no particular order."""
-        # An earlier round that was not read to its end has left answers behind.
+        """Yield the blocks of all clients, in no particular order."""
+        # Drop answers of an earlier round that was not read to its end.
         self._crew.begin()
         call = self._crew.shared(self._call)
         self._assignments = [_Assignment(worker) for worker in self._crew.workers]
@@ -178,19 +178,19 @@ class Dispatch:
             yield from self._received(assignment, answer)
 
     def _hand_out(self, call: Any) -> list[tuple[Ids, Reason]]:
-        """Give idle workers chunks; the clients that cannot begin, and why."""
+        """Assign chunks to workers; return the clients that cannot begin, and why."""
         refused: list[tuple[Ids, Reason]] = []
-        # Each worker is given a first chunk before any is given a second: at the end of a round two
-        # chunks on one worker would keep another idle.
+        # Every worker gets a first chunk before any gets a second: at the end of a round, two
+        # chunks on one worker would leave another idle.
         for depth in range(1, self._crew.depth + 1):
             for assignment in self._assignments:
                 while self._todo and assignment.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
                     try:
-                        # Now and not earlier: a client that never begins is not charged.
+                        # Only now, so that a client that never begins is not charged.
                         states = self._entry_states(chunk)
                     except FedsimError as error:
-                        # One of them refuses, and the others train.
+                        # Try each alone, so that the others train.
                         if len(chunk.client_ids) > 1:
                             self._todo.extendleft(chunk.singles())
                             continue
@@ -200,7 +200,8 @@ class Dispatch:
                     else:
                         self._ask(assignment, chunk, states, call)
         for assignment in self._assignments:
-            # Before a client that may lose its worker begins, what others did there is safe.
+            # Fetch the worker's sum at the end, and before it gets a client alone: such a client is
+            # suspected of ending its worker, which would lose the others' rows.
             if assignment.done and not assignment.busy and (not self._todo or self._todo[0].alone):
                 assignment.worker.ask(WorkRequest(None))
                 assignment.summing = True
@@ -208,7 +209,7 @@ class Dispatch:
 
     def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
         if not assignment.begun:
-            # Here, so that a worker that replaces another learns of the round too.
+            # Sent here and not when the round begins, so that a replacement worker gets it too.
             assignment.worker.begin(call)
             assignment.begun = True
         if not assignment.queue:
@@ -217,12 +218,12 @@ class Dispatch:
         assignment.queue.append(chunk)
 
     def _entry_states(self, chunk: _Chunk) -> ClientStates:
-        """What these clients keep, once their lines are in their ledgers: both are here.
+        """Write these clients' ledger lines, and return their states, which are stored here.
 
         Raises
         ------
         FedsimError
-            If a ledger refuses, or what a client keeps cannot be read.
+            If a ledger refuses the line, or a client's state cannot be read.
         """
         ids, number = chunk.client_ids, self._call.round
         if self._call.message_type == "evaluate":
@@ -231,7 +232,7 @@ class Dispatch:
         return self._trainer.state(ids, number)
 
     def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:
-        """The first with an answer; None once one has worked for the timeout on a chunk."""
+        """The first worker with an answer; None once one has exceeded the timeout on a chunk."""
         patience = None
         working = [assignment.since for assignment in busy if assignment.queue]
         if self._timeout is not None and working:
@@ -241,18 +242,18 @@ class Dispatch:
 
     def _received(self, assignment: _Assignment, answer: WorkerReply) -> Iterator[Block]:
         if answer.error is not None:
-            # Of the sum or the trainer, not of a client: another worker would fail in the same way.
+            # An error of the sum or the trainer, not of a client: all workers would fail with it.
             raise answer.error
         if assignment.queue:
             assignment.done.append((assignment.queue.popleft(), answer))
             assignment.since = time.monotonic()
             if self._into is not None:
-                # Its rows are in the worker's memory only: if that is lost, it is trained again.
+                # The rows are still in the worker's memory only.
                 return
         else:
             assert self._into is not None
             self._into.total.merge(answer.tensors)
-        # Nothing can undo these clients any more.
+        # The rows of these clients are here, and cannot be lost any more.
         done, assignment.done, assignment.summing = assignment.done, [], False
         for _, trained in done:
             if trained.tensors:
@@ -260,15 +261,16 @@ class Dispatch:
             yield from trained.blocks
 
     def _after_loss(self, assignment: _Assignment, error: Exception) -> Iterator[Block]:
-        """Replace a worker that was lost.
+        """Replace a worker that was lost, and queue its clients again.
 
-        An answer that was on its way is lost with it, so that any client that it was
-        asked for may be to blame. Only one that had the worker for itself surely is.
+        Answers on their way are lost with it, so that any client in its queue may have caused the
+        loss. Only a client that had the worker alone surely did, and fails.
         """
         blamed = list(assignment.queue) or [chunk for chunk, _ in assignment.done]
         lost_ids = np.concatenate([chunk.client_ids for chunk in blamed])
         _log.warning("a worker was lost with clients %s: %s", lost_ids, error)
-        # What it had finished is lost with its sum, but did not end it, unless nothing else could.
+        # Finished chunks are lost with the worker's sum, but did not cause the loss, unless its
+        # queue was empty.
         innocent = [chunk for chunk, _ in assignment.done] if assignment.queue else []
         self._replace(assignment)
         self._todo.extendleft(innocent)
@@ -282,10 +284,10 @@ class Dispatch:
                 self._todo.extend(lost.singles(alone=True))
 
     def _after_timeout(self) -> Iterator[Block]:
-        """Replace the workers that have worked too long on a chunk.
+        """Replace the workers that have exceeded the timeout on a chunk.
 
-        It is not known which of the chunk's clients is slow: each is tried alone, with the full
-        timeout of its own. So one that hangs takes time from no other.
+        It is unknown which of the chunk's clients is slow: each is tried alone, with the full
+        timeout, so that one that hangs takes no time from the others.
         """
         late = time.monotonic() - (self._timeout or 0.0)
         for assignment in self._assignments:
@@ -309,12 +311,12 @@ class Dispatch:
 def chunks(
     client_ids: Ids, costs: npt.NDArray[np.float64], *, workers: int, largest: int
 ) -> list[Ids]:
-    """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
+    """Cut clients into chunks in decreasing order of cost, of at most ``largest`` clients each.
 
-    Handed out one after another to whichever worker is free, they keep workers busy to the end,
-    also where one is only three quarters as fast as the others: the first are few and large, the
-    last ones small enough to even out. Clients with as many steps stand together, as a block wants
-    them. Which worker trains a client changes no byte of it.
+    The first chunks are few and large, the last ones small. Assigned in order to free workers, they
+    keep all workers busy to the end, also if one is only three quarters as fast as the others.
+    Clients with equal numbers of steps are adjacent, which suits blocks. The results do not depend
+    on which worker trains a client.
 
     Parameters
     ----------
@@ -328,7 +330,7 @@ def chunks(
     start = 0
     while start < len(order):
         target = max(SHARE * (done[-1] - done[start]) / workers, least)
-        # The client that reaches the target still belongs to the chunk.
+        # Include the client whose cost reaches the target.
         stop = int(np.searchsorted(done, done[start] + target))
         stop = min(max(stop, start + 1), start + largest, len(order))
         cut.append(client_ids[order[start:stop]])

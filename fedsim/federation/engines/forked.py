@@ -1,14 +1,14 @@
-"""Workers on this machine that share its memory: forked where a run's first round begins.
+"""Worker processes on this machine that share memory, forked when a run's first round begins.
 
-A forked process has the trainer, its data (also what is mapped from files) and the user's own
-classes without anything being sent or imported again, so that workers start in milliseconds, in
-a notebook as in a script from standard input. It trains on one torch thread, as this process
-does, and never goes back to the code that forked it. Threads of this process do not exist there:
-what they may hold locked (the screen, a log file) a worker does not touch, and what it logs is
-logged here, with its next answer.
+A forked process has the trainer, its data (mapped files too) and the user's own classes without
+sending or importing anything, so that workers start in milliseconds, also in a notebook or a script
+from standard input. It trains on one torch thread, as this process does, and never returns to the
+code that forked it. Threads of this process do not exist in the fork, and locks that they held (on
+the screen or a log file) are never released there: a worker therefore writes to no log, and its
+log records are sent with its next answer and logged here.
 
-A round's parameters lie in memory that all workers map, each worker's answers in some of its own.
-It has no name in any file system, and is gone once the processes have ended.
+A round's parameters are in memory that all workers map; each worker's answers are in another such
+memory of its own. It has no name in any file system, and is freed once the processes have ended.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from fedsim.rows.block import BlockTrainer
 
 _log = logging.getLogger(__name__)
 
-# A forked process may not use what macOS computes with.
+# On macOS, a forked process may not use the system's linear algebra library.
 CAN_FORK = sys.platform == "linux"
 
-_LINE = 64  # bytes of a cache line, on which each array begins
+_LINE = 64  # bytes of a cache line; arrays are aligned to it
 _PATIENCE = 2.0
 
 Spans = list[tuple[int, int]]
-"""Where a pickled value and its arrays lie in a file."""
+"""Positions and sizes of a pickled value and its arrays in shared memory."""
 
 
 class SharedValue:
-    """One value at a time, in memory that all processes have which are forked later."""
+    """One value at a time, in memory shared with all processes that are forked later."""
 
     def __init__(self) -> None:
-        # Anonymous and inherited by a fork: no name that could be left behind, nothing to agree on.
+        # Anonymous and inherited by a fork: no name remains after a crash, and none is exchanged.
         self._file = os.memfd_create("fedsim")
         self._map: mmap.mmap | None = None
 
     def put(self, value: object) -> Spans:
-        """Put a value in the place of the last one; what `get` needs to find it."""
+        """Overwrite the last value; return the spans with which `get` finds the new one."""
         pieces = [memoryview(piece) for piece in pack(value)]
         spans: Spans = []
         end = 0
@@ -80,42 +80,44 @@ class SharedValue:
         return spans
 
     def get(self, spans: Spans, *, copied: bool = False) -> Any:
-        """The value; unless copied, large arrays lie here, until another value is put."""
+        """The value; unless ``copied``, its large arrays are valid until the next `put`."""
         memory = self._mapped(sum(spans[-1]))
         return unpack([memory[start : start + size] for start, size in spans], copied=copied)
 
     def _mapped(self, size: int) -> memoryview:
         if self._map is None or len(self._map) < size:
             length = max(os.fstat(self._file).st_size, size, mmap.PAGESIZE)
-            # Room that is not there is an error here, and not a signal where it is written to.
+            # Reserve the memory: without it, a lack of memory would be a SIGBUS at a later write,
+            # instead of an OSError here.
             os.posix_fallocate(self._file, 0, length)
             self._map = mmap.mmap(self._file, length)
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         os.close(self._file)
         self._map = None
 
 
 class ForkedWorker(Worker):
-    """A process that is forked from the one that drives the run, and asked through a pipe."""
+    """A process forked from the one that drives the run; requests are sent through a pipe."""
 
     def __init__(self, trainer: BlockTrainer, calls: SharedValue, others: list[Connection]) -> None:
         self._answers = SharedValue()
         self.connection, end_of_worker = Pipe()
-        # What is buffered here must not be written twice.
+        # Flush first, or both processes would write what is buffered.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         parent = os.getpid()
         self.pid = _fork()
         if self.pid == 0:
-            # From here on this is the worker. It must end here and not return, or two processes
-            # would run the caller's code, and its `finally` clauses, files and ledgers.
+            # This is the worker. It must end here and never return, or two processes would run the
+            # caller's code, with its `finally` clauses, files and ledgers.
             status = 1
             try:
-                # Else a worker would not see that the driver is gone while another lives.
+                # While any process holds the driver's end of a pipe open, the worker at its other
+                # end is not notified that the driver has ended.
                 for mine in (self.connection, *others):
                     mine.close()
                 _become_worker(parent)
@@ -127,21 +129,21 @@ class ForkedWorker(Worker):
         self.pending = 0
 
     def begin(self, call: Spans) -> None:
-        """Send where the round's call lies in the memory that all workers share."""
+        """Send the position of the round's call in the memory that all workers share."""
         self._send(call)
 
     def ask(self, work: WorkRequest) -> None:
-        """Send the request; the worker answers its requests one after another."""
+        """Send the request; the worker answers its requests in order."""
         self._send(work)
         self.pending += 1
 
     def _send(self, value: object) -> None:
-        # One that is gone says so when it is asked for its answer.
+        # If the worker has ended, `answer` raises.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps([bytes(piece) for piece in pack(value)]))
 
     def answer(self, *, copied: bool) -> WorkerReply:
-        """The next answer; if not copied, in memory that the worker writes to when asked again."""
+        """The next answer; unless ``copied``, in memory that the following one overwrites."""
         try:
             spans, records = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
@@ -153,8 +155,8 @@ class ForkedWorker(Worker):
         return answer
 
     def end(self, patience: float = 0.0) -> None:
-        """End the process, at once if it does not end by itself in time."""
-        # Asked first, so that it ends between two requests; killed if it is in one for long.
+        """End the process; kill it if it has not ended after ``patience`` seconds."""
+        # An empty message makes it end after its current request.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(b"")
         self.connection.close()
@@ -172,17 +174,17 @@ class ForkedWorker(Worker):
 def _reaped(pid: int, options: int) -> bool:
     try:
         return os.waitpid(pid, options)[0] == pid
-    except ChildProcessError:  # it was waited for elsewhere
+    except ChildProcessError:  # other code has waited for it already
         return True
 
 
 class ForkedCrew(Crew[ForkedWorker]):
-    """Workers that are forked from this process, of which each sums what it trains.
+    """Workers that are forked from this process.
 
     Parameters
     ----------
     trainer : BlockTrainer
-        As it is now; workers do not see what becomes of it later, but what its clients keep.
+        The workers have a snapshot of it: they see no later changes, except for clients' states.
     count : int
         Number of workers.
 
@@ -192,7 +194,7 @@ class ForkedCrew(Crew[ForkedWorker]):
         If processes cannot be forked here.
     """
 
-    # An answer with rows may fill the pipe that a second request would come through.
+    # With two requests, driver and worker could each wait for the other to empty a full pipe.
     depth = 1
 
     def __init__(self, trainer: BlockTrainer, count: int) -> None:
@@ -222,7 +224,7 @@ class ForkedCrew(Crew[ForkedWorker]):
 
     def begin(self) -> None:
         """Replace the workers that still work for an earlier round."""
-        # Their answers would be taken for this round's, and to wait for them may take for ever.
+        # Their answers would be taken for this round's, and may never come.
         for worker in list(self.workers):
             if worker.pending:
                 self.replaced(worker)
@@ -230,12 +232,12 @@ class ForkedCrew(Crew[ForkedWorker]):
     def first_done(
         self, busy: Sequence[ForkedWorker], seconds: float | None
     ) -> ForkedWorker | None:
-        """The first whose pipe has an answer, or was closed because its process has ended."""
+        """The first worker whose pipe has an answer, or was closed because its process ended."""
         done = wait([worker.connection for worker in busy], seconds)
         return next((worker for worker in busy if worker.connection in done), None)
 
     def shared(self, call: RoundCall) -> Spans:
-        """Where the call lies in memory that all workers share."""
+        """Store the call in memory that all workers share; return its position."""
         return self._calls.put(call)
 
     def close(self) -> None:
@@ -247,7 +249,7 @@ class ForkedCrew(Crew[ForkedWorker]):
 
 
 class _Records(logging.Handler):
-    """Keeps what a worker logs, for the driver of the run to log."""
+    """Collects a worker's log records, for the driver to log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,9 +260,9 @@ class _Records(logging.Handler):
 
 
 def _become_worker(parent: int) -> None:
-    """Leave the driver's signals to the driver, and end when it does."""
+    """Ignore signals meant for the driver, and end when the driver does."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Both are sent to a whole group: the driver decides when workers end.
+        # Both are sent to the whole process group, but the driver decides when workers end.
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     use_one_thread()
@@ -270,8 +272,8 @@ def _serve(
     trainer: BlockTrainer, connection: Connection, calls: SharedValue, answers: SharedValue
 ) -> None:
     """Answer requests until the driver closes the connection."""
-    # A handler of the driver's may hold a lock that a thread had when this process was forked, and
-    # which no thread here will release.
+    # Replace the driver's handlers: a thread may have held a handler's lock at the time of the
+    # fork, and no thread here would release it.
     log = _Records()
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
@@ -279,12 +281,11 @@ def _serve(
     logging.root.handlers = [log]
 
     def reply(answer: WorkerReply) -> None:
-        # In place of the last answer, which the driver has taken in: it asks for one at a time.
+        # This overwrites the last answer, which the driver has read: it has one request at a time.
         spans = answers.put(answer)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Where the answer lies, and what was logged meanwhile.
         connection.send_bytes(pickle.dumps((spans, log.records)))
         log.records = []
 
@@ -297,12 +298,12 @@ def _serve(
             else:
                 worker.begin(calls.get(request, copied=True))
     except Exception as error:
-        # No client is to blame: the driver ends the run with it when it asks for an answer.
+        # Not caused by a client: the driver raises it when it reads this answer.
         reply(WorkerReply(error=sendable(error)))
 
 
 def _received(connection: Connection) -> bytes:
-    """What the driver has sent; nothing once it is gone."""
+    """The driver's next message; empty if the driver has ended."""
     try:
         return connection.recv_bytes()
     except (EOFError, OSError):
@@ -312,9 +313,10 @@ def _received(connection: Connection) -> bytes:
 def can_train_forked(trainer: BlockTrainer) -> bool:
     """Whether clients can be trained in processes that are forked from this one.
 
-    Where there is a GPU, torch begins a thread for it in its first backward pass, on a CPU too. A
-    forked process has no such thread, and each of its backward passes is an error. Only the path
-    ``layered`` needs none, unless its gradients of single examples are checked.
+    Where there is a GPU, torch starts a thread for it in its first backward pass, even on the CPU.
+    A forked process lacks this thread, and every backward pass in it raises. Only the path
+    ``layered`` needs no backward pass, unless its gradients of single examples are checked. For
+    other paths the question is tested, in a process that is forked and ends at once.
     """
     path = getattr(trainer, "path", None)
     if getattr(path, "name", "") == "layered" and getattr(trainer, "privacy", None) is None:
@@ -333,25 +335,25 @@ def can_train_forked(trainer: BlockTrainer) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python warns of other threads; see above.
+        # Python warns if there are other threads; the module's docstring says why that is safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
-# About 40 ms of one core's work. What a worker costs a round (being asked four times, sending a
-# sum, which is merged) is a few milliseconds: below this the round is no shorter for it.
+# Multiplications that make a worker worthwhile, about 40 ms of one core. A worker's overhead in a
+# round (about four requests, and sending and merging a sum) is a few milliseconds.
 OPERATIONS = 2.0**29
 
 
 def helpful_workers(operations: float, clients: float, device: torch.device) -> int:
-    """Number of processes among which a round is worth sharing out.
+    """Number of worker processes that make a round faster.
 
     Parameters
     ----------
     operations : float
-        Multiplications that a client's local work takes.
+        Multiplications in one client's local work.
     clients : float
-        That are expected in a round.
+        Expected number of clients in a round.
     device : torch.device
 
     Examples

@@ -1,4 +1,4 @@
-"""A Flower Grid on this machine, in one process or a few: no server, no Ray."""
+"""A Flower Grid on this machine, in one process or several, without a server or Ray."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ Handler = Callable[[Message, Context], Message]
 
 
 class LocalGrid(Closed, OwnGrid):
-    """Nodes that live in this process, and run when their replies are asked for.
+    """Nodes that live in this process, and run when their replies are requested.
 
-    Node ids are those of the clients in order, and each node keeps one `Context` for its
-    whole life. A client that raises becomes an error reply. Whatever the clients draw, they
-    must draw from generators that they seed themselves: nothing else here is random.
+    Node ids follow the order of the client ids, and each node has one `Context` for its lifetime.
+    A client that raises gives an error reply. Clients must draw random numbers from generators
+    that they seed themselves; nothing else here is random.
 
     Parameters
     ----------
@@ -61,19 +61,19 @@ class LocalGrid(Closed, OwnGrid):
         A Flower app is run once for each message. A block trainer trains whole blocks for a
         strategy that sends `Instructions`, and is wrapped in a Flower app for any other.
     num_nodes : int, optional
-        Number of nodes; a block trainer's population by default, and no more than that.
+        Number of nodes; by default, and at most, a block trainer's population.
     run_config : mapping, optional
-        What every client finds in ``context.run_config``.
+        Entries of every client's ``context.run_config``.
     node_config : mapping, optional
-        Further entries of every ``context.node_config``, beside "partition-id" and
+        Entries of every client's ``context.node_config``, in addition to "partition-id" and
         "num-partitions".
     run_id : int
     workers : int
-        With more than one, blocks are trained by so many processes that are forked from this one
-        when training first begins, and share its memory; `close` ends them. Each bounds and sums
-        what it trains, and its sum merges exactly: bytes do not depend on their number. A worker
-        that dies is replaced and its clients are trained again; clients that keep killing their
-        worker have failed, and so has one that alone takes longer than the round's timeout.
+        With more than one, blocks are trained by this number of processes. They are forked from
+        this one when training first begins, share its memory, and end with `close`. Each bounds and
+        sums the rows that it trains, and sums merge exactly: bytes do not depend on the number of
+        workers. A worker that dies is replaced and its clients are trained again; clients that keep
+        killing their worker fail, and so does one that alone exceeds the round's timeout.
     retries : int
         How many times clients may lose their worker before they are tried one by one, each on a
         worker that does nothing else meanwhile.
@@ -81,8 +81,8 @@ class LocalGrid(Closed, OwnGrid):
     Attributes
     ----------
     times_each_client : bool
-        True: a timeout counts from each client's own start, so that a slow one shuts
-        no other out. A private run sets no timeout on a grid that does not say so.
+        True: a timeout counts from each client's own start, so that a slow client does not exclude
+        others. A private run sets no timeout on a grid without this attribute.
 
     Examples
     --------
@@ -118,7 +118,8 @@ class LocalGrid(Closed, OwnGrid):
         self._pushed: dict[str, Message] = {}
         self._one_client = threading.Lock()
         self._expires: dict[str, float] = {}
-        # Seconds that clients have worked, one after another, which do not age a waiting message.
+        # Total seconds that clients have worked; they do not count towards a message's ttl, since
+        # clients here wait for each other.
         self._worked = 0.0
         self._serial = itertools.count(1)
         self._open: Replies | None = None
@@ -135,11 +136,11 @@ class LocalGrid(Closed, OwnGrid):
 
     @property
     def layout(self) -> Layout | None:
-        """Of the parameters that its clients train, if its trainer says it."""
+        """Layout of the parameters that the clients train; None if the trainer has none."""
         return getattr(self._trainer, "layout", None)
 
     def set_run(self, run: Run) -> None:
-        """Set the run that this grid belongs to; in another run nodes begin with an empty state."""
+        """Set the run that this grid belongs to; a new run clears the nodes' contexts."""
         if run.run_id != self._run.run_id:
             self._contexts.clear()
         self._run = run
@@ -158,11 +159,11 @@ class LocalGrid(Closed, OwnGrid):
         return [NodeInfo(node_id=node_id) for node_id in self.get_node_ids()]
 
     def client_ids(self) -> Mapping[int, int]:
-        """Node id of each client id; no message is needed to know."""
+        """Node id of each client id, without sending messages."""
         return ConsecutiveNodes(_FIRST_NODE_ID, self._num_nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Take messages; their clients run when the replies are pulled.
+        """Queue messages; their clients run when the replies are pulled.
 
         Returns
         -------
@@ -172,43 +173,43 @@ class LocalGrid(Closed, OwnGrid):
         return [self._take(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Run the clients of these messages, and give the replies, each once.
+        """Run the clients of these messages, and return each reply once.
 
-        As in Flower the answer is an error where a message has expired by its ``ttl``, has been
-        answered before, or was never sent. What other clients work meanwhile ages no message.
+        As in Flower, the reply is an error if a message has exceeded its ``ttl``, was answered
+        before, or was never sent. Time that other clients work does not count towards the ``ttl``.
         """
         return [self._reply(message_id) for message_id in message_ids]
 
     @property
     def trains_blocks(self) -> bool:
-        """Whether clients are a block trainer's, and not a Flower app's."""
+        """Whether clients are run by a block trainer, and not by a Flower app."""
         return self._trainer is not None
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages and give the replies, in the order of the messages.
+        """Send messages and return the replies, in the order of the messages.
 
         Parameters
         ----------
         messages : iterable of Message
             `Instructions` to a block trainer are trained in blocks as the replies are read.
         timeout : float, optional
-            Seconds that a client's reply may take from the client's own start: no client is
-            late because of another. In one process a client cannot be ended, only disregarded;
-            those that train in a block have no times of their own, and are let finish.
+            Seconds that a client's reply may take, from the client's own start, so that no client
+            is late because of another. In one process a late client is not ended, but its reply is
+            dropped; clients that train in a block have no separate times, and no timeout.
 
         Returns
         -------
         Replies or list of Message
-            `Replies` to a block trainer's `Instructions`. What is not read of them is
-            finished before anything else is sent.
+            `Replies` to a block trainer's `Instructions`. Those not read are completed before the
+            next messages are sent.
         """
         if self._open is not None:
             self._open.drain()
             self._open = None
-        # Instructions of fedsim's own strategy are trained in blocks. Any other strategy, or a
-        # wrapper that has gone over them, sends plain messages, which are answered one by one.
+        # Instructions of fedsim's own strategy are trained in blocks. Other strategies send plain
+        # messages, as do wrappers that iterate over the instructions; each is answered by itself.
         if self._trainer is not None and isinstance(messages, Instructions):
             keep_freed_memory()
             trainer, instructions = self._trainer, messages
@@ -238,7 +239,7 @@ class LocalGrid(Closed, OwnGrid):
         timeout: float | None,
         into: RowSum | None,
     ) -> Iterator[Block]:
-        # Not before the first round: workers have what a caller does to the trainer until then.
+        # Fork at the first round, so that workers have all changes to the trainer until then.
         if self._workers > 1 and self._crew is None:
             self._crew = ForkedCrew(trainer, self._workers)
         if self._crew is not None:
@@ -254,33 +255,33 @@ class LocalGrid(Closed, OwnGrid):
         return guarded_blocks(trainer, RoundCall.of(instructions), client_ids)
 
     def _take(self, message: Message, waited: float = 0.0) -> str:
-        """Note a message that was made ``waited`` seconds before its turn came."""
+        """Queue a message; ``waited`` seconds since its creation do not count towards its ttl."""
         metadata = message.metadata
         if metadata.ttl <= 0:
             raise FedsimError(f"a message's ttl is {metadata.ttl} s; it must be positive.")
-        # Counted, not drawn: the same in every run.
+        # A counter and not a random id, so that ids are the same in every run.
         message_id = f"{next(self._serial):016x}"
         send_as(message, message_id, self._run.run_id)
         age = time.time() - metadata.created_at - waited
-        # Flower's strategies put one RecordDict into all of a round's messages. The arrays' bytes,
-        # which nobody can change, are shared.
+        # Flower's strategies put one RecordDict into all of a round's messages, so that a client
+        # could change its neighbours'. Only the arrays' immutable bytes stay shared.
         self._pushed[message_id] = deliver(message, copy.deepcopy(message.content))
         self._expires[message_id] = self._clock() + metadata.ttl - age
         return message_id
 
     def _clock(self) -> float:
-        """Seconds, of which those that clients work are none."""
+        """Seconds by the monotonic clock, without the time that clients have worked."""
         return time.monotonic() - self._worked
 
     def _reply(self, message_id: str) -> Message:
-        # Taken out: like Flower's, a reply can be pulled once.
+        # Removed from the queue: as in Flower, a reply can be pulled only once.
         message = self._pushed.pop(message_id, None)
         left = self._expires.pop(message_id, 0.0) - self._clock()
         if message is None or left < 0:
             reply = unavailable(message_id, self._run.run_id)
         else:
-            # Flower's older strategies send from several threads, and clients share this process:
-            # torch's generators, numpy's file headers (whose parser Python 3.11 has one of).
+            # Flower's older strategies send from several threads, but clients share state that is
+            # not thread-safe: torch's generators, and Python 3.11's parser of numpy's headers.
             with self._one_client:
                 started = time.monotonic()
                 reply = self._answer(message)
@@ -298,7 +299,7 @@ class LocalGrid(Closed, OwnGrid):
         try:
             reply = self._handler()(message, self._context(node_id))
             _check_answers(reply, message)
-        # A client's code may raise anything, and `sys.exit` is one way to.
+        # A client's code may raise any exception, or call `sys.exit`.
         except (Exception, SystemExit) as error:
             return error_reply(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
         return reply
@@ -331,7 +332,7 @@ class LocalGrid(Closed, OwnGrid):
 
 
 def _check_answers(reply: object, message: Message) -> None:
-    """Refuse what is no reply to ``message`` from its node, as Flower's SuperLink does."""
+    """Refuse anything but a reply to ``message`` from its node, as Flower's SuperLink does."""
     if not isinstance(reply, Message):
         raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
     sent, returned = message.metadata, reply.metadata
@@ -342,12 +343,12 @@ def _check_answers(reply: object, message: Message) -> None:
 
 
 def require_trainer(trainer: BlockTrainer | ClientApp) -> BlockTrainer:
-    """The trainer, if it is one.
+    """Return the argument if it is a block trainer.
 
     Raises
     ------
     FedsimError
-        If it does not do all that a `BlockTrainer` does.
+        If it does not implement `BlockTrainer`.
     """
     if isinstance(trainer, BlockTrainer):
         return trainer

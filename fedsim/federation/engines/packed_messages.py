@@ -1,10 +1,9 @@
-"""Messages that travel as few objects, however many arrays a model has.
+"""Packing of messages into few objects, however many arrays a model has.
 
-Flower's deployment runtime stores and moves each record, array and chunk of an array as an object
-of its own, at some ten milliseconds of the SuperLink's time for each and node: the model of one
-layer makes eight objects, and one of sixty layers a hundred and twenty. Here the records are
-written one after another, as Flower writes them elsewhere, and cut into pieces; a message of up
-to 16 MiB is one.
+Flower's deployment runtime stores and sends each record, array and chunk of an array as a separate
+object, which takes about ten milliseconds of the SuperLink's time an object and node: a model of
+one layer makes eight objects, one of sixty layers a hundred and twenty. Here the records are
+serialised together, in Flower's own format, and cut into pieces of 16 MiB.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from flwr.proto.recorddict_pb2 import RecordDict as Written
 
 from fedsim.federation.flower_internals import deliver
 
-# Flower's own chunks have 20 MiB: what stands between nodes and SuperLink lets those through.
+# Below the 20 MiB of Flower's own chunks, which proxies between nodes and SuperLink let pass.
 _PIECE = 1 << 24
-# Protobuf writes 2 GiB at most.
+# Protobuf serialises at most 2 GiB.
 _LARGEST = 1 << 30
 _NAME = "fedsim.packed."
 _KEY = "piece"
 
 
 def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
-    """The same messages, with their arrays in pieces, and what is said to all alike beside them.
+    """The messages with their arrays in pieces, and their other records if those are all equal.
 
-    Messages around the same arrays share their pieces, which Flower then stores once.
+    Messages with the same arrays share the pieces, which Flower then stores once.
     """
     contents = [
         {name: dict(it) for name, it in message.content.items() if not isinstance(it, ArrayRecord)}
@@ -51,9 +50,9 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
-    """The same content, with the records of these names in pieces.
+    """The content with the records of these names in pieces.
 
-    Content with nothing to pack, or with more than a gibibyte, comes back unchanged.
+    Content with nothing to pack, or with more than 1 GiB of arrays, is returned unchanged.
     """
     return _with_pieces(content, names, _pieces(content, names))
 
@@ -74,7 +73,7 @@ def _pieces(content: RecordDict, names: Collection[str]) -> dict[str, ConfigReco
 def _with_pieces(
     content: RecordDict, names: Collection[str], pieces: dict[str, ConfigRecord]
 ) -> RecordDict:
-    """The records of a content that were not packed, and the pieces."""
+    """Content with the pieces in place of the packed records."""
     if not pieces:
         return content
     left = RecordDict({name: content[name] for name in content if name not in names})
@@ -84,17 +83,17 @@ def _with_pieces(
 
 
 def is_packed(content: RecordDict) -> bool:
-    """Whether records of a content have been packed."""
+    """Whether a content has packed records."""
     return f"{_NAME}0" in content
 
 
 def unpack(content: RecordDict) -> RecordDict:
-    """The content that was packed.
+    """Inverse of `pack`.
 
     Raises
     ------
     Exception
-        Any, where the pieces are a stranger's.
+        Of any type, if the pieces are malformed: they may come from an untrusted client.
     """
     pieces: list[bytes] = []
     records = content.config_records
@@ -111,7 +110,7 @@ def unpack(content: RecordDict) -> RecordDict:
 
 
 def answer_packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A ClientApp's mod: who sends a packed message gets a packed reply."""
+    """Mod of a ClientApp that unpacks packed messages, and packs the replies to them."""
     if not message.has_content() or not is_packed(message.content):
         return call_next(message, context)
     reply = call_next(deliver(message, unpack(message.content)), context)

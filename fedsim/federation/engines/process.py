@@ -1,4 +1,4 @@
-"""Library settings of a process that trains: one thread, kept memory, torch's own defaults."""
+"""Library settings of a training process: one thread, freed memory reused, torch's defaults."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
-# Of glibc's <malloc.h>; 32 MiB is the most that it accepts for what is mapped on its own.
+# Constants of glibc's <malloc.h>; 32 MiB is the largest M_MMAP_THRESHOLD that it accepts.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MAPPED_FROM, KEPT = 2**25, 2**30
 
 
 def use_one_thread() -> None:
-    """One torch thread, and freed memory kept. Workers, not threads, spread work over cores."""
+    """Use one torch thread, and keep freed memory. Workers, not threads, spread work over cores."""
     torch.set_num_threads(1)
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed for the next block.
+    """Let glibc keep freed memory for the next block.
 
-    Blocks of one size come and go all the time: by its defaults glibc gives their pages back
-    after each and asks for fresh ones, which the kernel clears first; that was up to two fifths
-    of a round's time. Other C libraries are left as they are.
+    Blocks of one size are allocated and freed all the time. By default glibc returns their pages to
+    the kernel and requests new ones, which the kernel clears first; that took up to two fifths of a
+    round's time. Other C libraries are not changed.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -36,19 +36,19 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """`use_one_thread`, and torch's own defaults for as long as it lasts.
+    """Context with `use_one_thread` and torch's own defaults, restoring the caller's afterwards.
 
-    What a caller has set for work of their own (a default dtype or device, fewer bits in products,
-    autocast, inference mode) would change a run's bytes, which follow from its config alone.
+    A caller's settings (a default dtype or device, lower precision of matrix products, autocast,
+    inference mode) would change a run's bytes, which must depend on its config alone.
     """
     use_one_thread()
     dtype, device = torch.get_default_dtype(), _default_device()
     precision = torch.get_float32_matmul_precision()
-    moved = device.type != "cpu"  # a default that is set costs every call something
+    moved = device.type != "cpu"  # set only if needed: a default device slows every torch call
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
     if moved:
-        torch.set_default_device("cpu")  # torch 2.6 fails where a caller's is replaced by None
+        torch.set_default_device("cpu")  # not None, with which torch 2.6 fails after a caller's
     try:
         with (
             torch.inference_mode(False),
@@ -67,5 +67,5 @@ def torch_defaults() -> Iterator[None]:
 def _default_device() -> torch.device:
     try:
         return torch.get_default_device()
-    except AttributeError:  # of torch 2.6, once a user has set it back to None
+    except AttributeError:  # torch 2.6 raises it once a user has set the default back to None
         return torch.device("cpu")

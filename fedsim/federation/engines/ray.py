@@ -35,25 +35,25 @@ from fedsim.rows.block import BlockTrainer
 
 
 class RayGrid(LocalGrid):
-    """`LocalGrid`, with the training of blocks spread over Ray workers.
+    """`LocalGrid` that trains blocks on Ray workers.
 
-    Every worker holds the trainer, and the data once for a machine. Parameters go out once a
-    round; chunks of clients go to whichever worker is free, longest first, and blocks come
-    back as they are done, in no particular order. A worker that dies is replaced and its
-    clients are trained again, to the same bytes; clients that keep killing their worker have
-    failed. So has a client that alone takes a worker longer than the round's timeout.
+    Every worker has a copy of the trainer; the data are stored once a machine. Parameters are sent
+    once a round; chunks of clients go to free workers, most expensive first, and blocks return as
+    they are done, in no particular order. A worker that dies is replaced and its clients are
+    trained again, with the same bytes as result; clients that keep killing their worker fail. So
+    does a client that alone takes a worker longer than the round's timeout.
 
     Parameters
     ----------
     trainer : BlockTrainer
-        A copy of it is made on each worker's device.
+        Copied to each worker's device.
     workers : int
         Number of worker processes; 0 for one a core, or as many as the GPUs hold.
     address : str, optional
-        Ray cluster to join ("auto" for the one that this machine is in). By default a Ray of
-        our own is started on this machine, and shut down again by `close`.
+        Ray cluster to join ("auto" for the one of this machine). By default a new local Ray is
+        started, and shut down by `close`.
     cpus_per_worker, gpus_per_worker : float
-        What Ray reserves for a worker; a fraction of a GPU lets several share one.
+        Resources that Ray reserves for a worker; with a fraction of a GPU several share one.
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
@@ -113,36 +113,36 @@ class RayGrid(LocalGrid):
 
 
 Arrays = list[npt.NDArray[np.uint8]]
-"""What `pack` gives: Ray's store takes arrays out of a value, and has each once for a machine."""
+"""Result of `pack`, as arrays: Ray stores them out of band, each once a machine."""
 
 
 def _arrays(value: object) -> Arrays:
-    # By value: workers have not the driver's main module.
+    # By value, since workers cannot import the driver's main module.
     return [np.frombuffer(piece, np.uint8) for piece in pack(value, by_value=True)]
 
 
 class TrainingActor:
-    """What runs in Ray's process: a worker whose arguments and answers are packed."""
+    """Ray actor around a `TrainingWorker`; its arguments and answers are packed."""
 
     def __init__(self, trainer: Arrays, device: str) -> None:
         use_one_thread()
-        # The data stay in Ray's store, which is not to be written to.
+        # Not copied: the data stay in Ray's shared, read-only store, once for all workers.
         self._worker = TrainingWorker(unpack(trainer, copied=False), device)
 
     def ready(self) -> None:
-        """Reply, once the process has started."""
+        """Do nothing; the reply says that the process has started."""
 
     def begin(self, call: Arrays) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._worker.begin(unpack(call, copied=True))
 
     def work(self, request: Arrays) -> Arrays:
-        """Blocks of clients, or their sum."""
+        """Train clients, or return their sum."""
         return _arrays(self._worker.work(unpack(request, copied=True)))
 
 
 class RayWorker(Worker):
-    """A Ray actor."""
+    """A worker that is a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -150,21 +150,21 @@ class RayWorker(Worker):
         self._started = False
 
     def begin(self, call: Any) -> None:
-        """Send where the round's call lies in Ray's store; returns once the actor has started."""
+        """Send a reference to the round's call; returns once the actor has started."""
         import ray
 
         if not self._started:
-            # That takes seconds, which are not its clients'.
+            # Starting takes seconds, which must not count against its first clients' timeout.
             ray.wait([self.actor.ready.remote()])
             self._started = True
         self.actor.begin.remote(call)
 
     def ask(self, work: WorkRequest) -> None:
-        """Call the actor, which works through its calls one after another."""
+        """Call the actor, which executes its calls in order."""
         self.answers.append(self.actor.work.remote(_arrays(work)))
 
     def answer(self, *, copied: bool) -> WorkerReply:
-        """The next answer, unless copied in memory of Ray's store."""
+        """The next answer; if not ``copied``, its arrays are in Ray's store."""
         import ray
 
         try:
@@ -193,7 +193,7 @@ class RayCrew(Crew[RayWorker]):
         super().__init__(count)
 
     def new_worker(self) -> RayWorker:
-        """Start an actor; it takes a second or two, for which this does not wait."""
+        """Start an actor, without waiting the second or two that it takes."""
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
@@ -201,12 +201,12 @@ class RayCrew(Crew[RayWorker]):
         return RayWorker(actor)
 
     def begin(self) -> None:
-        """Drop the answers that are still to come."""
+        """Drop the answers that have not arrived yet."""
         for worker in self.workers:
             worker.answers.clear()
 
     def first_done(self, busy: Sequence[RayWorker], seconds: float | None) -> RayWorker | None:
-        """The first whose oldest answer is in Ray's store."""
+        """The first worker whose next answer is in Ray's store."""
         import ray
 
         by_answer = {worker.answers[0]: worker for worker in busy}
@@ -214,20 +214,20 @@ class RayCrew(Crew[RayWorker]):
         return by_answer[done[0]] if done else None
 
     def shared(self, call: RoundCall) -> Any:
-        """Where the call lies in Ray's store, from which each machine takes it once."""
+        """Reference to the call in Ray's store, from which each machine fetches it once."""
         import ray
 
         return ray.put(_arrays(call))
 
 
 def _start_ray(address: str | None, workers: int) -> bool:
-    """Join a Ray or start one; whether it is ours to shut down."""
+    """Join a Ray cluster or start one; return whether this process must shut it down."""
     import ray
 
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Workers without a GPU train on the CPU because they are told to; else Ray warns each of them.
+    # Workers without a GPU train on the CPU on purpose; without this, Ray warns in each of them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     here: dict[str, Any] = {}
     if address is None:
@@ -238,11 +238,11 @@ def _start_ray(address: str | None, workers: int) -> bool:
         }
     before = signal.getsignal(signal.SIGTERM)
     try:
-        # Without an address Ray would join one that runs here, whosever it is.
+        # With no address at all, Ray would join any cluster that runs on this machine.
         ray.init(
             address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here
         )
-    except Exception as error:  # Ray raises anything, a bare Exception too
+    except Exception as error:  # Ray may raise any exception, even a bare Exception
         cause = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
         if address is None:
             raise RunFailedError(f"Ray did not start ({cause}).") from error
@@ -251,8 +251,8 @@ def _start_ray(address: str | None, workers: int) -> bool:
             "of a Ray cluster that runs, or '' for one of this machine's own."
         ) from error
     finally:
-        # Ray's own handler ends its processes and this one in the middle of a round. They end with
-        # this one in any case.
+        # Undo Ray's SIGTERM handler, which would end this process in the middle of a round. Ray's
+        # processes end with this one in any case.
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
     return True

@@ -1,4 +1,4 @@
-"""Flower's own grids, with each reply given when it arrives."""
+"""A wrapper of Flower's own grids that yields each reply when it arrives."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _LONGEST_REASON = 300
 
 
 class StreamingGrid(OwnGrid):
-    """A Flower grid whose `send_and_receive` gives each reply when it arrives.
+    """A Flower grid whose `send_and_receive` yields each reply when it arrives.
 
-    Flower's own collects a list and sleeps three seconds between looks; this one looks after
-    20 ms, and then less and less often. It also knows which node is which client, and bounds
-    Flower's wait for nodes.
+    Flower's own grid collects a list and sleeps three seconds between polls; this one polls after
+    20 ms, and then less and less often. It also maps client ids to nodes, and limits how long to
+    wait for nodes.
 
     Parameters
     ----------
     grid : Grid
-        Flower's, of its simulation or its deployment runtime.
+        Grid of Flower's simulation or deployment runtime.
     clients : int
         The run's population, for which the first round waits.
     patience : float
-        Seconds that it waits for them, before the run begins with those that are connected.
+        Seconds to wait for the population before the run begins with the connected clients.
     roster : mapping of str to int, optional
         Client id of each registered key, as for `ClientDirectory`.
     times_each_client : bool
-        Whether each node works by itself, as in a deployment, so that the time from when a
-        message is sent is that node's own, and no client can make another late.
+        Whether each node works independently, as in a deployment, so that a timeout counted from
+        the sending of a message is per client, and no client can delay another.
     packs : bool
         Whether the nodes run fedsim's app, which unpacks messages (`packed_messages`).
     slowest_look : float
-        Seconds between two looks, at most.
+        Maximum seconds between two polls.
     """
 
     @check_arguments
@@ -92,9 +92,9 @@ class StreamingGrid(OwnGrid):
         return self._grid.get_nodes()
 
     def client_ids(self) -> Mapping[int, int]:
-        """Node id of each client id, of the nodes connected now.
+        """Node id of each client id, for the nodes connected now.
 
-        The first call waits for the clients that the run needs, for as long as ``patience``.
+        The first call waits up to ``patience`` seconds for the whole population.
         """
         if not self._waited:
             self._waited = True
@@ -106,13 +106,13 @@ class StreamingGrid(OwnGrid):
 
     @property
     def ignored(self) -> Counter[str]:
-        """Nodes connected at the last look that are no client, by reason."""
+        """Number of nodes at the last look that are no clients, by reason."""
         return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and give their ids: none if the SuperLink restarts in the middle.
+        """Send messages, and return their ids; none if the SuperLink restarts in the middle.
 
-        It then knows of these messages and has lost their contents, so that no node can answer.
+        It then has the messages but has lost their contents, so that no node can answer.
         """
         messages = list(messages)
         if self._packs:
@@ -124,20 +124,20 @@ class StreamingGrid(OwnGrid):
             return []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Take the replies that have arrived."""
+        """Return the replies that have arrived."""
         return [_unpacked(reply) for reply in self._grid.pull_messages(message_ids)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        """Send messages at once, and give the replies as they come, in any order.
+        """Send all messages, and yield the replies as they arrive.
 
         Parameters
         ----------
         messages : iterable of Message
         timeout : float, optional
-            Seconds to wait for replies. Messages expire with it: a node that is late does not
-            work for nothing, and its reply is not taken for one of another round.
+            Seconds to wait for replies. Messages expire after it, so that a late node does no
+            useless work, and its reply is not taken for one of another round.
         """
         waiting: set[str] = set()
         todo = iter(messages)
@@ -153,8 +153,8 @@ class StreamingGrid(OwnGrid):
         pause = 0.02
         over = False
         while waiting and not over:
-            # Looked at before the last look: what has come in time is taken, however long it
-            # took to take the others'.
+            # The clock is read before the poll: one poll follows the deadline, so that replies that
+            # arrived in time count, however long it took to process the others.
             over = deadline is not None and time.monotonic() >= deadline
             arrived = list(self.pull_messages(sorted(waiting)))
             for reply in arrived:
@@ -168,7 +168,7 @@ class StreamingGrid(OwnGrid):
                 time.sleep(pause)
 
     def _log_error(self, reply: Message) -> None:
-        """Log why a node has no answer: each reason once, and not too many."""
+        """Log the error of a node's reply; each reason once, and a limited number of reasons."""
         if not reply.has_error() or len(self._logged) >= _REASONS_LOGGED:
             return
         reason = printable(reply.error.reason, _LONGEST_REASON)
@@ -178,9 +178,9 @@ class StreamingGrid(OwnGrid):
 
 
 def _unpacked(reply: Message) -> Message:
-    """A reply as it was before it was packed; one that cannot be unpacked stays packed.
+    """The unpacked reply; one that cannot be unpacked stays packed.
 
-    The decoder of replies then finds no arrays in it, and says so.
+    The decoder of replies then finds no arrays in it, and counts it as malformed.
     """
     if not reply.has_content() or not is_packed(reply.content):
         return reply

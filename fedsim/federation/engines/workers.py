@@ -1,10 +1,10 @@
-"""Workers, as the process that drives a run sees them, and what each of them runs.
+"""Workers: their interface for the process that drives a run, and the code that each of them runs.
 
-An engine has a `Crew` of `Worker`: Ray's actors, or processes forked from this one. In each is a
-`TrainingWorker`. What travels between the two is pickled here (`pack`), large tensors and arrays
-apart, so that shared memory and Ray's object store take each of them once. What comes out of there
-may be read-only, and is overwritten by the next answer: it is copied, but for sums, which are
-merged at once.
+An engine has a `Crew` of `Worker` objects: Ray actors, or processes forked from this one. Each runs
+a `TrainingWorker`. Messages between the two are pickled here (`pack`) with large tensors and arrays
+out of band, so that shared memory and Ray's object store hold each of them once. Memory read from
+there may be read-only, and is overwritten by the next answer: the driver copies it, except for
+sums, which it merges at once.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ from fedsim.rows.block import (
 
 _log = logging.getLogger(__name__)
 
-# Smaller arrays are copied: they are not worth a buffer of their own, and what an algorithm keeps
-# and changes in place (rates, counters) is among them.
+# Smaller arrays stay in the pickle, which copies them: a separate buffer does not pay off, and an
+# algorithm changes some of them (rates, counters) in place.
 _APART_FROM = 1 << 20
 
 
 @dataclass(frozen=True)
 class RoundCall:
-    """What all of a round's clients are asked.
+    """Request of a round, the same for all of its clients.
 
     Attributes
     ----------
     message_type : "train" or "evaluate"
     vector : Tensor ``[d]``
+        The global parameters.
     round : int
     config : mapping
     summing : Summing, optional
-        Rows are added up here and not sent.
+        If given, workers add up the rows and do not send them.
     row_size : int, optional
-        As of `Instructions`.
+        As in `Instructions`.
     """
 
     message_type: MessageType
@@ -70,7 +71,7 @@ class RoundCall:
 
     @classmethod
     def of(cls, instructions: Instructions, summing: Summing | None = None) -> RoundCall:
-        """What trainers need of a round's instructions."""
+        """The part of a round's instructions that trainers need."""
         return cls(
             instructions.message_type,
             instructions.vector,
@@ -83,14 +84,14 @@ class RoundCall:
 
 @dataclass(frozen=True)
 class WorkRequest:
-    """What a worker is asked for: clients, or the sum of those since it was asked last.
+    """Request to a worker: train or evaluate clients, or send their sum and start a new one.
 
     Attributes
     ----------
     client_ids : int64 ``[n]`` or None
-        None for the sum.
+        Clients to run; None to request the sum.
     states : mapping of name to Tensor
-        What these clients keep between rounds, lent to this worker.
+        States of these clients from earlier rounds.
     """
 
     client_ids: Ids | None
@@ -99,16 +100,16 @@ class WorkRequest:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What a worker says.
+    """Answer of a worker.
 
     Attributes
     ----------
     blocks : list of Block
-        Of clients, on the CPU.
+        Blocks of the requested clients, on the CPU.
     tensors : mapping of name to Tensor
-        What these clients keep afterwards; or a sum.
+        States of these clients after the round; or the requested sum.
     error : Exception or None
-        Why the round cannot be continued: no client's fault.
+        Error that ends the round, and that no client has caused.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -117,36 +118,36 @@ class WorkerReply:
 
 
 class WorkerLostError(Exception):
-    """A worker has ended before it answered."""
+    """The worker ended before it answered."""
 
 
 class Worker(ABC):
-    """A process that trains, seen from the one that drives the run."""
+    """A process that trains, as the process that drives the run uses it."""
 
     @abstractmethod
     def begin(self, call: Any) -> None:
-        """Send what the round is about (`Crew.shared`); returns once the worker has started."""
+        """Send the round's call (from `Crew.shared`); returns once the worker has started."""
 
     @abstractmethod
     def ask(self, work: WorkRequest) -> None:
-        """Ask for something; `answer` gives what it says, in the order asked."""
+        """Send a request; `answer` returns the answers in the order of the requests."""
 
     @abstractmethod
     def answer(self, *, copied: bool) -> WorkerReply:
-        """The next answer, which has arrived.
+        """The next answer, which must have arrived (`Crew.first_done`).
 
-        Unless they are ``copied``, its arrays are good until the worker is asked again, and not to
-        be written to.
+        Unless ``copied``, its arrays are valid until the worker is asked again, and must not be
+        written to.
 
         Raises
         ------
         WorkerLostError
-            If the worker is.
+            If the worker has ended.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """End the process at once, whatever it does."""
+        """End the process at once, whatever it is doing."""
 
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
@@ -158,8 +159,8 @@ class Crew(ABC, Generic[WorkerT]):
     Attributes
     ----------
     depth : int
-        Chunks that a worker may be asked for at a time: with two, one waits at the worker while
-        the answer to the other travels.
+        Number of chunks that a worker may have in its queue: with two, it begins the second while
+        its answer to the first is transferred.
     workers : list of Worker
     """
 
@@ -175,9 +176,10 @@ class Crew(ABC, Generic[WorkerT]):
         """Start a worker."""
 
     def replaced(self, worker: WorkerT) -> WorkerT:
-        """End a worker; another in its place."""
+        """End a worker, and return a new one in its place."""
         index = self.workers.index(worker)
-        # Taken out first: a forked worker closes the connections of the others, and not this one's.
+        # Removed first: a newly forked worker closes the connections of all workers in the list,
+        # and this one's is closed already.
         self.workers.pop(index).end()
         self.workers.insert(index, new := self.new_worker())
         return new
@@ -188,11 +190,11 @@ class Crew(ABC, Generic[WorkerT]):
 
     @abstractmethod
     def first_done(self, busy: Sequence[WorkerT], seconds: float | None) -> WorkerT | None:
-        """One of these that has answered or was lost; None if none has in that time."""
+        """One of these that has answered or was lost; None if there is none after ``seconds``."""
 
     @abstractmethod
     def shared(self, call: RoundCall) -> Any:
-        """A round's call, where every worker can read it: what is sent to each."""
+        """Store a round's call where all workers can read it; return the reference to send them."""
 
     def close(self) -> None:
         """End the workers."""
@@ -202,20 +204,20 @@ class Crew(ABC, Generic[WorkerT]):
 
 
 class TrainingWorker:
-    """A trainer on a device, in a process of its own."""
+    """A trainer on a device, in a worker's process."""
 
     def __init__(self, trainer: BlockTrainer, device: str) -> None:
         self._trainer, self._device = trainer.copy_for(device), torch.device(device)
         self._sum: RowSum | None = None
 
     def begin(self, call: RoundCall) -> None:
-        """A round begins, and nothing of an earlier one counts any more."""
+        """Begin a round, and discard the sum of an earlier one."""
         self._call, self._sum = replace(call, vector=call.vector.to(self._device)), None
         if call.message_type == "train":
             self._trainer.receive(call.config)
 
     def work(self, work: WorkRequest) -> WorkerReply:
-        """Blocks of clients, or their sum."""
+        """Run the requested clients, or return their sum."""
         try:
             if work.client_ids is not None:
                 return self._trained(work.client_ids, work.states)
@@ -226,7 +228,8 @@ class TrainingWorker:
 
     def _trained(self, client_ids: Ids, states: ClientStates) -> WorkerReply:
         call = self._call
-        # The driver keeps what clients keep: whichever worker has them next is lent it.
+        # Clients' states are stored by the driver and sent with each request, since another worker
+        # may have run these clients last.
         self._trainer.restore(states)
         if call.summing is not None and self._sum is None:
             plan, layout = call.summing.plan, call.summing.layout
@@ -238,16 +241,16 @@ class TrainingWorker:
 
 
 def sendable(error: Exception) -> FedsimError:
-    """An error that can be pickled: some cannot as they are."""
+    """The error in a form that can be pickled, as some exceptions cannot."""
     return error if isinstance(error, FedsimError) else FedsimError(repr(error))
 
 
 def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> Iterator[Block]:
-    """Blocks of a trainer, in which the clients that raise have failed and no others.
+    """Run clients in blocks, so that a client that raises fails alone.
 
-    When a block raises, or is not what was asked for, its clients are run one at a time until
-    the one at fault is found, and then in blocks again. Clients do not depend on their neighbours,
-    so those that succeed give the same bytes as they would have in the block.
+    If a block raises or is malformed, its clients are run one at a time until the faulty one is
+    found, and then in blocks again. A client's result does not depend on the others in its block,
+    so that the successful ones give the same bytes as in the block.
 
     Yields
     ------
@@ -268,7 +271,7 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
                 _require_asked(block, call, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
-        # A client's code may raise anything, and `sys.exit` is one way to.
+        # A client's code may raise any exception, or call `sys.exit`.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = described(error)
@@ -282,7 +285,7 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
         yield Block.failed(client_ids[position:end], reason)
         position += 1
         alone = False
-    for detail, failed in failures.items():  # a fault in shared code is every client's
+    for detail, failed in failures.items():  # one line a cause: shared code fails for all clients
         first, others = ", ".join(map(str, failed[:5])), len(failed) - 5
         clients = f"clients {first}" if len(failed) > 1 else f"client {first}"
         more = f" and {others} more" if others > 0 else ""
@@ -296,7 +299,7 @@ def _reason_of(error: BaseException) -> Reason:
 
 
 def _require_asked(block: Block, call: RoundCall, rest: Ids) -> None:
-    """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
+    """Raise `MalformedBlockError` unless a block has the next clients asked for, and their rows."""
     ids = block.client_ids
     row_size = len(call.vector) if call.row_size is None else call.row_size
     if not len(ids) or not np.array_equal(ids, rest[: len(ids)]):
@@ -317,13 +320,13 @@ Piece = bytes | memoryview
 
 
 def pack(value: object, *, by_value: bool = False) -> list[Piece]:
-    """A value as a pickle, and after it its large arrays and tensors, which are on no GPU then.
+    """Pickle a value; its large arrays and tensors follow as separate buffers, on the CPU.
 
     Parameters
     ----------
     by_value : bool
-        Classes and functions that another process cannot import go along. So does in any case a
-        class that no name leads to.
+        Also pickle the code of classes and functions that another process cannot import. This is
+        the fallback if plain pickling fails, for example for a class defined in a function.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
 
@@ -343,7 +346,7 @@ def pack(value: object, *, by_value: bool = False) -> list[Piece]:
 
 
 def unpack(pieces: Iterable[Any], *, copied: bool) -> Any:
-    """What `pack` was given, over the memory of these pieces, or in memory of its own."""
+    """Inverse of `pack`; the result refers to the memory of the pieces unless ``copied``."""
     body, *arrays = pieces
     return pickle.loads(body, buffers=map(bytearray, arrays) if copied else arrays)
 
@@ -357,13 +360,13 @@ def _pickler(by_value: bool) -> Any:
         base = cloudpickle.CloudPickler
 
     class Pickler(base):  # type: ignore[misc]
-        """Writes tensors as arrays, which pickles take out of band."""
+        """Pickles tensors as arrays, which pickle can store out of band."""
 
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, nn.Parameter):
                 return _parameter, (value.detach().cpu().numpy(), value.requires_grad)
             if type(value) is Tensor and not value.requires_grad:
-                with suppress(TypeError, NotImplementedError):  # of which numpy has no array
+                with suppress(TypeError, NotImplementedError):  # dtypes that numpy lacks
                     return _tensor, (np.asarray(value.cpu().numpy(), order="C"),)
             return super().reducer_override(value) if by_value else NotImplemented
 
@@ -374,7 +377,7 @@ def _tensor(values: npt.NDArray[Any]) -> Tensor:
     if values.flags.writeable:
         return torch.from_numpy(values)
     with warnings.catch_warnings():
-        # It warns that the memory is not writable, which is meant.
+        # torch warns that the memory is not writable, which is intended here.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(values)
 
