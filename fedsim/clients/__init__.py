@@ -1,4 +1,4 @@
-"""The local algorithms that the trainer runs over blocks of clients."""
+"""Local algorithms, which the trainer runs over blocks of clients."""
 
 from __future__ import annotations
 

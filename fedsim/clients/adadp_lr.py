@@ -1,4 +1,4 @@
-"""ADADP: a rate that adapts to the difference of one full and two half steps."""
+"""ADADP: a learning rate adapted by the difference between one full step and two half steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class AdadpLR(LocalAlgorithm):
         eta   <- eta min(max((tol / err)^exponent, alpha_min), alpha_max), in [eta_min, eta_max]
 
     An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
-    run across epochs; a half step left over at the end of a round's local work is dropped.
-
+    continue across epochs; an unfinished iteration at the end of a round is dropped.
     """
 
     lr: Annotated[float, Gt(0), Doc("eta_0, the rate that a client starts from.")] = 0.1
@@ -88,13 +87,13 @@ class AdadpLR(LocalAlgorithm):
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 
     def for_run(self, facts: RunFacts) -> Self:
-        """With the paper's tol and discard for noised or exact gradients, where they are unset."""
+        """The algorithm with the paper's tol and discard for this run, where they are unset."""
         noised = facts.private_examples
         tol = (1.0 if noised else 0.1) if self.tol is None else self.tol
         return replace(self, tol=tol, discard=not noised if self.discard is None else self.discard)
 
     def numbers(self) -> dict[str, float]:
-        """The starting rate, its limit, and the tolerance."""
+        """The initial rate, its upper limit, and the tolerance."""
         limit = self.eta_max or 10 * self.lr
         return {
             "lr": min(max(self.lr, self.eta_min), limit),
@@ -103,7 +102,7 @@ class AdadpLR(LocalAlgorithm):
         }
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Nothing accepted, nothing rejected, no half step pending."""
+        """Initial state: no accepted or rejected iterations, no half step in progress."""
         zeros = theta.new_zeros(len(theta))
         return {
             **super().init(theta, numbers),
@@ -120,16 +119,16 @@ class AdadpLR(LocalAlgorithm):
         return half
 
     def phase(self, at: Step) -> Hashable:
-        """First or second of an iteration, or a plain step."""
+        """0 or 1 for the first or second half of an iteration, or "fixed rate" for a plain step."""
         return "fixed rate" if self._rate_is_fixed(at) else at.index % 2
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One phase of an iteration, or a plain step once the rate is fixed."""
+        """Make one half of an iteration, or a plain step once the rate is fixed."""
         theta, eta = state["theta"], state["eta"]
         if self._rate_is_fixed(at):
             gradient.subtract_from(theta, eta * at.number(self._post))
         elif at.index % 2 == 0:
-            # The old theta stays as it is: it is what a rejected iteration returns to.
+            # Keep theta unchanged, since a rejected iteration returns to it.
             half = state.pop("spare", None)
             if half is None:
                 half = theta.clone()
@@ -144,7 +143,7 @@ class AdadpLR(LocalAlgorithm):
         return 0 < self.adapt_rounds < at.round
 
     def _post(self, at: Step) -> float:
-        """What the rate reached is multiplied by once it is fixed."""
+        """Factor of the rate once it is no longer adapted."""
         return self.post_scale / (1 + self.post_decay * (at.round - self.adapt_rounds))
 
     def _second(self, state: State, gradient: Gradient) -> None:
@@ -152,7 +151,7 @@ class AdadpLR(LocalAlgorithm):
         hat = state["half"]
         gradient.subtract_from(hat, eta / 2)
         err, peak, moved = _error(theta, eta, first, gradient, state["peak"])
-        accept = err < torch.inf  # and no NaN
+        accept = err < torch.inf  # False for NaN too
         if self.discard is not False:
             accept = accept & (err <= state["tol"])
         if self.keep == "full":
@@ -162,18 +161,23 @@ class AdadpLR(LocalAlgorithm):
         state["peak"] = torch.where(accept, moved, peak)
         state["accepted"] = state["accepted"] + accept
         state["rejected"] = state["rejected"] + ~accept
-        # tol / 0 is infinity, clamped; NaN means a step that was not finite.
+        # tol / 0 is infinity, which is clamped. NaN comes from a step that was not finite, and is
+        # replaced by 0: the rate shrinks by alpha_min.
         ratio = power(state["tol"] / err, self.exponent).nan_to_num_(nan=0.0)
         eta = eta * ratio.clamp_(self.alpha_min, self.alpha_max)
         state["eta"] = torch.minimum(eta.clamp_(min=self.eta_min), state["eta_max"])
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """The rate reached, and how many iterations were accepted and rejected."""
+        """The final rate, and the numbers of accepted and rejected iterations."""
         return {name: state[name] for name in ("eta", "accepted", "rejected")}
 
 
 def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """``new`` where accepted, else ``old``, bit for bit; and a buffer that is free again."""
+    """``new`` where accepted, else ``old``, bit for bit; and the tensor that can be reused.
+
+    On a CPU rows are copied only if some clients accept and others do not; on a GPU reading
+    ``accept`` would wait for the device.
+    """
     if accept.is_cuda:
         return torch.where(accept.unsqueeze(1), new, old), new
     accepted: list[bool] = accept.tolist()
@@ -188,10 +192,12 @@ def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def _error(
     theta: Tensor, eta: Tensor, first: Gradient, second: Gradient, peak: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``err [n]``, a bound of ``|theta|`` no worse than ``peak [n]``, and one of what is kept.
+    """``err [n]``, and bounds of ``|theta|`` before and after the iteration, each ``[n]``.
 
     ``full - hat`` is ``eta/2 (G2 - G1)``. Where no coordinate of ``full`` can exceed 1 its
-    denominators are all 1, and the norm of the difference is all that is needed.
+    denominators are all 1, and the norm of the difference is enough: ``full`` is not computed.
+    ``peak`` bounds the coordinates of theta. It only grows from step to step, and is recomputed
+    when it is too large to exclude a denominator above 1.
     """
     if theta.is_cuda:
         return _dense_error(theta, eta, first, second), peak, peak
@@ -208,7 +214,7 @@ def _error(
 
 
 def _largest(theta: Tensor) -> Tensor:
-    """The largest absolute value of each row, NaN if there is one, ``[n]``."""
+    """The largest absolute value of each row, ``[n]``; NaN if the row has a NaN."""
     return torch.maximum(theta.amax(1), -theta.amin(1))
 
 

@@ -1,4 +1,4 @@
-"""Adam."""
+"""Adam as a local optimiser."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Adam(LocalAlgorithm):
     carried: ClassVar[tuple[str, ...]] = ("first", "second", "count")
 
     def numbers(self) -> dict[str, float]:
-        """The rate."""
+        """The learning rate."""
         return {"lr": self.lr}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Moments zero."""
+        """Initial state, with moments of zero."""
         return {
             **super().init(theta, numbers),
             "first": torch.zeros_like(theta),
@@ -44,11 +44,11 @@ class Adam(LocalAlgorithm):
         }
 
     def phase(self, at: Step) -> Hashable:
-        """All steps are alike."""
+        """One key for all steps."""
         return "step"
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One step."""
+        """Make a step."""
         theta, g = state["theta"], gradient.dense()
         if self.weight_decay:
             g.add_(theta, alpha=self.weight_decay)

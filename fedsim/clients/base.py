@@ -1,22 +1,22 @@
-"""What a local algorithm is: small pure pieces over explicit state.
+"""The interface of local algorithms: small functions over explicit state.
 
-The state is a dictionary of tensors with a leading client axis. One client is a block of
-one; per-client numbers (rates and the like) are ``[n]`` tensors in the state, so that clients
-with different ones can share a block. The trainer calls, for a block of clients,
+The state is a dictionary of tensors with a leading client axis; one client is a block of size 1.
+Per-client numbers (such as rates) are ``[n]`` tensors in the state, so that clients with different
+values can share a block. The trainer calls, for a block of clients,
 
     state = algorithm.init(theta, numbers)          theta [n, D]
     for index in range(steps):                      one gradient evaluation each
         gradient = path(algorithm.point(state), batch)
         algorithm.step(state, gradient, Step(round, index))
     theta = algorithm.finish(state)
-    vectors = algorithm.send(state)                 where it sends any beside the update
+    vectors = algorithm.send(state)                 in addition to the update, if it sends any
 
-and cuts the state along its first axis whenever clients run out of steps, so no algorithm
-sees a client that has finished. Entries may be changed in place or replaced. ``D`` is ``d`` with
-some zeros between parameters (`fedsim.rows.packing`); they stay zero.
+and slices the state along its first axis whenever clients run out of steps, so that no algorithm
+sees a client that has finished. Entries may be changed in place or replaced. ``D`` is ``d`` plus
+some zeros between parameters (`fedsim.rows.packing`), which must stay zero.
 
-On a GPU a step may be captured and replayed (`fedsim.training.graphs`), if its algorithm says
-by ``phase`` which of its steps are alike.
+On a GPU a step may be captured and replayed (`fedsim.training.graphs`), if ``phase`` tells which
+of the algorithm's steps do the same operations.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from fedsim.rows.layout import Layout, Width
 from fedsim.settings import check_settings
 
 PERSONAL_MASK = "personal"
-"""Entry of the state of an algorithm that `parts`, ``[n, D]``: 1 where a parameter is personal."""
+"""State entry, for algorithms with `parts`, ``[n, D]``: 1 where a parameter is personal, else 0."""
 
 State = dict[str, Any]
-"""Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
+"""Names to tensors ``[n, ...]``, or other values that can be sliced by client, as a `Gradient`."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What of a run an algorithm may depend on, all of it public.
+    """Public facts about a run on which an algorithm may depend.
 
     Attributes
     ----------
     private_examples : bool
         Whether the gradients of its steps are noised (example-level privacy).
     bound : Mechanism or None
-        What bounds clients' updates, where whole clients are protected.
+        Mechanism that bounds clients' updates (client-level privacy); None without it.
     steps : int or None
-        Local steps of a round, where they are the same number for every client.
+        Number of local steps of a round; None where it differs between clients.
     """
 
     private_examples: bool = False
@@ -64,18 +64,18 @@ class RunFacts:
         return self.private_examples or self.bound is not None
 
     def known_bound(self, algorithm: LocalAlgorithm) -> Mechanism | None:
-        """What bounds updates, if a client can bound its own as it enters the sum.
+        """The mechanism with which a client can bound its update just as the sum does.
 
         Returns
         -------
         Mechanism or None
-            Whose ``bound(rows [n, D])`` takes rows in any order of coordinates; None where updates
-            enter as they are.
+            Its ``bound(rows [n, D])`` accepts rows with any order of coordinates. None where
+            updates are not bounded.
 
         Raises
         ------
         FedsimError
-            If it bounds by more than a row's norm, or differently from round to round.
+            If the bound depends on more than a row's norm, or changes from round to round.
         """
         bound = self.bound
         one_number = Layout.of({"row": torch.zeros(1)})
@@ -92,18 +92,18 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RoundMeans:
-    """What the server knows of a round that is released.
+    """Means of a released round, as the server knows them.
 
     Attributes
     ----------
     round : int
     update : Tensor ``[d]``
-        Mean of the clients' updates; in a private run the released one, with noise.
+        Mean of the clients' updates; in a private run the released, noisy mean.
     sent, received : mapping of name to Tensor ``[d]`` or ``[1]``
-        Mean of the vectors that clients sent, and what they had been sent.
+        Means of the vectors that clients sent, and the vectors that they received.
     share : float
-        Clients in the mean over all clients of the population. In a run that is private at client
-        level the expected share, since who is in the sum is secret.
+        Number of clients in the mean divided by the population. In a run that is private at client
+        level the expected share, since the number of clients in the sum is secret.
     """
 
     round: int
@@ -115,14 +115,14 @@ class RoundMeans:
 
 @dataclass(frozen=True)
 class Combined:
-    """What the server makes of a round's mean row.
+    """Result of combining a round's means on the server.
 
     Attributes
     ----------
     update : Tensor ``[d]``
-        Along which the server's optimiser steps.
+        Update for the server optimiser's step.
     vectors : mapping of name to Tensor ``[d]`` or ``[1]``
-        What goes with the next round's parameters.
+        Vectors to send with the next round's parameters.
     """
 
     update: Tensor
@@ -131,7 +131,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class Step:
-    """Where in a run a gradient evaluation stands: both count from the run's own origin.
+    """Position of a gradient evaluation in a run.
 
     Attributes
     ----------
@@ -145,9 +145,9 @@ class Step:
     index: int
 
     def number(self, function: Callable[[Step], float]) -> float | Tensor:
-        """A number that depends on the step, such as what a rate is multiplied by.
+        """Value of ``function`` at this step, such as a factor of the learning rate.
 
-        In a captured step it is a tensor ``[]`` that gets its value before each replay.
+        In a captured step it is a tensor ``[]``, whose value is set before each replay.
         """
         return function(self)
 
@@ -155,7 +155,7 @@ class Step:
 class Gradient(Protocol):
     """Gradients of ``n`` clients, each at its own point.
 
-    A slice of clients cuts it, as it cuts the tensors of a state.
+    Like the tensors of a state, it can be sliced by client.
     """
 
     def __getitem__(self, clients: slice) -> Gradient:
@@ -165,13 +165,13 @@ class Gradient(Protocol):
         """The gradients as a new tensor ``[n, D]``."""
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """``theta [n, D] - rate [n] * gradient``, in place or, where it is given, in ``out``."""
+        """Compute ``theta [n, D] - rate [n] * gradient`` in place, or into ``out`` if given."""
 
     def distance(self, other: Gradient) -> Tensor:
-        """``|| self - other ||`` in L2, ``[n]``; the other comes from the same path."""
+        """``|| self - other ||`` in L2, ``[n]``; ``other`` must come from the same path."""
 
     def peak(self) -> Tensor:
-        """No coordinate is larger than this in absolute value, ``[n]``."""
+        """Upper bound of the absolute values of the coordinates, ``[n]``."""
 
     def norms(self) -> Tensor:
         """L2 norms, ``[n]``."""
@@ -182,112 +182,112 @@ class Gradient(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Gradients written out, ``[n, D]``."""
+    """Gradients as a dense tensor ``[n, D]``."""
 
     values: Tensor
 
     def __getitem__(self, clients: slice) -> Dense:
-        """Of these clients."""
+        """The gradients of these clients."""
         return Dense(self.values[clients])
 
     def dense(self) -> Tensor:
-        """A copy."""
+        """A copy of the tensor."""
         return self.values.clone()
 
     def distance(self, other: Gradient) -> Tensor:
-        """Norms of the difference."""
+        """L2 norms of the differences, ``[n]``."""
         norms: Tensor = torch.linalg.vector_norm(self.values - other.dense(), dim=1)
         return norms
 
     def peak(self) -> Tensor:
-        """The largest coordinate."""
+        """The largest absolute value of each row, ``[n]``."""
         return torch.maximum(self.values.amax(1), -self.values.amin(1))
 
     def norms(self) -> Tensor:
-        """Row by row."""
+        """L2 norm of each row, ``[n]``."""
         norms: Tensor = torch.linalg.vector_norm(self.values, dim=1)
         return norms
 
     def scaled(self, factors: Tensor) -> Dense:
-        """A new tensor."""
+        """The rows times ``factors [n]``, as a new tensor."""
         return Dense(self.values * factors.unsqueeze(1))
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """One multiply-add over the block."""
+        """Subtract with one multiply-add over the block."""
         into = theta if out is None else out
         torch.addcmul(theta, self.values, rate.unsqueeze(1), value=-1, out=into)
 
 
 class LocalAlgorithm(ABC):
-    """A client's optimiser. Subclasses are frozen dataclasses of their settings.
+    """A client's local optimiser. Subclasses are frozen dataclasses of their settings.
 
-    Properties that a subclass has otherwise it sets as class attributes
-    (``carried: ClassVar[tuple[str, ...]] = ("velocity",)``).
+    A subclass overrides the properties below by class attributes, such as
+    ``carried: ClassVar[tuple[str, ...]] = ("velocity",)``.
     """
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Entries of the state that may outlive a round.
+        """Names of the state entries that a client may carry over to its next round.
 
-        Kept by each client, or, where they are one number for each, averaged and sent by the
-        server.
+        Each client stores its own; or the server averages them and sends the mean, which works for
+        entries of one number a client (``client.state``).
         """
         return ()
 
     @property
     def evaluates(self) -> str:
-        """The one of them, ``[n, D]``, that is a model which a client evaluates with; "": none.
+        """Name of the carried entry, ``[n, D]``, with the model that a client evaluates.
 
-        It takes the place of the global one.
+        Empty if clients evaluate the global model.
         """
         return ""
 
     @property
     def sends(self) -> Mapping[str, Width]:
-        """Named vectors that clients send with updates; each as wide as the model, or a number."""
+        """Vectors that clients send with updates, by name; of the model's size, or a number."""
         return {}
 
     @property
     def receives(self) -> Mapping[str, Width]:
-        """Named vectors that clients receive with parameters; those of `sends` come first."""
+        """Vectors that clients receive with parameters, by name; those of `sends` come first."""
         return self.sends
 
     @property
     def remembers(self) -> bool:
-        """Whether it means nothing unless each client keeps its own state."""
+        """Whether the algorithm requires that each client keeps its own state between rounds."""
         return False
 
     @property
     def plain_means(self) -> bool:
-        """Whether what it makes of vectors' means holds for plain means over clients alone."""
+        """Whether `combine` is correct only for unweighted, unbounded means over clients."""
         return False
 
     @property
     def parts(self) -> bool:
-        """Whether it treats personal parameters (``model.personal``) apart from the others."""
+        """Whether it treats personal parameters (``model.personal``) differently from others."""
         return False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         if "step" in vars(cls) and "phase" not in vars(cls):
-            # What a base class promised of its own step does not hold for another.
+            # A base class's `phase` describes its own `step`, and may be wrong for this one.
             cls.phase = LocalAlgorithm.phase  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         check_settings(self, "client.")
 
     def for_run(self, facts: RunFacts) -> LocalAlgorithm:
-        """The same algorithm, with what was left to the run that it is part of.
+        """The algorithm with its unset settings chosen for this run.
 
         Raises
         ------
         FedsimError
-            If it cannot be part of such a run.
+            If it cannot be used in such a run.
         """
         return self
 
     def numbers(self) -> dict[str, float]:
-        """Settings that may differ from client to client within one block, by their own names."""
+        """Settings that may differ between the clients of one block, by name."""
         return {}
 
     def init(self, theta: Tensor, numbers: State) -> State:
@@ -296,15 +296,15 @@ class LocalAlgorithm(ABC):
         Parameters
         ----------
         theta : Tensor ``[n, D]``
-            The global parameters, once for each client; the algorithm owns the tensor.
+            The global parameters, once for each client. The algorithm may change them in place.
         numbers : dict of str to Tensor ``[n]``
-            The values of `numbers`, client by client; what the server sends of `receives`,
-            ``[n, D]`` or ``[n, 1]``, zeros in the first round; and `PERSONAL_MASK`, if it `parts`.
+            Each client's values of `numbers`; the vectors of `receives` that the server sends,
+            ``[n, D]`` or ``[n, 1]``, zeros in the first round; and `PERSONAL_MASK`, with `parts`.
         """
         return {"theta": theta, **numbers}
 
     def sample(self, width: int) -> State:
-        """The state of one client at zeros: its entries and their shapes."""
+        """An example state, of one client with zero parameters, for its entries and shapes."""
         numbers: State = {name: torch.tensor([value]) for name, value in self.numbers().items()}
         sizes = {"model": width, "number": 1}
         vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.receives.items()}
@@ -312,19 +312,20 @@ class LocalAlgorithm(ABC):
         return self.init(torch.zeros(1, width), numbers | vectors | mask)
 
     def point(self, state: State) -> Tensor:
-        """Where the next gradient is taken, ``[n, D]``."""
+        """Parameters at which the next gradient is evaluated, ``[n, D]``."""
         theta: Tensor = state["theta"]
         return theta
 
     @abstractmethod
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """Take one gradient into account."""
+        """Update the state by one gradient."""
 
     def phase(self, at: Step) -> Hashable:
-        """Name what `step` does: in steps of one phase it does the same, on tensors of any values.
+        """Key of the operations that `step` does at this step, for capture on a GPU.
 
-        What else `step` takes from ``at`` it gets by ``at.number``; it reads no tensor back, and
-        treats clients alike. None, the default, promises nothing: such steps are not captured.
+        Steps with equal keys must do the same operations, whatever the tensors' values: they read
+        numbers that depend on ``at`` by ``at.number`` only, read no tensor's values back, and treat
+        all clients in the same way. Steps with key None, the default, are not captured.
         """
         return None
 
@@ -334,20 +335,23 @@ class LocalAlgorithm(ABC):
         return theta
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """What these clients report besides loss and number of examples, each ``[n]``."""
+        """Metrics that clients report in addition to loss and number of examples, each ``[n]``."""
         return {}
 
     def send(self, state: State) -> dict[str, Tensor]:
-        """The vectors of `sends`, each ``[n, D]`` or ``[n, 1]``; called once, after `finish`."""
+        """The vectors named by `sends`, ``[n, D]`` or ``[n, 1]``; called once, after `finish`."""
         return {}
 
     def combine(self, means: RoundMeans) -> Combined:
-        """Make the vectors of `receives` for the next round, on the server: what clients sent."""
+        """On the server, compute the update and the next round's vectors of `receives`.
+
+        By default these are the mean update, and the means of the vectors that clients sent.
+        """
         return Combined(means.update, means.sent)
 
 
 def refuse_vectors(algorithm: LocalAlgorithm) -> None:
-    """Refuse an algorithm that sends vectors beside the update, in a run that claims privacy.
+    """Refuse an algorithm that sends vectors in addition to the update, for a private run.
 
     Raises
     ------

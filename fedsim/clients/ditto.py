@@ -1,4 +1,4 @@
-"""Ditto: beside the global model, each client trains one of its own that stays near to it."""
+"""Ditto: each client also trains a personal model, which is pulled towards the global one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedsim.settings import Doc, Ge, Gt
 class Ditto(LocalAlgorithm):
     """``theta <- theta - lr g(theta);  v <- v - own_lr (g(v) + pull (v - w_global))``.
 
-    Gradient evaluations take turns, the first is the global model's: a client with E steps makes
-    half of them with either. It sends the update of theta, keeps v, and evaluates with it
-    (``client.state = "client"``). Source: Li et al. 2021, Algorithm 1.
+    Gradient evaluations alternate between the two models, beginning with the global one: each gets
+    half of a client's E steps. A client sends the update of theta, stores its own model v between
+    rounds, and evaluates v (``client.state = "client"``). Source: Li et al. 2021, Algorithm 1.
     """
 
     lr: Annotated[float, Gt(0), Doc("The rate of a step of the model that is sent.")] = 0.1
@@ -30,11 +30,11 @@ class Ditto(LocalAlgorithm):
     evaluates: ClassVar[str] = "own"
 
     def numbers(self) -> dict[str, float]:
-        """Both rates, and the pull."""
+        """Both learning rates, and the strength of the pull."""
         return {"lr": self.lr, "own_lr": self.own_lr, "pull": self.pull}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Its own model starts as the global one that it first sees."""
+        """Initial state; a client's own model starts from the first global model that it gets."""
         return {
             **super().init(theta, numbers),
             "global": theta.clone(),
@@ -43,15 +43,15 @@ class Ditto(LocalAlgorithm):
         }
 
     def point(self, state: State) -> Tensor:
-        """Whichever model has its turn."""
+        """The model that the next step trains."""
         return torch.where(state["is_own"], state["own"], state["theta"])
 
     def phase(self, at: Step) -> Hashable:
-        """By whose turn it is."""
+        """0 for a step of the global model, 1 for one of the client's own."""
         return at.index % 2
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One step of the model that has its turn."""
+        """Make a step of the global model at even steps, and of the client's own at odd ones."""
         if at.index % 2:
             pulled = (state["own"] - state["global"]).mul_(state["pull"].unsqueeze(1))
             step = Dense(pulled.add_(gradient.dense()))

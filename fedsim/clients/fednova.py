@@ -1,4 +1,4 @@
-"""FedNova: updates that count by their direction, however many steps clients have taken."""
+"""FedNova: updates normalised by the clients' numbers of local steps."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from fedsim.settings import Doc, Ge
 @register("client", "fednova")
 @dataclass(frozen=True)
 class FedNova(SGD):
-    """`SGD` whose update is divided by how far such steps go along a constant gradient of 1.
+    """`SGD` with each client's update divided by the distance a that its steps would cover.
 
-    That is ``a = E`` for E plain steps of one rate, ``(E - rho (1 - rho^E) / (1 - rho)) / (1 -
-    rho)`` with momentum rho, ``(1 - (1 - lr mu)^E) / (lr mu)`` with ``client.proximal`` mu, and
-    whatever it is with both or a schedule. The server steps along ``(sum p_i a_i) (sum p_i Dy_i /
-    a_i)``, weighed as the mechanism weighs: clients with more steps pull the model no further than
-    their weights say. Where all have taken as many it is FedAvg. In a private run the public
-    ``reach`` takes the place of ``sum p_i a_i``, and a client's row is ``reach`` times its
-    direction: how far each has gone follows from its data. Source: Wang et al. 2020,
-    equations 9 to 11; weight decay counts as gradient.
+    a is the distance for a constant gradient of 1, in units of lr: ``a = E`` for E plain steps,
+    ``(E - rho (1 - rho^E) / (1 - rho)) / (1 - rho)`` with momentum rho, ``(1 - (1 - lr mu)^E) /
+    (lr mu)`` with ``client.proximal`` mu; with both, or with a schedule, it is computed step by
+    step. The server steps along ``(sum p_i a_i) (sum p_i Dy_i / a_i)``, with the mechanism's
+    weights p_i: clients with more steps have no more influence than their weight. If all clients
+    make equally many steps, it is FedAvg. In a private run the public number ``reach`` replaces
+    ``sum p_i a_i``, which would reveal clients' numbers of examples, and a client's row is
+    ``reach`` times its direction ``Dy_i / a_i``. Weight decay counts as gradient. Source: Wang et
+    al. 2020, equations 9 to 11.
     """
 
-    # A momentum starts at zero in every round, as the formula for a supposes.
+    # The momentum is not carried over: the formula for a assumes that it starts at zero.
     carried: ClassVar[tuple[str, ...]] = ()
 
     reach: Annotated[
@@ -44,12 +45,12 @@ class FedNova(SGD):
     ] = 0.0
 
     def for_run(self, facts: RunFacts) -> FedNova:
-        """The same, if a private run has the public number that it needs.
+        """The algorithm itself, after a check that a private run has a public ``reach``.
 
         Raises
         ------
         FedsimError
-            If it has not.
+            If it has none.
         """
         if facts.private and not self.reach:
             raise FedsimError(
@@ -61,21 +62,21 @@ class FedNova(SGD):
 
     @property
     def sends(self) -> Mapping[str, Width]:
-        """How far a client has gone, unless that is declared for all: it tells of its examples."""
+        """The distance a of a client, unless ``reach`` is set: it depends on the client's data."""
         return {} if self.reach else {"reach": "number"}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """As `SGD`, at rest."""
+        """Initial state of `SGD`, plus the start of the round and a distance of 0."""
         state = super().init(theta, numbers)
         zeros = torch.zeros_like(state["lr"])
         return state | {"start": theta.clone(), "moved": zeros, "speed": zeros.clone()}
 
     def phase(self, at: Step) -> Hashable:
-        """All steps are alike."""
+        """One key for all steps."""
         return "step"
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """A step; and one of a number along a gradient of 1, in units of lr."""
+        """Make a step of `SGD`, and the same step of a number along a gradient of 1."""
         super().step(state, gradient, at)
         slope: Tensor = torch.ones_like(state["moved"])
         if PROXIMAL in state:
@@ -83,16 +84,16 @@ class FedNova(SGD):
         self.follow(state, slope, at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
-        """Where the client is after the normalised update."""
+        """The parameters after the normalised update."""
         start: Tensor = state["start"]
         moved = state["moved"].unsqueeze(1)
         normalised: Tensor = start + (super().finish(state) - start) * ((self.reach or 1.0) / moved)
         return normalised
 
     def send(self, state: State) -> dict[str, Tensor]:
-        """How far it has moved along a gradient of 1, unless that is declared."""
+        """The distance a, ``[n, 1]``, unless ``reach`` is set."""
         return {} if self.reach else {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
 
     def combine(self, means: RoundMeans) -> Combined:
-        """The mean direction, as far as clients have moved in the mean."""
+        """The mean direction times the mean distance."""
         return Combined(means.update * means.sent["reach"], means.received)

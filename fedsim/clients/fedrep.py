@@ -1,4 +1,4 @@
-"""FedRep: a client fits its own head to the shared body first, and then the body to its head."""
+"""FedRep: a client first trains its personal head, and then the shared body."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedsim.settings import Doc, Ge, Gt
 class FedRep(LocalAlgorithm):
     """``h <- h - head_lr g_h`` in the first steps of a round, then ``b <- b - lr g_b``.
 
-    The head h is what ``model.personal`` names and the client keeps (``client.state = "client"``);
-    the body b is what is sent. A client that takes no more than ``head_steps`` sends no change.
-    Source: Collins et al. 2021, Algorithm 1.
+    The head h has the parameters named by ``model.personal``, which the client stores between
+    rounds (``client.state = "client"``); the body b is sent. A client with no more than
+    ``head_steps`` steps sends an update of zero. Source: Collins et al. 2021, Algorithm 1.
     """
 
     lr: Annotated[float, Gt(0), Doc("The rate of a step of what is shared.")] = 0.1
@@ -33,15 +33,15 @@ class FedRep(LocalAlgorithm):
     parts: ClassVar[bool] = True
 
     def numbers(self) -> dict[str, float]:
-        """Both rates."""
+        """Both learning rates."""
         return {"lr": self.lr, "head_lr": self.head_lr}
 
     def phase(self, at: Step) -> Hashable:
-        """Whether the head has its turn."""
+        """True for a step of the head, False for one of the body."""
         return at.index < self.head_steps
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """A step of the head, or of the body."""
+        """Make a step of the head, or of the body."""
         head: Tensor = state[PERSONAL_MASK]
         turn, rate = (head, "head_lr") if at.index < self.head_steps else (1 - head, "lr")
         moved = Dense(gradient.dense().mul_(turn))

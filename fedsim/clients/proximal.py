@@ -1,4 +1,4 @@
-"""FedProx: any local algorithm on a loss with a pull towards the global model."""
+"""FedProx: a wrapper that adds a pull towards the global model to any local algorithm."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedsim.lazy import Tensor
 from fedsim.settings import Ge
 
 PROXIMAL = "proximal"
-"""mu, as a number of the algorithm and an entry of its state, ``[n]``."""
+"""Name of mu among the algorithm's numbers and in its state, ``[n]``."""
 
 MU = "proximal-mu"
-"""What Flower's FedProx calls it where it tells its clients."""
+"""Name of mu in the config that Flower's FedProx sends to clients."""
 
 
 def _inside(name: str) -> Any:
@@ -33,7 +33,7 @@ class Proximal(LocalAlgorithm):
     ----------
     algorithm : LocalAlgorithm
     mu : float
-        The weight of the pull, where the server does not say another (`server_numbers`).
+        The weight of the pull, unless the server sends another (`server_numbers`).
     """
 
     algorithm: LocalAlgorithm
@@ -46,29 +46,29 @@ class Proximal(LocalAlgorithm):
     report, send, combine = _inside("report"), _inside("send"), _inside("combine")
 
     def numbers(self) -> dict[str, float]:
-        """Those of the algorithm inside, and mu."""
+        """The wrapped algorithm's numbers, and mu."""
         return {**self.algorithm.numbers(), PROXIMAL: self.mu}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """The state inside, the global parameters, and mu."""
+        """The wrapped algorithm's state, the global parameters, and mu."""
         numbers = dict(numbers)
         mu = numbers.pop(PROXIMAL)
         return {**self.algorithm.init(theta, numbers), "anchor": theta.clone(), PROXIMAL: mu}
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """A step of the algorithm inside on the gradient with the pull."""
+        """Make a step of the wrapped algorithm, with the pull added to the gradient."""
         pull = self.algorithm.point(state).sub(state["anchor"])
         pull.mul_(state[PROXIMAL].unsqueeze(1))
         self.algorithm.step(state, Dense(pull.add_(gradient.dense())), at)
 
 
 def server_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:
-    """What the config entries of a round's instructions say of the algorithm's numbers: `MU`.
+    """The algorithm's numbers that the server sets in a round's config: mu, from the entry `MU`.
 
     Raises
     ------
     FedsimError
-        If the algorithm has no pull, or the server's is no weight of one.
+        If the algorithm has no pull, or the server's mu is not a number of 0 or more.
     """
     mu = config.get(MU, 0.0)
     if MU not in config or (mu == 0 and PROXIMAL not in algorithm.numbers()):

@@ -1,4 +1,4 @@
-"""RMSProp, also as the local optimiser of Xu et al. 2020."""
+"""RMSProp, and its variant that Xu et al. 2020 use as local optimiser."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class RMSProp(LocalAlgorithm):
     carried: ClassVar[tuple[str, ...]] = ("second",)
 
     def numbers(self) -> dict[str, float]:
-        """The rate."""
+        """The learning rate."""
         return {"lr": self.lr}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Second moment zero."""
+        """Initial state, with a mean of squares of zero."""
         return {**super().init(theta, numbers), "second": torch.zeros_like(theta)}
 
     def phase(self, at: Step) -> Hashable:
-        """All steps are alike."""
+        """One key for all steps."""
         return "step"
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One step."""
+        """Make a step."""
         theta, g = state["theta"], gradient.dense()
         if self.weight_decay:
             g.add_(theta, alpha=self.weight_decay)
@@ -59,9 +59,9 @@ class RMSProp(LocalAlgorithm):
 class AdadpNoise(RMSProp):
     """The local optimiser of Xu et al. 2020: RMSProp with ``eps`` inside the root.
 
-    Their method is this on gradients privatised by `fedsim.mechanisms.AdaptiveNoise`: give
-    that mechanism to `ExamplePrivacy`. ``decay`` is one minus their gamma, the weight of the
-    new term; they do not say which value they used.
+    Their method combines it with gradients privatised by `fedsim.mechanisms.AdaptiveNoise`: pass
+    that mechanism to `ExamplePrivacy`. ``decay`` is one minus their gamma, the weight of the new
+    term; they do not report the value they used.
     """
 
     decay: Annotated[

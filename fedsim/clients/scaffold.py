@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps that are corrected by how a client's gradient differs from all clients'."""
+"""SCAFFOLD: local steps corrected by the difference of a client's gradient from the mean."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Scaffold(SGD):
     """``y <- y - lr (g(y) - c_i + c)``, with control variates c of the server, c_i of the client.
 
     After its K steps from x a client's new variate is, with ``control = "steps"`` (option II),
-    ``c_i - c + (x - y) / (K lr)``; with ``"gradient"`` (option I) the mean of as many batches'
-    gradients at x: gradient evaluations then take turns, the first is a step's. It keeps that
-    (``client.state = "client"``), and sends the difference beside its update; the server adds
-    their mean times the share of the population that took part. Under a schedule K lr is the sum
-    of the rates; with momentum, which starts at zero in every round, it is how far the same steps
-    go along a constant gradient of 1, so that a variate is a weighted mean of gradients still.
-    Weight decay counts as gradient. For c to stay the mean of all c_i updates must be neither
-    weighed nor bounded: ``mechanism.name = "none"`` with ``weighting = "uniform"``. In a private
-    run clients send their update alone, under option II (`PrivateScaffold`). Source: Karimireddy
-    et al. 2020, Algorithm 1; with momentum 0 it is that.
+    ``c_i - c + (x - y) / (K lr)``. With ``"gradient"`` (option I) it is the mean of gradients at x
+    over batches of their own: evaluations then alternate, beginning with one for a step. The client
+    stores its variate (``client.state = "client"``), and sends the change in addition to its
+    update; the server adds the mean change times the share of the population that took part. Under
+    a schedule, the sum of the rates replaces K lr. With momentum, which starts at zero in every
+    round, the distance of the same steps along a constant gradient of 1 replaces it, so that a
+    variate is still a weighted mean of gradients. Weight decay counts as gradient. For c to stay
+    the mean of all c_i, updates must be neither weighted nor bounded: ``mechanism.name = "none"``
+    with ``weighting = "uniform"``. In a private run clients send their update alone, under option
+    II (`PrivateScaffold`). Source: Karimireddy et al. 2020, Algorithm 1, which this is for
+    momentum 0.
     """
 
     control: Annotated[
@@ -48,17 +49,17 @@ class Scaffold(SGD):
     plain_means: ClassVar[bool] = True
 
     def for_run(self, facts: RunFacts) -> Scaffold:
-        """In a private run, with variates that follow from what is released.
+        """The algorithm itself, or in a private run a `PrivateScaffold` with its settings.
 
         Raises
         ------
         FedsimError
-            If they do not follow from it.
+            If the variates of a private run would not be a function of the releases.
         """
         return PrivateScaffold.of(self, facts) if facts.private else self
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """As `SGD`, with variates zero."""
+        """Initial state of `SGD`, with a variate of zero."""
         state = super().init(theta, numbers)
         zeros = torch.zeros_like(state["lr"])
         state |= {"variate": torch.zeros_like(theta), "start": theta.clone()}
@@ -69,17 +70,17 @@ class Scaffold(SGD):
         return state
 
     def point(self, state: State) -> Tensor:
-        """The client's model, or every other time the server's."""
+        """The client's model; under option I at every second evaluation the server's."""
         if self.control == "steps":
             return super().point(state)
         return torch.where(state["at-start"], state["start"], state["theta"])
 
     def phase(self, at: Step) -> Hashable:
-        """By whether it is a step's or the variate's turn."""
+        """One key for all steps; under option I 0 for a step, 1 for a gradient of the variate."""
         return "step" if self.control == "steps" else at.index % 2
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """A corrected step, or one more gradient of the variate's."""
+        """Make a corrected step, or add a gradient to the sum for the variate."""
         if self.control == "gradient":
             state["at-start"] = ~state["at-start"]
             if at.index % 2:
@@ -92,20 +93,20 @@ class Scaffold(SGD):
             self.follow(state, 1.0, state["lr"] * at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
-        """The client's model; its new variate takes the old one's place."""
+        """The client's parameters; replaces its variate by the new one."""
         theta, old = state["theta"], state["variate"]
         moved = state["moved"].unsqueeze(1)
         if self.control == "gradient":
             new = state["sum"] / moved
         else:
             new = old - state["control"] + (state["start"] - theta) / moved
-        # Without a gradient to make a new one of, the old one stays.
+        # Without any gradient (moved is 0) the old variate is kept.
         state["variate"] = torch.where(moved > 0, new, old)
         state["change"] = state["variate"] - old
         return super().finish(state)
 
     def send(self, state: State) -> dict[str, Tensor]:
-        """By how much the variate has changed."""
+        """The change of the variate, ``[n, D]``."""
         return {"control": state["change"]}
 
     def combine(self, means: RoundMeans) -> Combined:
@@ -116,23 +117,23 @@ class Scaffold(SGD):
 
 @dataclass(frozen=True)
 class PrivateScaffold(Scaffold):
-    """SCAFFOLD of which nothing is released but the update: its server computes c from that.
+    """SCAFFOLD for private runs: only updates are released, and the server computes c from them.
 
     Under option II ``c_i+ - c_i = -c - Dy_i / (K lr)`` follows from the update ``Dy_i`` and public
     numbers, so that its sum over clients follows from the sum of updates: ``c <- (1 - q) c - q
-    Dy / (K lr)``, with the released mean ``Dy`` and the share q of the population that is expected
-    in a round. No second vector is sent, and none is charged (DP-SCAFFOLD, Noble et al. 2022,
-    without its second release). c is then the mean of all c_i, but for the noise and for clients
-    that were sampled and did not reply; the noise's standard deviation in c approaches
-    ``z C / (N K lr sqrt(1 - (1 - q)^2))`` in each coordinate, and every local step walks along it.
+    Dy / (K lr)``, with the released mean ``Dy`` and the expected share q of the population in a
+    round. No second vector is sent or charged (DP-SCAFFOLD, Noble et al. 2022, without its second
+    release). c is then the mean of all c_i, except for the noise and for clients that were sampled
+    and did not reply. The standard deviation of the noise in c approaches
+    ``z C / (N K lr sqrt(1 - (1 - q)^2))`` in each coordinate, and enters every local step.
 
     Attributes
     ----------
     bound : Mechanism or None
-        A client's variate is made of its update as this bounds it; None where clients' updates are
-        released as they are (example-level privacy).
+        Bound of the update from which a client computes its variate, as in the sum; None where
+        updates are not bounded (example-level privacy).
     steps : int
-        K, the same for every client.
+        K, the number of local steps, the same for every client.
     """
 
     bound: Mechanism | None = None
@@ -143,12 +144,13 @@ class PrivateScaffold(Scaffold):
 
     @classmethod
     def of(cls, scaffold: Scaffold, facts: RunFacts) -> Self:
-        """The same settings in a private run.
+        """A private SCAFFOLD with the settings of ``scaffold``.
 
         Raises
         ------
         FedsimError
-            If clients take other numbers of steps, or the variates are no function of the release.
+            If clients make different numbers of steps, or if the variates would not be a function
+            of the releases.
         """
         if scaffold.control != "steps":
             raise FedsimError(
@@ -164,7 +166,7 @@ class PrivateScaffold(Scaffold):
         return cls(**vars(scaffold), bound=facts.known_bound(scaffold), steps=facts.steps)
 
     def finish(self, state: State) -> Tensor:
-        """The client's model; its variate is made of the update as it enters the sum."""
+        """The client's parameters; updates its variate from the bounded update, as in the sum."""
         end: Tensor = state["theta"]
         update = end - state["start"]
         if self.bound is not None:
@@ -174,7 +176,7 @@ class PrivateScaffold(Scaffold):
         return end
 
     def send(self, state: State) -> dict[str, Tensor]:
-        """Nothing."""
+        """No vectors."""
         return {}
 
     def combine(self, means: RoundMeans) -> Combined:

@@ -1,4 +1,4 @@
-"""Rates that change over rounds, or over a client's local steps."""
+"""Schedules of the learning rate over rounds, or over a client's local steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Over = Literal["round", "step"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rate is multiplied by, as a function of public counters.
+    """Factor of a learning rate, as a function of the round or the local step.
 
-    With ``t`` the rounds before this one, or the local steps before this one in its round:
+    With ``t`` the number of earlier rounds, or of earlier local steps in the round:
 
     - ``constant``: 1
     - ``inverse``: ``1 / (1 + decay t)``
@@ -69,7 +69,7 @@ class Schedule:
         return 1.0
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Text that `parse` reads."""
         if self == CONSTANT:
             return ""
         settings = vars(self).items()
@@ -78,12 +78,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """A schedule as a config writes it: ``"inverse(decay=0.1, over=step)"``, or empty.
+        """Read a schedule from a config: ``"inverse(decay=0.1, over=step)"``, or empty.
 
         Raises
         ------
         FedsimError
-            If it cannot be read.
+            If the text is malformed.
         """
         if not text.strip():
             return cls()
@@ -116,4 +116,4 @@ LocalSchedule = Annotated[
         "'inverse(decay=0.1, over=step)'; also exponential, staircase and warm-up."
     ),
 ]
-"""A client algorithm's field for one."""
+"""Type of a client algorithm's field for a schedule."""

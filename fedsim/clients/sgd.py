@@ -30,22 +30,22 @@ class SGD(LocalAlgorithm):
     carried: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def numbers(self) -> dict[str, float]:
-        """The rate."""
+        """The learning rate."""
         return {"lr": self.lr}
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """Velocity zero, where there is momentum."""
+        """Initial state; with momentum, the velocity starts at zero."""
         state = super().init(theta, numbers)
         if self.momentum:
             state["velocity"] = torch.zeros_like(theta)
         return state
 
     def phase(self, at: Step) -> Hashable:
-        """All steps are alike."""
+        """One key for all steps."""
         return "step"
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
-        """One step."""
+        """Make a step."""
         theta, rate = state["theta"], state["lr"]
         if self.schedule.shape != "constant":
             rate = rate * at.number(self.schedule)
@@ -60,6 +60,9 @@ class SGD(LocalAlgorithm):
         theta.addcmul_(g, rate.unsqueeze(1), value=-1)
 
     def follow(self, state: State, slope: Tensor | float, rate: Tensor | float) -> None:
-        """Add to ``moved`` how far this step, at ``rate``, goes along a gradient of ``slope``."""
+        """Add to ``moved`` the distance of this step, at ``rate``, for a gradient of ``slope``.
+
+        `FedNova` and `Scaffold` normalise by it; their states have ``moved`` and ``speed``.
+        """
         state["speed"] = self.momentum * state["speed"] + slope
         state["moved"] = state["moved"] + state["speed"] * rate
