@@ -1,3 +1,3 @@
-"""A federation of real processes: its keys and certificates, starting and ending it."""
+"""Deployment of a federation as networked processes: keys, certificates, policies and processes."""
 
 from __future__ import annotations

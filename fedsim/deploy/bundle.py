@@ -1,7 +1,7 @@
-"""An app bundle that is no more than a config, and the guard that lets no other one in.
+"""App bundles that contain only a config, and the check that refuses all others.
 
-The code of a fedsim run is the installed fedsim on every machine. Whoever can submit a run could
-otherwise send code to the server and to every node: Flower runs whatever a bundle brings.
+Every machine runs its installed fedsim. Flower would run any code in a bundle, so that without the
+check anyone who can submit a run could run code on the server and on every node.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def write_app(
     server_app: str = SERVER_APP,
     client_app: str = CLIENT_APP,
 ) -> Path:
-    """Write an app bundle that is no more than a config.
+    """Write an app bundle that contains only a config.
 
     Parameters
     ----------
     run_config : mapping
-        Nested, with kebab-case keys.
+        Nested config with kebab-case keys.
     server_app, client_app : str
-        The installed apps that it is for, as ``module:name``.
+        The installed apps that will run it, as ``module:name``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     project = {
@@ -70,9 +70,9 @@ def write_app(
 
 
 def check_bundle(content: bytes, component: str, app: str) -> None:
-    """Refuse a bundle that is more than a config for an installed app.
+    """Refuse a bundle that is more than a config for the installed app.
 
-    Nothing is extracted, and nothing is read beyond what was announced and is small.
+    No file is extracted to disk, and file sizes are limited.
 
     Parameters
     ----------
@@ -80,13 +80,13 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
         The bundle, a zip file.
     component : "serverapp" or "clientapp"
     app : str
-        The one app, ``module:name``, that is run here.
+        The only app, ``module:name``, that may run here.
 
     Raises
     ------
     FedsimError
-        If it has other files than Flower's manifest and a ``pyproject.toml``, names another app,
-        or asks for anything to be installed.
+        If it has files other than Flower's manifest and a ``pyproject.toml``, names another app,
+        or has dependencies to install.
     """
     project = _project_of(content)
     flower, about = _table(project, "tool", "flwr", "app"), _table(project, "project")
@@ -95,7 +95,7 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
         raise FedsimError(
             f"the bundle's {component} is {str(declared)[:80]!r}; here only {app!r} is run."
         )
-    # Flower makes a directory name of these three.
+    # Flower builds a directory name from these three.
     for key, text, form in (
         ("publisher", flower.get("publisher"), _NAMES),
         ("name", about.get("name"), _NAMES),
@@ -125,7 +125,7 @@ def _project_of(content: bytes) -> dict[str, Any]:
         return tomllib.loads(text.decode("utf-8"))
     except FedsimError:
         raise
-    except Exception as error:  # a stranger's bytes may break a parser in any way
+    except Exception as error:  # untrusted bytes may make a parser raise any exception
         raise FedsimError(f"the bundle cannot be read ({type(error).__name__}).") from None
 
 

@@ -35,7 +35,7 @@ class Authority:
 
     @classmethod
     def create(cls, days: int = 3650) -> Authority:
-        """Make an authority that is valid from yesterday (clocks differ) for ``days`` days."""
+        """Create an authority, valid for ``days`` days; from yesterday on, since clocks differ."""
         key = ec.generate_private_key(ec.SECP384R1())
         subject = _name("fedsim federation")
         builder = _builder(subject, subject, key.public_key(), days)
@@ -67,14 +67,14 @@ class Authority:
         write_public(directory / "ca.crt", self.certificate.public_bytes(_PEM))
 
     def issue(self, hosts: Sequence[str], days: int = 365) -> tuple[bytes, bytes]:
-        """Certificate and key for a server that is reached under these names.
+        """Create a certificate and key for a server with these names.
 
         Parameters
         ----------
         hosts : sequence of str
             Host names and addresses; all become subject alternative names.
         days : int
-            Until it expires; a negative number makes one that has.
+            Days until it expires; with a negative number it has expired already.
 
         Returns
         -------
@@ -98,7 +98,7 @@ class Authority:
 
 
 def node_key() -> tuple[bytes, bytes]:
-    """Private and public key of a SuperNode, as Flower wants them: EC P-384, OpenSSH."""
+    """New private and public key of a SuperNode, in Flower's format: EC P-384, OpenSSH."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         _PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -110,13 +110,13 @@ def node_key() -> tuple[bytes, bytes]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, from the moment that it exists."""
+    """Write a file that only its owner can read, from its creation on."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     durable.replace(path, content, mode=0o600)
 
 
 def write_public(path: Path, content: bytes) -> None:
-    """Write a file that everybody may read and its owner may change."""
+    """Write a file that all users may read, and only its owner may change."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     path.chmod(0o644)
@@ -126,7 +126,7 @@ def _builder(
     subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
-    start = now + min(-1, days - 1) * _DAY  # a day before the end, where that is in the past
+    start = now + min(-1, days - 1) * _DAY  # yesterday, or a day before an end in the past
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -1,15 +1,15 @@
-"""A federation on disk: the files of each party.
+"""A federation's directory, with the files of each party.
 
 ::
 
     DIR/federation.toml     host names, ports, number of nodes
-    DIR/authority/          ca.key, ca.crt: stays with the operator who lets nodes in
+    DIR/authority/          ca.key, ca.crt: stays with the operator, who registers nodes
     DIR/superlink/          for the server: superlink.toml, its certificate and key, clients.toml
-                            (whose key is which client's), what it knows of the operator's token
+                            (the client id of each registered key), the operator token's digest
     DIR/node-0/ ...         one for each SuperNode: node.toml (with its policy), ca.crt, node.key
-    DIR/operator/           a FLWR_HOME, to let nodes in and submit runs: ca.crt,
+    DIR/operator/           a FLWR_HOME, to register nodes and submit runs: ca.crt,
                             config.toml, credentials.yaml (the operator's token), node-0.pub ...
-    DIR/runs/               what runs leave, on the SuperLink's machine
+    DIR/runs/               artefacts of runs, on the SuperLink's machine
 """
 
 from __future__ import annotations
@@ -33,28 +33,26 @@ from fedsim.privacy.manifest import key_pair
 from fedsim.settings import Ge
 
 CONNECTION = "federation"
-"""What the SuperLink is called in the operator's Flower configuration."""
+"""Name of the SuperLink in the operator's Flower configuration."""
 
 _FEDERATION_TOML = "federation.toml"
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Where a federation's files are, and how its parties reach each other.
+    """A federation's directory, and the addresses of its parties.
 
     Attributes
     ----------
     directory : Path
     hosts : tuple of str
-        Names and addresses of the SuperLink, all in its certificate; the first is the one
-        that the nodes use.
+        Names and addresses of the SuperLink, all in its certificate; nodes use the first.
     nodes : int
         Number of SuperNodes that have keys.
     port, fleet_port : int
-        Of the SuperLink: for the operator and its own apps, on its loopback address, and for
-        SuperNodes.
+        Ports of the SuperLink: on loopback for the operator and the server's apps, and for nodes.
     insecure : bool
-        No TLS and no authentication; only where it is asked for.
+        Whether there is no TLS and no authentication.
     """
 
     directory: Path
@@ -77,16 +75,16 @@ class Federation:
         insecure: bool = False,
         home: Path | None = None,
     ) -> Federation:
-        """Make the authority, the certificate, the nodes' keys, and everybody's files.
+        """Create the authority, the certificate, the nodes' keys, and the files of all parties.
 
         Parameters
         ----------
         hosts, nodes, port, fleet_port, insecure
             As for the class.
         days : int
-            Until the server's certificate expires.
+            Days until the server's certificate expires.
         home : path, optional
-            Where the operator will find this directory, if not here: in a container, say.
+            Path of this directory as the operator will see it, for example in a container.
 
         Raises
         ------
@@ -124,12 +122,12 @@ class Federation:
 
     @classmethod
     def load(cls, directory: Path) -> Federation:
-        """Read what `create` wrote.
+        """Load a federation that `create` wrote.
 
         Raises
         ------
         FedsimError
-            If there is no federation.
+            If the directory holds no federation.
         """
         if not (directory / _FEDERATION_TOML).is_file():
             raise FedsimError(
@@ -139,36 +137,36 @@ class Federation:
 
     @property
     def operator(self) -> Path:
-        """FLWR_HOME with which runs are submitted."""
+        """The operator's FLWR_HOME, for submitting runs."""
         return self.directory / "operator"
 
     @property
     def runs(self) -> Path:
-        """Where the ServerApp writes, when this machine is the SuperLink's."""
+        """Directory of runs' artefacts, if this machine runs the SuperLink."""
         return self.directory / "runs"
 
     @property
     def superlink(self) -> Path:
-        """Directory of the server."""
+        """The server's directory."""
         return self.directory / "superlink"
 
     @property
     def roster(self) -> Path:
-        """Which key is which client."""
+        """File with the client id of each registered key."""
         return self.superlink / "clients.toml"
 
     def node(self, number: int) -> Path:
-        """Directory of one SuperNode."""
+        """The directory of one SuperNode."""
         return self.directory / f"node-{number}"
 
     def public_key(self, node: int) -> Path:
-        """The key by which the SuperLink knows a node."""
+        """File with a node's public key, to register at the SuperLink."""
         return self.operator / f"node-{node}.pub"
 
     def issue(self, days: int = 365) -> None:
-        """Make a new certificate for the SuperLink."""
+        """Issue a new certificate for the SuperLink."""
         authority = Authority.load(self.directory / "authority")
-        # The SuperLink's own apps reach it on loopback.
+        # Also for loopback, on which the server's own apps connect.
         names = dict.fromkeys([*self.hosts, "127.0.0.1", "localhost"])
         certificate, key = authority.issue(list(names), days)
         write_public(self.superlink / "server.pem", certificate)
@@ -183,7 +181,7 @@ class Federation:
         self.issue(days)
 
     def _make_key(self, node: int) -> str:
-        """Make a node's key; its digest."""
+        """Generate a node's key pair; return the public key's digest."""
         private, public = node_key()
         write_private(self.node(node) / "node.key", private)
         write_public(self.public_key(node), public)
@@ -192,7 +190,7 @@ class Federation:
         return digest
 
     def _make_node(self, node: int) -> None:
-        """Make the rest of what a node needs."""
+        """Write a node's other files: its secret, the authority's certificate, and node.toml."""
         files = self.node(node)
         write_private(files / "superexec.secret", secrets.token_hex(32).encode())
         if not self.insecure:
@@ -202,8 +200,8 @@ class Federation:
         Node(files, address, node, self.nodes, self.insecure).save()
 
     def _make_operator(self, operator: Path) -> None:
-        """Make a FLWR_HOME that will be found at ``operator``."""
-        # Wherever the operator is: from elsewhere through a tunnel to the SuperLink's machine.
+        """Write the operator's FLWR_HOME, whose path will be ``operator`` when it is used."""
+        # Always loopback: an operator elsewhere uses a tunnel to the SuperLink's machine.
         address = f"127.0.0.1:{self.port}"
         link: dict[str, str | bool] = {"address": address}
         if self.insecure:

@@ -1,12 +1,13 @@
-"""A reverse proxy through which nodes reach their SuperLink, and nothing else can be reached.
+"""A reverse proxy that exposes only the SuperLink's API for nodes.
 
-From Flower 1.40 on one port serves the operator, the apps and the nodes. So the SuperLink
-listens on loopback, and this process outside: it passes on the ten requests that a node makes,
-by their exact paths, and answers 404 to all others. It ends TLS and has a connection of its own to
-the SuperLink; nodes sign what they send, so it need not be trusted with who they are.
+From Flower 1.40 on, one port serves the operator, the apps and the nodes. The SuperLink therefore
+listens on loopback, and this process on the public address: it forwards the ten requests that a
+node makes, by their exact paths, and answers 404 to all others. It terminates TLS and has its own
+connection to the SuperLink. Nodes sign their requests, so that the proxy is not trusted to identify
+them.
 
-Run as ``python -m fedsim.deploy.fleet_proxy HOST PORT SUPERLINK_PORT [DIRECTORY]``, the last with
-the server's certificate and key.
+Run as ``python -m fedsim.deploy.fleet_proxy HOST PORT SUPERLINK_PORT [DIRECTORY]``; the directory
+has the server's certificate and key.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ _PATHS = frozenset(
         *("push-object", "pull-object", "confirm-message-received"),
     )
 )
-# Flower cuts arrays into chunks of 20 MiB, so no node sends more; a body is held in memory here.
+# Flower cuts arrays into chunks of 20 MiB, so that no honest node sends more than this. Limited,
+# because bodies are held in memory.
 _LARGEST_BODY = 1 << 26
 _CONNECTIONS = 256
 _SECONDS = 120.0
-# Headers of one connection, and those that would claim another origin.
+# Request headers not forwarded: those of a single connection, and those that claim an origin.
 _DROPPED = frozenset(
     (
         *(b"host", b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding"),
@@ -37,7 +39,7 @@ _DROPPED = frozenset(
         *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto"),
     )
 )
-# What a node reads of an answer; the rest would tell it about the server.
+# Response headers that a node needs; others would reveal details of the server.
 _KEPT_OF_ANSWER = frozenset((b"content-type", b"retry-after"))
 
 Scope = MutableMapping[str, Any]
@@ -46,17 +48,17 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def is_passed(method: str, raw_path: bytes, query: bytes) -> bool:
-    """Whether a request is one that a node makes: the very bytes, before anything is decoded."""
+    """Whether a request is one that a node makes, judged by its undecoded path."""
     return method == "POST" and not query and raw_path in _PATHS
 
 
 class FleetProxy:
-    """An ASGI app that hands requests that are passed (`is_passed`) on to the SuperLink.
+    """ASGI app that forwards nodes' requests (`is_passed`) to the SuperLink.
 
     Parameters
     ----------
     client : httpx.AsyncClient
-        Its base URL is the SuperLink's.
+        Client whose base URL is the SuperLink's.
     """
 
     def __init__(self, client: Any) -> None:
@@ -68,7 +70,8 @@ class FleetProxy:
             await _live(receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
-        # The raw path: a decoded one has more than one spelling, and the SuperLink decodes again.
+        # The raw path: several spellings decode to one path, and the SuperLink decodes again, so
+        # that a decoded path could pass here and mean another request there.
         elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
             await _answer(send, 404)
         elif _announced(scope) > _LARGEST_BODY:
@@ -88,7 +91,7 @@ class FleetProxy:
                 return
             answer = await self._client.post(path, content=content, headers=headers)
         except httpx.HTTPError:
-            # The SuperLink is not there; nodes try again.
+            # The SuperLink is down; nodes retry.
             await _answer(send, 503)
             return
         headers = [
@@ -98,14 +101,14 @@ class FleetProxy:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """What was sent; None if it is more than a node may send, or broke off."""
+    """The request's body; None if it is too large or was cut off."""
     body = bytearray()
     more = True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        # Counted as it comes: what a request announces may be less than it sends, or nothing.
+        # Count the bytes received, since the announced length may be too small or missing.
         if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
             return None
     return bytes(body)
@@ -135,7 +138,7 @@ async def _live(receive: Receive, send: Send) -> None:
 
 
 def main(host: str, port: int, superlink_port: int, directory: Path | None) -> None:
-    """Listen, with TLS where there is a certificate."""
+    """Run the proxy, with TLS if ``directory`` has a certificate."""
     import ssl
 
     import httpx
@@ -148,13 +151,13 @@ def main(host: str, port: int, superlink_port: int, directory: Path | None) -> N
             "ssl_certfile": str(directory / "server.pem"),
             "ssl_keyfile": str(directory / "server.key"),
         }
-        # The federation's own authority and no other: who can bind the port is not the SuperLink.
+        # Trust only the federation's own authority: another local process may have bound the port.
         trust = ssl.create_default_context(cafile=str(directory / "ca.crt"))
     client = httpx.AsyncClient(
         base_url=f"{'https' if secure else 'http'}://127.0.0.1:{superlink_port}",
         verify=trust,
         timeout=_SECONDS,
-        trust_env=False,  # no proxy of the environment sees what nodes send
+        trust_env=False,  # use no proxy from the environment, which would see nodes' messages
         limits=httpx.Limits(max_connections=_CONNECTIONS),
     )
     uvicorn.run(
@@ -164,7 +167,7 @@ def main(host: str, port: int, superlink_port: int, directory: Path | None) -> N
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # there is no proxy before this one whose headers could be believed
+        proxy_headers=False,  # clients could forge them: there is no trusted proxy in front
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=30,
         ws="none",

@@ -1,12 +1,12 @@
-"""Flower's SuperLink, SuperNode and SuperExec, as a deployment runs them.
+"""Flower's SuperLink, SuperNode and SuperExec, with fedsim's changes for a deployment.
 
 Run as ``python -m fedsim.deploy.flower_programs PROGRAM ...``, which calls one of
 
-- `run_superlink`: its Control API answers to the operator's token only;
-- `run_supernode`: it asks for messages as often as its federation can answer, and wakes its app;
-- `run_superexec`: it runs fedsim's apps and nothing else, in processes that are forked warm.
+- `run_superlink`: its Control API accepts the operator's token only;
+- `run_supernode`: it polls for messages as often as the federation's size allows, and wakes apps;
+- `run_superexec`: it runs the installed app only, in forked processes with all modules imported.
 
-The last arguments are those of Flower's own program. What they replace of Flower is in
+The last arguments are passed to Flower's own program. The changes to Flower's code are in
 `fedsim.deploy.flower_replacements`.
 """
 
@@ -50,26 +50,25 @@ def new_token() -> str:
 
 
 def token_digest(token: str) -> str:
-    """SHA-256 of a token, in hex: all that the server stores of it."""
+    """SHA-256 of a token, in hex; the server stores only this digest."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def credentials(token: str, address: str) -> bytes:
-    """The ``credentials.yaml`` with which the ordinary ``flwr`` presents a token to one address."""
+    """A ``credentials.yaml`` with which the ``flwr`` command sends a token to one address."""
     store = f"flower.account-auth.{address}"
     values = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "-"}
     entries = {
         f"{store}.{key}": base64.b64encode(value.encode()).decode() for key, value in values.items()
     }
-    # JSON is YAML.
+    # JSON is valid YAML.
     return json.dumps(entries, indent=1).encode()
 
 
 def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
-    """A plug-in that accepts the token with this `token_digest`, and no other.
+    """An authentication plug-in that accepts only the token with this `token_digest`.
 
-    Flower asks a plug-in whether a token is good, and has none of its own but for OpenID Connect,
-    in another edition.
+    Flower delegates the check of tokens to a plug-in; its community edition has none that checks.
     """
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
@@ -79,16 +78,16 @@ def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
         def validate_tokens_in_metadata(
             self, metadata: Sequence[tuple[str, str | bytes]]
         ) -> tuple[bool, AccountInfo | None]:
-            """Whether the operator's token is among what was sent."""
+            """Whether the operator's token is in the metadata, and the account."""
             for _, value in metadata:
                 sent = token_digest(value if isinstance(value, str) else value.decode("latin1"))
                 if hmac.compare_digest(sent, digest):
-                    # Flower's community edition knows one account.
+                    # Flower's community edition has a single account.
                     return super().validate_tokens_in_metadata(metadata)
             return False, None
 
         def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
-            """No token is made from another."""
+            """Refuse: tokens cannot be refreshed."""
             del metadata
             return None, None
 
@@ -96,7 +95,7 @@ def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
 
 
 def run_superlink(digest_file: Path, arguments: Sequence[str]) -> None:
-    """Run a SuperLink whose Control API accepts the token with the digest in this file."""
+    """Run a SuperLink whose Control API accepts only the token with the digest in this file."""
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
     digest = regular_files.read_text(digest_file).strip()
@@ -108,15 +107,15 @@ def run_superlink(digest_file: Path, arguments: Sequence[str]) -> None:
     flower_superlink()
 
 
-# -- the SuperNode, and how it wakes the SuperExec of its app ------------------------------------
+# -- the SuperNode, which wakes the SuperExec of its app -----------------------------------------
 
 _OFTEN = 0.5
-_ANSWERED = 20.0  # questions a second that leave a SuperLink's core most of its time
+_ANSWERED = 20.0  # polls a second, of all nodes, that take little of the SuperLink's CPU time
 _PIPE = "task.pipe"
 
 
 def poll_seconds(clients: int) -> float:
-    """Seconds from one question of a node to the next, in a federation of so many clients.
+    """Seconds between a node's polls for messages, in a federation of ``clients`` nodes.
 
     Examples
     --------
@@ -127,10 +126,10 @@ def poll_seconds(clients: int) -> float:
 
 
 def run_supernode(seconds: float, arguments: Sequence[str]) -> None:
-    """Run a SuperNode that asks for messages every so many ``seconds``.
+    """Run a SuperNode that polls for messages every ``seconds``.
 
-    Flower's own asks every three seconds while there is nothing to do, which is most of a small
-    federation's round, and every half second whether its app has replied.
+    Flower's own polls every three seconds while there is no message, which is most of the time of a
+    small federation's round, and every half second for its app's reply.
     """
     from flwr.supernode.cli import flower_supernode
 
@@ -142,7 +141,7 @@ def run_supernode(seconds: float, arguments: Sequence[str]) -> None:
 
 
 def wake(directory: Path) -> None:
-    """Wake the SuperExec that waits at the pipe in this directory, if one does."""
+    """Wake the SuperExec that waits at the pipe in this directory, if there is one."""
     with suppress(OSError):
         pipe = os.open(directory / _PIPE, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -152,29 +151,30 @@ def wake(directory: Path) -> None:
 
 
 class WakeupPipe:
-    """Where a node's SuperExec waits for its SuperNode to `wake` it.
+    """Named pipe at which a node's SuperExec waits for its SuperNode to `wake` it.
 
-    A SuperExec asks for a task once a second, and would have to ask far more often for a quick
-    round: ten of them that ask four times a second take a seventh of a core all the time. So the
-    SuperNode sends one byte when a message has arrived whole, through a named pipe in the directory
-    that the two share and no other user can enter. Where no byte is sent or read, the SuperExec
-    asks once a second as before.
+    A SuperExec polls for a task once a second. Quick rounds would need far more frequent polls: ten
+    SuperExecs with four polls a second take a seventh of a core all the time. Instead the SuperNode
+    sends one byte when a message has completely arrived, through a named pipe in the directory that
+    the two share and no other user can enter. Without the pipe, the SuperExec still polls once a
+    second.
 
     Parameters
     ----------
     directory : path
-        A pipe is made there, in place of an earlier one's.
+        Directory in which the pipe is created, replacing an earlier one.
     """
 
     def __init__(self, directory: Path) -> None:
         pipe = directory / _PIPE
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe, 0o600)
-        # For writing too: a pipe that all its writers have left is at its end, and never waits.
+        # Opened for writing too: without any writer the pipe would be at its end, and `select`
+        # would return at once.
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until `wake` is called, or has been since the last time; at most so long."""
+        """Sleep until `wake` is called, or was called since the last wait; at most ``seconds``."""
         if select.select([self._pipe], [], [], seconds)[0]:
             os.read(self._pipe, 1 << 16)
 
@@ -182,7 +182,7 @@ class WakeupPipe:
 # -- the SuperExec, which forks a process for each task ------------------------------------------
 
 _GRACE = 10.0
-# In full, so that a search for a module's name finds it here.
+# Written in full, so that a search for a module's name finds it here.
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
     *("fedsim.federation.engines.packed_messages", "fedsim.models.parameters"),
@@ -196,19 +196,19 @@ _PROGRAM_OF_ROLE = {
 
 
 def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str]) -> None:
-    """Run a SuperExec beside the process that forks its tasks.
+    """Run a SuperExec, and a second process that forks its tasks.
 
     Flower's own starts a new Python for every message (2.7 CPU seconds with torch), with the task's
-    token on its command line, and runs the code that came with the run. Here a process that has
-    everything imported forks for each task (0.1 CPU seconds), the token goes to it through a
-    socket, and the guard stands before the code:
+    token on its command line, and runs the code that was sent with the run. Here a process with all
+    modules imported forks for each task (0.1 CPU seconds), gets the token through a socket, and
+    runs only installed code:
 
-    - a bundle with more than a config for ``app``, which is installed, is refused (`check_bundle`);
-    - a node's app is that one whatever the bundle says, and nothing of it touches disk;
+    - a bundle with more than a config for the installed ``app`` is refused (`check_bundle`);
+    - a node runs the installed app whatever the bundle says, and writes no part of it to disk;
     - other kinds of task (agents, connectors, models, simulations) are refused.
 
-    A task that takes longer than ``seconds`` (0: for ever) is ended: first by an exception in it,
-    so that the reason reaches the operator, and, if it continues, by a signal.
+    A task that takes longer than ``seconds`` (0: no limit) is ended: first by an exception in it,
+    so that the operator gets the reason, and by SIGKILL if it continues.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
     """
     ours, theirs = socket.socketpair()
     superexec = os.getpid()
-    # Forked before Flower or torch is imported: no thread, lock or connection is shared.
+    # Fork before Flower or torch is imported, so that no thread, lock or connection is shared.
     if os.fork() == 0:
         ours.close()
         die_with_parent(superexec)
@@ -231,7 +231,7 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
 
 
 def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) -> None:
-    """Run Flower's SuperExec, which hands each task to the forker."""
+    """Run Flower's SuperExec, with an executor that sends each task to the forker."""
     from flwr.supercore.cli.flower_superexec import flower_superexec
     from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -250,7 +250,7 @@ def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) ->
 
     flower_replacements.use_executor(ForkingExecutor())
     if role == "client":
-        with suppress(OSError):  # a file system without pipes: it asks once a second
+        with suppress(OSError):  # on a file system without pipes it polls once a second
             pipe = WakeupPipe(Path(os.environ["FLWR_HOME"]))
             flower_replacements.use_task_wait(pipe.wait)
     sys.argv = ["flower-superexec", *arguments]
@@ -258,13 +258,14 @@ def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) ->
 
 
 def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -> None:
-    """Fork a process for each task that arrives, until SuperExec is gone; tasks end with this."""
+    """Fork a process for each task that arrives, until the SuperExec ends; tasks end with this."""
     program = _guarded_program(role, app)
-    # What is imported stays shared with the forked tasks: a collection would write to its pages.
+    # Keeps the memory of imported modules shared with forked tasks: the garbage collector would
+    # write to its pages, which copies them.
     gc.freeze()
     forker = os.getpid()
     deadlines: dict[int, float] = {}
-    # Wakes up between tasks to end those that are late.
+    # The timeout lets the loop end late tasks also while no new ones arrive.
     superexec.settimeout(0.2)
     unread = b""
     while True:
@@ -290,7 +291,7 @@ def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -
 
 
 def _run_task(program: Callable[[], None], arguments: list[str], seconds: float) -> None:
-    """Run one task to its end, in a process of its own that does not return."""
+    """Run one task in this forked process, which exits and never returns."""
 
     def raise_timeout(_number: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"this node ends a task after {seconds:g} s")
@@ -308,17 +309,17 @@ def _run_task(program: Callable[[], None], arguments: list[str], seconds: float)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by an exception: this process would run the forker's own code.
+        # os._exit, since an exception would unwind into the forker's code.
         os._exit(status)
 
 
 def _guarded_program(role: str, app: str) -> Callable[[], None]:
-    """Flower's own program for a role, imported with all that it will need, and guarded."""
+    """Flower's program for a role, with its guards installed and all its modules imported."""
     from fedsim.deploy.bundle import CLIENT_APP, check_bundle
 
-    # A CUDA context does not survive a fork; asking whether there is a device must not make one.
+    # A CUDA context does not survive a fork, so that the check for a device must not create one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # What Flower's HTTP client imports with its first connection.
+    # Flower's HTTP client would import it at its first connection, in every task.
     importlib.import_module("httpcore")
     flower_replacements.retry_soon()
     installed = _named(app)
@@ -340,10 +341,10 @@ def _named(reference: str) -> Any:
 
 
 def _import_kinds() -> None:
-    """Import what a task needs when it is first asked to train, once for all that are forked.
+    """Import the modules that a task needs for training, once for all forked tasks.
 
-    All of fedsim's own kinds, which take a twentieth of a second; plug-ins are not imported
-    before a run that names one has been let in.
+    These are all of fedsim's own kinds, which take a twentieth of a second. Plug-ins are not
+    imported until a run that names one has passed the node's policy.
     """
     for module in _USED_BY_TASKS:
         importlib.import_module(module)
@@ -351,7 +352,7 @@ def _import_kinds() -> None:
     for kind in registry.KINDS:
         for name in sorted({*registry.names(kind)} - {*registry.plugins(kind)}):
             registry.find(kind, name, kind)
-    # The first config of a process makes the classes of its tables.
+    # Parse one config, since the first one in a process creates the classes of its tables.
     importlib.import_module("fedsim.config").RunConfig.parse({"engine": {"name": "deployment"}})
 
 

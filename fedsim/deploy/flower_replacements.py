@@ -1,16 +1,16 @@
-"""Flower's private names that a deployment replaces: all of them, each with its reason.
+"""All private names of Flower that a deployment replaces, with the reason for each.
 
 Flower has no public interface for any of this. Each function changes the process that calls it,
 which runs one of Flower's own programs, and nothing on disk. There are two kinds:
 
-- *Guards* (the operator's token, the check of app bundles, the executor). Where a release of
-  Flower no longer has the name, a guard ends its process: it must not run unguarded.
-- *Speed and patience* (how often something is asked, how long a database is waited for). Where
-  the name is gone, Flower's own pace stays, and nothing else changes.
+- *Guards* (the operator's token, the check of app bundles, the executor). If a release of Flower
+  lacks the name, a guard ends its process, which must not run unguarded.
+- *Intervals and timeouts* (how often to poll, how long to wait for a database). If a release lacks
+  the name, Flower's own interval is used, and nothing else changes.
 
-A name that is still there but no longer *used* would be replaced to no effect, which only a look
-at Flower's source shows: `tests/deploy/test_flower_replacements.py` looks, for the installed
-release, and `warn_of_newer_flower` says where a release is newer than those looked at.
+If Flower still has a name but no longer *uses* it, replacing it has no effect. Only Flower's source
+shows that: `tests/deploy/test_flower_replacements.py` checks the installed release, and
+`warn_of_newer_flower` warns of releases newer than those checked.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fedsim")
 
 NEWEST = (1, 42)
-"""The last release of Flower in whose source these names were looked up."""
+"""The newest release of Flower in whose source these names were checked."""
 
 FLOWERS_POLL = 3.0
-"""Seconds between two questions of Flower's SuperNode for messages."""
+"""Seconds between two polls of Flower's SuperNode for messages."""
 
-_REPLY_POLL = 0.05  # for the reply of an app, which comes into the SuperNode's own memory
+_REPLY_POLL = 0.05  # seconds between polls for an app's reply, in the SuperNode's own memory
 _UNREADY = 0.1
 _DATABASE_WAIT = "60000"  # milliseconds
 
@@ -57,16 +57,16 @@ def flower_version() -> tuple[int, int]:
 
 
 def speaks_grpc() -> bool:
-    """Whether SuperNodes of the installed Flower reach the SuperLink over gRPC.
+    """Whether SuperNodes of the installed Flower use gRPC to reach the SuperLink.
 
-    1.40 moved them to protobuf over HTTPS, on the SuperLink's one port.
+    From 1.40 on they use protobuf over HTTPS, on the SuperLink's only port.
     """
     return flower_version() < (1, 40)
 
 
 @functools.cache
 def warn_of_newer_flower() -> None:
-    """Log one warning where the installed Flower is newer than `NEWEST`."""
+    """Log one warning if the installed Flower is newer than `NEWEST`."""
     if flower_version() > NEWEST:
         _log.warning(
             "a deployment replaces private names of Flower, which are known up to Flower %s; this "
@@ -77,10 +77,10 @@ def warn_of_newer_flower() -> None:
 
 
 def accept_operator_only(plugin: type[NoOpControlAuthnPlugin]) -> None:
-    """Have the SuperLink ask this plug-in who calls its Control API. A guard.
+    """Have the SuperLink authenticate calls of its Control API by this plug-in. A guard.
 
-    Flower's community edition has no plug-in that refuses anybody; it asks for one only where
-    OpenID Connect is switched on.
+    Flower's community edition has no plug-in that refuses any caller, and loads one only if OpenID
+    Connect is enabled.
     """
     module = _module_with("flwr.superlink.config_loader", "get_control_authn_plugins")
     module.get_control_authn_plugins = lambda: {"oidc": plugin}
@@ -88,10 +88,10 @@ def accept_operator_only(plugin: type[NoOpControlAuthnPlugin]) -> None:
 
 
 def wait_for_database() -> None:
-    """Let a request wait a minute for the SuperLink's database, not Flower's five seconds.
+    """Let a request wait a minute for the SuperLink's database, instead of Flower's five seconds.
 
-    On a machine that is busy enough a message would be lost to "database is locked", and a private
-    round, which has no deadline, would wait for its reply.
+    On a busy machine a message could be lost with the error "database is locked", and a private
+    round, which has no deadline, would wait for its reply for ever.
     """
     module: Any = importlib.import_module("flwr.supercore.sql_mixin")
     module.SQLITE_PRAGMAS = tuple(
@@ -101,23 +101,23 @@ def wait_for_database() -> None:
 
 
 def use_executor(executor: Executor) -> None:
-    """Have the SuperExec hand its tasks to this executor. A guard.
+    """Have the SuperExec pass its tasks to this executor. A guard.
 
-    Flower's own starts a new Python for each, with the task's token on its command line, and runs
-    the code that came with the run.
+    Flower's own executor starts a new Python for each task, with the task's token on the command
+    line, and runs the code that was sent with the run.
     """
     _module_with(SUPEREXEC_LOOP, "get_executor").get_executor = lambda *_args, **_options: executor
 
 
 def use_task_wait(wait: Callable[[float], None]) -> None:
-    """Have the SuperExec wait by ``wait(seconds)`` between two questions for a task."""
+    """Have the SuperExec wait by ``wait(seconds)`` between two polls for a task."""
     module: Any = importlib.import_module(SUPEREXEC_LOOP)
     if getattr(module, "time", None) is time:
         module.time = SimpleNamespace(sleep=wait)
 
 
 def check_server_bundles(check: Callable[[bytes], None]) -> None:
-    """Have a ServerApp's process check a bundle before anything of it is extracted. A guard."""
+    """Have a ServerApp's process check a bundle before extracting any of it. A guard."""
     module = _module_with(SERVER_RUNTIME, "install_from_fab")
     install = module.install_from_fab
 
@@ -129,9 +129,9 @@ def check_server_bundles(check: Callable[[bytes], None]) -> None:
 
 
 def run_installed_client(app: ClientApp, check: Callable[[bytes], None]) -> None:
-    """Have a ClientApp's process run this app, whatever a bundle brings. A guard.
+    """Have a ClientApp's process run this app, whatever a bundle contains. A guard.
 
-    A bundle is checked and never extracted, so that nothing of a run touches the node's disk.
+    A bundle is checked and never extracted, so that no file of a run reaches the node's disk.
     """
     module = _module_with(CLIENT_RUNTIME, "install_from_fab", "get_load_client_app_fn")
     module.install_from_fab = lambda content, *_args, **_options: check(content)
@@ -139,10 +139,10 @@ def run_installed_client(app: ClientApp, check: Callable[[bytes], None]) -> None
 
 
 def poll_every(seconds: float) -> None:
-    """Have the SuperNode ask for messages this often, and for its app's reply at once.
+    """Have the SuperNode poll for messages at this interval, and for its app's reply very often.
 
-    Its loop sleeps by `time.sleep`, which has to be told apart by the number of seconds: the
-    module's name `time` is replaced, not the clock of the process.
+    Its loop calls `time.sleep` for both, which only the number of seconds distinguishes. The name
+    `time` is replaced in that one module, so that no other code of the process is affected.
     """
     module: Any = importlib.import_module(SUPERNODE_LOOP)
 
@@ -154,7 +154,7 @@ def poll_every(seconds: float) -> None:
 
 
 def before_reply_wait(call: Callable[[], None]) -> None:
-    """Have the SuperNode call this when a message has arrived whole, before its app replies."""
+    """Have the SuperNode call this once a message has fully arrived, before its app replies."""
     module: Any = importlib.import_module(SUPERNODE_LOOP)
     wait_for_reply = getattr(module, "_push_messages", None)
     if wait_for_reply is None:
@@ -168,11 +168,12 @@ def before_reply_wait(call: Callable[[], None]) -> None:
 
 
 def retry_soon() -> None:
-    """Have this process ask again soon for a part of a message that is still on its way.
+    """Have this process retry soon if a part of a message has not arrived yet.
 
-    A message can be seen before all of its parts have arrived. Flower waits a second then, and
-    twice as long each time; a tenth of that is enough for what takes milliseconds. The functions
-    are imported by name elsewhere, so their defaults are changed and not the functions.
+    A message can be visible before all of its parts have arrived. Flower then waits a second, and
+    twice as long at each further try; the parts take milliseconds, so that a tenth of a second is
+    enough. Other modules have imported the functions by name, so that replacing them here would
+    have no effect: their keyword defaults are changed in place.
     """
     module: Any = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
@@ -185,9 +186,9 @@ def replace_dead_actors() -> None:
     """Have Flower's simulation, which runs in this process, replace a Ray actor that has died.
 
     A client that ends its process (``os._exit``, a crash in C, the system's out-of-memory killer)
-    ends the actor that it ran on. Flower puts the dead actor back on top of its pool and gives it
-    the next client, so that one client's death would be the failure of most others, in every
-    round to come. A new actor takes its place: only that one client has failed.
+    ends the actor that it runs on. Flower returns the dead actor to the top of its pool and gives
+    it the next client, so that most other clients would fail too, in all later rounds. Here a new
+    actor takes its place, and only the one client fails.
     """
     from flwr.simulation.ray_transport.ray_actor import BasicActorPool
     from ray.exceptions import ActorDiedError
@@ -202,7 +203,7 @@ def replace_dead_actors() -> None:
         try:
             return fetch(self, future)
         except ActorDiedError:
-            # Flower answers the error by putting back what is noted here.
+            # Flower's handler of this error returns the actor that is stored here to the pool.
             self._future_to_actor[future] = self.create_actor_fn()
             raise
 
@@ -210,14 +211,14 @@ def replace_dead_actors() -> None:
 
 
 def _module_with(name: str, *guards: str) -> Any:
-    """A module of Flower's in which these names are there to be replaced.
+    """A module of Flower, after a check that it has the names to be replaced.
 
     Raises
     ------
     FedsimError
-        If one is not: to set it would guard nothing.
+        If one is missing: setting it would guard nothing.
     """
-    # `import a.b as m` would give a function that shadows the module of the same name.
+    # Not `import a.b as m`, which gives a function where one shadows the module's name.
     module: Any = importlib.import_module(name)
     for guard in guards:
         if not hasattr(module, guard):

@@ -1,4 +1,4 @@
-"""Running a config in Flower's own runtimes, from start to end."""
+"""Running a config in Flower's simulation and deployment runtimes, from start to end."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def run_simulation(
 ) -> RunResult:
     """Run a config as Flower virtual clients, on Flower's Ray-backed runtime.
 
-    A SuperLink of our own is started for it on loopback, and ended with it.
+    A SuperLink is started for the run on loopback, and ended with it.
 
     Parameters
     ----------
     resolved : Resolved
-        Its config goes with the run. Every client of the partition is a SuperNode.
+        Its config is sent with the run. Every client of the partition is a SuperNode.
     out : path, optional
-        Directory for the artefacts, claimed already; a run that is there is resumed.
+        Directory for the artefacts, already claimed; a run in it is resumed.
     callbacks : iterable of Callback
-        The run waits for their answers.
+        Called after each round; the run waits for their answers.
 
     Raises
     ------
@@ -64,10 +64,10 @@ def run_deployment(
 ) -> RunResult:
     """Run a config on a deployed federation of SuperNodes; parameters as for `run_simulation`.
 
-    With ``engine.federation``, the directory of a federation that is up, the ServerApp writes the
-    artefacts on its SuperLink's host. If that is this machine they are copied to ``out``, and
-    callbacks get its rows as they come, without parameters. Otherwise a federation with a
-    SuperNode for each client is started here for this run.
+    With ``engine.federation``, the directory of a running federation, the ServerApp writes the
+    artefacts on its SuperLink's host. If that is this machine, they are copied to ``out``, and
+    callbacks get the rows of its metrics as they are written, without parameters. Otherwise a
+    federation with a SuperNode for each client is started on this machine for this run.
 
     Raises
     ------
@@ -96,9 +96,9 @@ def _run_here(
     flower: Callable[[dict[str, str]], Simulation | Rehearsal],
     federation_config: str = "",
 ) -> RunResult:
-    """Run a config in processes of Flower's on this machine, which end with the run.
+    """Run a config in Flower processes on this machine, which end with the run.
 
-    ``flower`` starts them, given environment variables of the ServerApp.
+    ``flower`` prepares these processes, given environment variables for the ServerApp.
     """
     config = resolved.config
     with (
@@ -116,7 +116,7 @@ def _run_here(
 
 
 def _own_policy(config: RunConfig) -> dict[str, Any]:
-    """Policy of nodes that are this user's own: what the config names, if it is allowed here."""
+    """Policy for the user's own nodes: allows all files, and the modules that the config names."""
     modules = set()
     for key, name, module in modules_named(config):
         home = allowed_code.home_of(registry.load(key, name)) if ":" in name else None
@@ -147,18 +147,20 @@ def _submit(
 
 @contextmanager
 def _ended_by(server: CallbackServer) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a run after its round, or at once with Flower's processes."""
+    """Context in which Ctrl-C and SIGTERM end the run after its round, or at once if repeated."""
     with end_on_signal(server.end):
         try:
             yield
         except (FedsimError, RunFailedError):
-            if server.asked_to_end:  # a scheduler asks every process of a job
+            # A scheduler signals all processes of a job, so that Flower's may end before the run
+            # has finished its round: that is an interruption, not a failure.
+            if server.asked_to_end:
                 raise KeyboardInterrupt from None
             raise
 
 
 def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
-    """Follow a run to its end."""
+    """Wait for a run to end; raise if it failed, and stop it on Ctrl-C."""
     try:
         status = operator.follow(run_id, look)
     except KeyboardInterrupt:
@@ -170,7 +172,7 @@ def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
 
 
 class _Rows:
-    """Tells callbacks of the rows of a run that another machine may be driving."""
+    """Passes new rows of metrics.csv, which another process writes, to callbacks."""
 
     def __init__(self, resolved: Resolved, directory: RunDirectory, callbacks: Callbacks) -> None:
         self._resolved = resolved
@@ -213,7 +215,7 @@ def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
     config, clients = resolved.config.to_run_config(), resolved.client_ledgers
     return RunResult(
         metrics=[*rows],
-        # In the model's order, which the file does not keep.
+        # In the order of the model's parameters, which safetensors files do not preserve.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
         claims=RunLedgers(config, ledger, clients, ended).statements,
         ended=ended,
@@ -235,7 +237,7 @@ def _reason(operator: Operator, run_id: int) -> str:
 
 
 _WRAPPED = ("Ending simulation", "Simulation Runtime crashed")
-"""What Flower's simulation makes of any error, after the error itself."""
+"""Errors that Flower's simulation logs after any error; they are not the cause."""
 
 
 def _where(log: str) -> str:
@@ -245,7 +247,7 @@ def _where(log: str) -> str:
 
 @contextmanager
 def _directory(out: Path | None, config: RunConfig) -> Iterator[Path]:
-    """``out``, which is claimed, or a claimed directory that lasts as long as the run."""
+    """``out``, which is claimed already, or a temporary directory, claimed here."""
     if out is not None:
         yield out.absolute()
         return

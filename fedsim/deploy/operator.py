@@ -1,7 +1,7 @@
-"""The operator of a SuperLink: lets nodes in, submits a run and follows it, by Flower's ``flwr``.
+"""The operator of a SuperLink, who registers nodes and submits runs by Flower's ``flwr`` command.
 
-Run as ``python -m fedsim.deploy.operator CONNECTION KEY...`` with FLWR_HOME set, it lets SuperNodes
-in by their public keys: Flower's own command for each, without starting Python for every one.
+Run as ``python -m fedsim.deploy.operator CONNECTION KEY...`` with FLWR_HOME set, this module
+registers SuperNodes by their public keys, with Flower's own command but one Python for all keys.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _OUTAGE = 90.0  # seconds; an app of Flower's waits for its SuperLink for 60
 
 
 class Operator:
-    """A SuperLink's operator: lets nodes in, submits runs and follows them.
+    """A SuperLink's operator: registers nodes, submits runs and follows them.
 
     Parameters
     ----------
     home : Path
-        FLWR_HOME: its config.toml has the connection.
+        FLWR_HOME, whose config.toml has the connection.
     connection : str
-        The SuperLink's name there.
+        Name of the SuperLink in that config.toml.
     """
 
     def __init__(self, home: Path, connection: str) -> None:
@@ -38,18 +38,18 @@ class Operator:
         self.connection = connection
 
     def register(self, public_keys: Sequence[Path]) -> None:
-        """Let SuperNodes in, by their keys.
+        """Register SuperNodes by their public keys.
 
         Raises
         ------
         FedsimError
-            If the SuperLink refuses one, as it does for a key that it knows already.
+            If the SuperLink refuses one, for example because its key is registered already.
         """
         module = [sys.executable, "-m", "fedsim.deploy.operator", self.connection]
         self._finish([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
     def nodes(self) -> list[dict[str, Any]]:
-        """SuperNodes that the SuperLink knows."""
+        """The registered SuperNodes."""
         nodes: list[dict[str, Any]] = self._json("supernode", "list", self.connection)["nodes"]
         return nodes
 
@@ -79,7 +79,7 @@ class Operator:
         self._run("stop", str(run_id), self.connection)
 
     def log(self, run_id: int) -> str:
-        """What the run's ServerApp has printed."""
+        """Output of the run's ServerApp so far."""
         return self._run("log", str(run_id), self.connection, "--show")
 
     def follow(self, run_id: int, look: Callable[[], None] = lambda: None) -> str:
@@ -88,18 +88,17 @@ class Operator:
         Parameters
         ----------
         look : callable
-            Called several times a second meanwhile, and at the end; raises if waiting has become
-            useless.
+            Called several times a second, and at the end; it may raise to end the waiting.
 
         Returns
         -------
         str
-            Its last status. Flower's own ``flwr run --stream`` exits with 0 whatever it is.
+            The run's final status, which the exit code of ``flwr run --stream`` does not tell.
 
         Raises
         ------
         RunFailedError
-            If the SuperLink stays away for longer than a run outlives that.
+            If the SuperLink does not answer for longer than a run can survive.
         """
         silent_since: float | None = None
         while True:
@@ -124,7 +123,7 @@ class Operator:
 
     @contextmanager
     def _stream(self, run_id: int) -> Iterator[subprocess.Popen[bytes]]:
-        """A process that lasts as long as the run, or the connection to the SuperLink."""
+        """A process that ends with the run, or with the connection to the SuperLink."""
         process = subprocess.Popen(
             [program("flwr"), "log", str(run_id), self.connection, "--stream"],
             env=self._environment(),
@@ -169,7 +168,7 @@ class Operator:
 
 
 def main(connection: str, keys: list[str]) -> None:
-    """Register public key files; ends the process at the first that is refused."""
+    """Register public key files; the process ends at the first that is refused."""
     from flwr.cli.app import app
 
     for key in keys:

@@ -1,5 +1,7 @@
-"""Files of a federation's parties, which people edit: their settings, and whose key is which
-client's."""
+"""Reading and writing the files of a federation's parties that people may edit.
+
+These are the parties' settings, and the roster with the client id of each registered key.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ Names = Annotated[tuple[str, ...], Text(_read_names, ", ".join)]
 
 
 def write_party(path: Path, party: Any, tables: str = "") -> None:
-    """Write the settings of a party, a dataclass, and after them ``tables``."""
+    """Write the settings of a party (a dataclass), followed by the text ``tables``."""
     settings = {
         field.name.replace("_", "-"): getattr(party, field.name)
         for field in fields(party)
@@ -38,12 +40,12 @@ def write_party(path: Path, party: Any, tables: str = "") -> None:
 
 
 def read_party(path: Path, party: type[Any]) -> dict[str, Any]:
-    """What `write_party` wrote, or its owner has edited: values of a party's fields.
+    """Read the values of a party's fields from a file of `write_party`, which may be edited.
 
     Raises
     ------
     FedsimError
-        If the file is not there, no TOML, or has a key or a value that is none.
+        If the file is missing or is not TOML, or has an unknown key or an invalid value.
     """
     try:
         tree = tomllib.loads(regular_files.read_text(path))
@@ -62,9 +64,9 @@ def read_table(
     *,
     filled_in: Collection[str] = ("directory",),
 ) -> dict[str, Any]:
-    """Values of the fields of ``party``, a dataclass, from a table in a file that people edit.
+    """Read the values of the fields of ``party`` (a dataclass) from a table in an edited file.
 
-    ``file`` says in errors what holds the table; the fields ``filled_in`` are not in it.
+    ``file`` names the file in errors; the fields ``filled_in`` are set by the caller.
 
     Raises
     ------
@@ -90,18 +92,18 @@ _ROSTER_HEADER = """\
 
 
 def write_roster(path: Path, roster: Mapping[str, int]) -> None:
-    """Write client ids by key digest."""
+    """Write the client id of each key digest."""
     content = _ROSTER_HEADER + tomli_w.dumps({"clients": dict(roster)})
     write_public(path, content.encode())
 
 
 def read_roster(path: Path) -> dict[str, int]:
-    """Read what `write_roster` wrote, or an operator has edited.
+    """Read a roster, which an operator may have edited.
 
     Raises
     ------
     FedsimError
-        If the file is none, or gives two keys one client id.
+        If the file is not a roster, or gives two keys the same client id.
     """
     try:
         clients = tomllib.loads(regular_files.read_text(path))["clients"]

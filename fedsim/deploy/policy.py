@@ -1,4 +1,4 @@
-"""What a node lets any run do with its data."""
+"""The policy of a node: which runs it accepts, and what they may do with its data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Limit = Annotated[float, Text(_read_limit, str)]
 _Floor = Annotated[float, Ge(0)]
 
 NODE = "FEDSIM_NODE"
-"""Environment variable: where a node's app finds its ``node.toml``."""
+"""Environment variable with the path of the node's ``node.toml``, for its app."""
 
 _FILE_KEYS = ("data.name", "data.dir", "model.weights", "client.work")
 _WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
@@ -43,50 +43,50 @@ _ROUNDS = "rounds-joined"
 
 @dataclass(frozen=True)
 class Policy:
-    """Floors and limits of one node; a run outside them is refused before data is read.
+    """Minimum noise and other limits of one node; a run outside is refused before data is read.
 
-    A node knows what a run's config declares and what messages ask of it. It checks the noise that
-    it adds itself (on examples, or on its share) when it adds it, by its own data, and that nobody
-    else can know that noise. It cannot check the noise that the server adds.
+    A node knows the run's config and the messages sent to it. Noise that it adds itself (on
+    examples, or on its share) it checks when it adds it, from its own data, and it checks that
+    nobody else can know that noise. It cannot check the noise that the server adds.
 
     Attributes
     ----------
     data : str
-        An ``.npz`` with this client's own examples, from the directory of ``node.toml``. Empty
-        for its part of the run's data set.
+        Path of an ``.npz`` file with this client's own examples, relative to the directory of
+        ``node.toml``. Empty to use its part of the run's data set.
     state_dir : str
-        Where what the client keeps goes (its ledger, its state), from there too; a run's own
-        ``client.state-dir`` is not heeded.
+        Directory of the client's ledger and state, likewise relative; a run's own
+        ``client.state-dir`` is ignored.
     modules : tuple of str
         Installed modules or packages that a run may name as ``module:Name``.
     files : tuple of str
         Directories from which a run may name files (``data.dir``, ``model.weights``,
         ``client.work``).
     least_noise_multiplier, largest_clip_norm : float
-        Of the updates' release, wherever the noise is added.
+        Limits for the release of updates, wherever its noise is added.
     least_share_noise_multiplier : float
-        Standard deviation, over the bound, of the noise that this node adds to its own share. Of
-        an honest run of K clients with the multiplier z it is ``z / sqrt(K)`` or more.
+        Minimum standard deviation, in units of the bound, of the noise that this node adds to its
+        share. In an honest run of K clients with noise multiplier z it is at least ``z / sqrt(K)``.
     least_example_noise_multiplier : float
-        Of the releases of this client's per-example gradients.
+        Minimum noise multiplier for releases of this client's per-example gradients.
     largest_epsilon, delta : float
-        What this client's own ledger may come to over all runs, at example level: a round that
-        would exceed it is refused, by the numbers of examples and steps alone. A run
-        with a budget of its own keeps the lesser, at the lesser delta.
+        Budget of this client's own ledger over all runs, at example level: a round that would
+        exceed it is refused, given the numbers of examples and steps alone. A run with a budget of
+        its own keeps the smaller one, at the smaller delta.
     least_population : int
-        Clients that the run declares.
+        Minimum number of clients that a run must declare.
     most_rounds : int
-        Rounds in which the client takes part, over all runs; 0 for any number.
+        Maximum number of rounds in which the client takes part, over all runs; 0 for any number.
     evaluation : bool or None
-        Whether metrics of its data are answered, which no noise protects, and training losses
-        go with its updates. None: unless one of the floors on noise or ``largest_epsilon`` is set.
+        Whether the node answers evaluations and sends training losses with its updates, which no
+        noise protects. None: yes, unless a minimum noise or ``largest_epsilon`` is set.
     secure_aggregation : bool
-        Whether its shares leave only under masks, so that the server sees sums and no share.
+        Whether the node sends shares only under masks, so that the server sees sums but no share.
     clients : int
-        How many clients there are, by ``node.toml``: a request for a share of the noise of more
-        clients is refused. 0 if unknown.
+        Number of clients, from ``node.toml``; a request that divides the noise among more clients
+        is refused. 0 if unknown.
     directory : Path
-        Where ``node.toml`` is.
+        Directory of ``node.toml``.
     """
 
     data: str = ""
@@ -110,8 +110,8 @@ class Policy:
     def here(cls, config: RunConfig) -> Self | None:
         """The policy of the node that this process serves.
 
-        None for the virtual clients of a simulation, which are the submitter's own. A node that was
-        started without a policy has the default one, under which a run brings nothing.
+        None for the virtual clients of a simulation, which belong to the user. A node that was
+        started without a policy has the default one, which allows a run no modules or files.
         """
         path = os.environ.get(NODE)
         if path is not None:
@@ -125,7 +125,7 @@ class Policy:
         Raises
         ------
         FedsimError
-            If it cannot be read, or has a key or a value that is none.
+            If it cannot be read, or has an unknown key or an invalid value.
         """
         try:
             tree = tomllib.loads(regular_files.read_text(path))
@@ -142,7 +142,7 @@ class Policy:
 
     @property
     def answers_evaluation(self) -> bool:
-        """Whether metrics of this client's data leave the node."""
+        """Whether the node sends metrics of its data."""
         floors = (
             self.least_noise_multiplier,
             self.least_share_noise_multiplier,
@@ -153,12 +153,12 @@ class Policy:
         return self.evaluation
 
     def budgeted(self, config: RunConfig) -> RunConfig:
-        """A run that keeps to this node's own budget, whatever its config says."""
+        """The config with its budget lowered to this node's own, where that is smaller."""
         if self.largest_epsilon == math.inf:
             return config
         noise = config.client.noise
         declared = math.inf if noise.max_epsilon is None else noise.max_epsilon
-        # Epsilon is larger at a smaller delta: within the lesser of both, each budget is kept.
+        # Epsilon grows as delta shrinks, so that the smaller of each keeps both budgets.
         return config.replace(
             **{
                 "client.noise.max-epsilon": min(self.largest_epsilon, declared),
@@ -168,7 +168,10 @@ class Policy:
 
     @classmethod
     def code_here(cls) -> AllowedCode:
-        """What configs may name where this process serves a node; its own where it simulates."""
+        """Modules that a config may name, in a process that serves a node.
+
+        In a simulation these are the modules that the starting process allowed.
+        """
         path = os.environ.get(NODE)
         if path is not None:
             return cls.load(Path(path)).code
@@ -176,21 +179,21 @@ class Policy:
 
     @property
     def code(self) -> AllowedCode:
-        """What a run may name."""
+        """Modules that a run may name."""
         return AllowedCode(self.modules, file="node.toml")
 
     @property
     def data_file(self) -> str:
-        """The client's own examples, or the empty string."""
+        """Path of the client's own examples, or the empty string."""
         return str(self.directory / self.data) if self.data else ""
 
     @property
     def state(self) -> Path:
-        """Where what the client keeps goes."""
+        """Directory of the client's ledger and state."""
         return self.directory / self.state_dir
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a run that asks for more than this node gives.
+        """Refuse a run whose config is outside this node's limits.
 
         Raises
         ------
@@ -199,7 +202,7 @@ class Policy:
         """
         self._check_code_and_files(config)
         bound = config.mechanism
-        # Noise on the sum of a mechanism without a guarantee gives none, whatever its size.
+        # Where the mechanism gives no guarantee, its noise does not protect and counts as 0.
         multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
         clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
         private_examples = config.client.private
@@ -223,7 +226,7 @@ class Policy:
         self._check_metrics(config)
 
     def _check_metrics(self, config: RunConfig) -> None:
-        """Refuse a run that needs metrics of this client's data where none leave the node."""
+        """Refuse a run that needs metrics of this client's data, if the node sends none."""
         if self.answers_evaluation:
             return
         scalar = config.mechanism.private_scalar
@@ -239,7 +242,7 @@ class Policy:
             )
 
     def _check_entropy(self, config: RunConfig) -> None:
-        """Refuse noise of this node's own that follows from the run's seed, and can be removed."""
+        """Refuse noise of this node that follows from the run's seed, and could be subtracted."""
         floors = (self.least_noise_multiplier, self.least_share_noise_multiplier)
         shares = any(floors) and config.noise.placement == "client"
         examples = self.least_example_noise_multiplier > 0 or self.largest_epsilon < math.inf
@@ -250,7 +253,7 @@ class Policy:
             )
 
     def check_masked(self, *, masked: bool, config: RunConfig) -> None:
-        """Refuse to send a share without masks where policy or run requires masks."""
+        """Refuse to send a share without masks if the policy or the run requires masks."""
         if masked:
             return
         if self.secure_aggregation:
@@ -264,18 +267,18 @@ class Policy:
             )
 
     def check_share(self, request: ConfigRecord | None, config: RunConfig) -> None:
-        """Refuse to send less noise than the floor, whatever the run declares.
+        """Refuse a message that asks for less noise than the policy's minimum.
 
         Parameters
         ----------
         request : ConfigRecord or None
-            What the server's message says of a share; None where it asks for the bare update.
+            Entries about a share in the server's message; None if it asks for the update itself.
         config : RunConfig
 
         Raises
         ------
         FedsimError
-            With what the message asks for, and the limit.
+            With the request, and the limit.
         """
         if request is None:
             if self.least_share_noise_multiplier:
@@ -293,7 +296,8 @@ class Policy:
         if not isinstance(multiplier, int | float):
             raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")
         _at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
-        # What the run declares is the server's word: each share's noise shrinks with the clients.
+        # A share's noise shrinks with the number of clients, which the server declares: limit it to
+        # the number that the node's owner knows.
         clients = min(config.partition.clients, self.clients or config.partition.clients)
         asked = request.get("share-asked")
         if not isinstance(asked, int) or not 1 <= asked <= clients:
@@ -308,18 +312,18 @@ class Policy:
         )
 
     def _check_code_and_files(self, config: RunConfig) -> None:
-        # A module that is imported runs as the node's user, and a file that is read may be told in
-        # an error or trained on: both only where the owner has said so.
+        # An imported module runs code as the node's user, and a file may leak through an error
+        # message or by training on it: both need the owner's permission.
         flat = config.to_run_config()
         defaults = RunConfig().to_run_config()
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
-        # Real paths on both sides: a symbolic link could lead out of an allowed directory.
+        # Compare real paths, since a symbolic link could lead out of an allowed directory.
         allowed = [os.path.realpath(self.directory / name) for name in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])
-            # The default directory holds no secret.
+            # Defaults are allowed: they name no private file.
             if not _is_file(key, value) or value in ("", defaults[key]):
                 continue
             path = Path(os.path.realpath(value))
@@ -327,15 +331,15 @@ class Policy:
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
 
     def check_evaluation(self, config: RunConfig) -> None:
-        """Refuse to evaluate where that is not allowed, or the run does not declare it."""
+        """Refuse an evaluation that the policy does not allow, or that the run does not declare."""
         if not self.answers_evaluation and not self._has_noise(config):
             raise _refusal("evaluation is asked for; here it is off")
-        # So a run that is private says that it shows metrics without noise, or gets none.
+        # A private run must declare unprotected metrics in its config, and only then gets them.
         if not config.evaluate.clients_every:
             raise _refusal("evaluation is asked for, and evaluate.clients-every is 0")
 
     def _has_noise(self, config: RunConfig) -> bool:
-        """Whether the server says that metrics get the noise that updates must have here."""
+        """Whether the run declares noise on metrics of at least the updates' minimum."""
         floors = self.least_share_noise_multiplier, self.least_example_noise_multiplier
         if self.evaluation is not None or any(floors) or self.largest_epsilon < math.inf:
             return False
@@ -343,14 +347,15 @@ class Policy:
         return config.evaluate.private and noise >= self.least_noise_multiplier
 
     def join(self, client: int) -> None:
-        """Count a round that the client joins, on disk and before it does; refuse one too many.
+        """Count a round on disk before the client joins it; refuse it above ``most_rounds``.
 
-        Nothing is counted where there is no limit.
+        Without a limit, rounds are not counted.
         """
         if not self.most_rounds:
             return
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Locked and synced before training: rounds of two runs at once, or a crash, count as well.
+        # Locked and synced before training, so that concurrent runs and a crash cannot bypass the
+        # limit.
         descriptor = regular_files.opener(
             self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600
         )
@@ -369,7 +374,7 @@ class Policy:
 
 
 def _is_file(key: str, value: str) -> bool:
-    """Whether it names a file or a folder, and no data set of fedsim's, module or drawn number."""
+    """Whether the value names a file or directory: not a registered data set, module or formula."""
     if key == "data.name":
         return DataSection.registered(value) == "files"
     return key != "client.work" or "(" not in value

@@ -1,9 +1,9 @@
 """Starting programs that cannot outlive the process that started them.
 
-Run as ``python -m fedsim.deploy.processes SECONDS``, this module is the janitor of a `Processes`:
-a process that does nothing but wait for its parent to end, and then ends what that has started. A
-program (the SuperLink, a SuperNode) has children of its own and needs time to end, so the kernel's
-signal to a forked process (`fedsim.process.die_with_parent`) would not do.
+Run as ``python -m fedsim.deploy.processes SECONDS``, this module is the janitor of a `Processes`: a
+process that waits for its parent to end, and then ends all that the parent has started. The
+kernel's signal to a child (`fedsim.process.die_with_parent`) is not enough for programs like the
+SuperLink or a SuperNode, which have children of their own and need time to end.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fedsim.process import Closed
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A process that was started, with its log.
+    """A started process, with its log.
 
     Attributes
     ----------
     name : str
     process : subprocess.Popen
     log : Path
-        What it printed.
+        File with its standard output and error.
     """
 
     name: str
@@ -67,17 +67,17 @@ _TRIES = 20
 
 @dataclass(frozen=True)
 class Service:
-    """A process that is to be up.
+    """Description of a process that should be kept running.
 
     Attributes
     ----------
     name : str
     command : tuple of str
-        Its words hold no secret: everybody on the machine can read them.
+        Command line, without secrets: all users of the machine can read it.
     variables : mapping
-        Environment variables beside those of `fedsim.deploy.processes.environment`.
+        Environment variables in addition to those of `fedsim.deploy.processes.environment`.
     port : int
-        On which it listens, on this machine, when it is up; 0 for one that does not.
+        Port on this machine on which it listens once it has started; 0 for none.
     """
 
     name: str
@@ -86,29 +86,30 @@ class Service:
     port: int = 0
 
     def among(self, variables: Mapping[str, str]) -> Service:
-        """The same with more environment variables."""
+        """A copy with further environment variables."""
         return replace(self, variables={**self.variables, **variables})
 
 
 class Processes(Closed):
-    """A set of processes that ends with this one: by `close`, by Ctrl-C, or by its death.
+    """A set of processes that end with this one: by `close`, by Ctrl-C, or by its death.
 
-    Some of them are services (`keep_up`): those that end are started again by `tend`.
+    Some of them are services (`keep_up`), which `tend` restarts when they have ended.
 
-    Each process leads a group of its own, so that its children are ended with it. A janitor (see
-    `tend_pipe`) knows of all of them, and cleans up when this process closes its pipe or is dead.
+    Each process leads a process group of its own, so that its children are ended with it. A janitor
+    process (`tend_pipe`) has a list of all of them, and ends them when this process closes its pipe
+    or dies.
 
     Parameters
     ----------
     directory : path, optional
-        For the logs; by default a temporary one that is removed in the end.
+        Directory for logs; by default a temporary one that is removed at the end.
     grace : float
         Seconds from SIGTERM to SIGKILL.
 
     Attributes
     ----------
     running : dict of str to Running
-        The services' processes, by their names.
+        The services' processes, by name.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Processes(Closed):
         self.directory = Path(directory or tempfile.mkdtemp(prefix="fedsim-"))
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.running: dict[str, Running] = {}
-        # How to start each service, when that was done last, and how often it has ended early.
+        # Each service, the time of its last start, and how often it has ended early.
         self._services: dict[str, tuple[Service, float, int]] = {}
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
@@ -134,13 +135,13 @@ class Processes(Closed):
     def start(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> Running:
-        """Start a process, its output going to ``NAME.log``.
+        """Start a process, with output to ``NAME.log``.
 
         Parameters
         ----------
         command : sequence of str
         variables : mapping, optional
-            Environment variables beside those of `environment`.
+            Environment variables in addition to those of `environment`.
         """
         log = self.directory / f"{name}.log"
         with open(log, "ab", opener=partial(regular_files.opener, mode=0o600)) as output:
@@ -164,23 +165,23 @@ class Processes(Closed):
         running.process.wait()
 
     def remove_at_end(self, directory: Path) -> None:
-        """Have a directory removed when the processes have ended."""
+        """Have the janitor remove a directory after the processes have ended."""
         self._tell(f"remove {directory.absolute()}")
 
     def close(self) -> None:
-        """End everything, and wait until it has ended."""
+        """End all processes, and wait until they have ended."""
         if self._janitor.poll() is None:
             _stream(self._janitor.stdin).close()
             self._janitor.wait()
             _stream(self._janitor.stdout).close()
 
     def keep_up(self, service: Service, *, wait: bool = True) -> Running:
-        """Start a service, again if it is there, and wait until it listens.
+        """Start a service, or restart it, and wait until it listens.
 
         Raises
         ------
         FedsimError
-            If it ends before, with the end of its log.
+            If it ends before it listens, with the end of its log.
         """
         self.take_down(service.name)
         running = self._start(service, 0)
@@ -189,28 +190,28 @@ class Processes(Closed):
         return running
 
     def take_down(self, name: str) -> None:
-        """End a service for good; nothing if there is none of this name."""
+        """End a service and do not restart it; do nothing if there is none of this name."""
         self._services.pop(name, None)
         running = self.running.pop(name, None)
         if running is not None:
             self.stop(running)
 
     def tend(self) -> None:
-        """Start again what has ended.
+        """Restart services that have ended.
 
-        A SuperNode that was killed is taken back when the SuperLink has missed its heartbeat,
-        which takes up to a minute; until then it is refused, and ends again.
+        The SuperLink accepts a restarted SuperNode only once it has missed the old one's heartbeat,
+        which takes up to a minute; until then the new one is refused, and ends again.
 
         Raises
         ------
         FedsimError
-            If a service ends again and again, with the end of its log.
+            If a service keeps ending early, with the end of its log.
         """
         for name, (service, started, ended) in list(self._services.items()):
             running = self.running[name]
             if running.alive() or time.monotonic() - started < _PAUSE:
                 continue
-            # One that has lasted had been let in: it is a new failure.
+            # A service that has lasted a minute was accepted: count its failures from 0 again.
             ended = 0 if time.monotonic() - started > _LASTED else ended + 1
             if ended > _TRIES:
                 raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
@@ -235,13 +236,13 @@ def _stream(pipe: IO[str] | None) -> IO[str]:
 
 
 def tend_pipe(grace: float) -> None:
-    """Be the janitor: read lines from standard input until the parent closes it, then clean up.
+    """Run the janitor: read lines from standard input until the parent closes it, then clean up.
 
-    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove DIRECTORY``. In the
-    end every process group that was started and not stopped gets SIGTERM, SIGKILL if it is there
-    ``grace`` seconds later, and the directories are removed.
+    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove DIRECTORY``. At the
+    end, every process group that was started and not stopped gets SIGTERM, and SIGKILL if it still
+    exists ``grace`` seconds later; then the directories are removed.
     """
-    # Ctrl-C goes to the whole foreground group; the parent decides what it means.
+    # Signals for the parent may reach this process too, but only the parent's end counts here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     groups: list[int] = []
@@ -262,7 +263,7 @@ def tend_pipe(grace: float) -> None:
 
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
-    """End process groups: SIGTERM, and SIGKILL for what is there ``grace`` seconds later."""
+    """End process groups: SIGTERM, and SIGKILL for those left after ``grace`` seconds."""
     alive = [group for group in groups if _signal(group, signal.SIGTERM)]
     deadline = time.monotonic() + grace
     while alive and time.monotonic() < deadline:
@@ -276,7 +277,7 @@ def end_groups(groups: Iterable[int], grace: float) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Signal a group; False when no process is left in it."""
+    """Signal a process group; return False if no process is left in it."""
     with suppress(PermissionError):
         try:
             os.killpg(group, number)
@@ -286,7 +287,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 def _only_zombies(group: int) -> bool:
-    # A parent that has not looked keeps a dead child in the process table for ever.
+    # A dead process stays in the process table, as a zombie, until its parent waits for it.
     try:
         entries = [name for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -310,9 +311,9 @@ _INHERITED = (
 
 
 def environment() -> dict[str, str]:
-    """Environment of Flower's processes: clean, without phoning home or installing.
+    """Environment variables of Flower's processes: no telemetry, update checks or installations.
 
-    What this process was given besides (passwords, tokens of other services) stays with it.
+    Other variables of this process (passwords, tokens of other services) are not passed on.
     """
     programs = str(Path(sys.executable).parent)
     return {
@@ -330,7 +331,7 @@ def environment() -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Path of one of Flower's programs, of this interpreter's installation.
+    """Path of one of Flower's programs, from this interpreter's installation if possible.
 
     Raises
     ------
@@ -345,7 +346,7 @@ def program(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
+    """Different ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for opened in sockets:
@@ -359,7 +360,7 @@ def wait_for_port(running: Running, port: int) -> None:
     Raises
     ------
     FedsimError
-        If it ends or the time is up, with the end of its log.
+        If it ends or does not listen in time, with the end of its log.
     """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and running.alive():

@@ -1,4 +1,4 @@
-"""Flower on this machine alone: a whole federation as processes, or its simulation runtime."""
+"""Flower on this machine: a whole federation as local processes, or its simulation runtime."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from fedsim.errors import FedsimError
 
 
 class Rehearsal(Processes):
-    """Processes of a federation, on loopback, that end with this one.
+    """All processes of a federation, on loopback; they end with this process.
 
     Parameters
     ----------
     federation : Federation
-        Its keys and certificates; its ports must be free.
+        Federation whose keys, certificates and ports are used; the ports must be free.
     variables : mapping, optional
         Environment variables of the ServerApps.
     logs : path, optional
-        Where the processes' output goes; temporary by default.
+        Directory for the processes' output; temporary by default.
     state : path, optional
-        Where the SuperLink's database goes, to be found there by the next; temporary by
-        default.
+        Directory for the SuperLink's database, to reuse it later; temporary by default.
 
     Attributes
     ----------
@@ -72,20 +71,20 @@ class Rehearsal(Processes):
         policy: Mapping[str, Any] | None = None,
         modules: Sequence[str] = (),
     ) -> Rehearsal:
-        """A federation made for one occasion, on free ports, removed with its processes.
+        """Create a temporary federation, on free ports; it is removed with its processes.
 
         Parameters
         ----------
         nodes : int
-            How many SuperNodes to make keys for; none is started yet.
+            Number of SuperNodes to make keys for; none is started yet.
         variables, logs
             As for `Rehearsal`.
         apps : pair of str, optional
-            The installed ServerApp and ClientApp that are run, instead of fedsim's.
+            The installed ServerApp and ClientApp to run in place of fedsim's.
         policy : mapping, optional
-            Of every node, as in ``node.toml``.
+            Policy of every node, as in ``node.toml``.
         modules : sequence of str
-            That runs may name on the server, as in ``superlink.toml``.
+            Modules that runs may name on the server, as in ``superlink.toml``.
         """
         port, fleet_port = free_ports(2)
         directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
@@ -111,25 +110,25 @@ class Rehearsal(Processes):
         return self.running[f"supernode-{node}"]
 
     def start_superlink(self) -> None:
-        """Start what the server runs, again where it is there, and wait until it listens."""
+        """Start the server's services, or restart them, and wait until they listen."""
         for service in SuperLink.load(self.federation.superlink).services(self._state):
             self.keep_up(service.among(self._variables))
 
     def register(self, nodes: Iterable[int] | None = None) -> None:
-        """Let SuperNodes in; all of them by default. Flower refuses a key that it knows."""
+        """Register SuperNodes, by default all; Flower refuses a key that is registered already."""
         chosen = range(self.federation.nodes) if nodes is None else nodes
         if not self.federation.insecure:
             self.operator.register([self.federation.public_key(node) for node in chosen])
 
     def start_node(self, node: int, *, port: int | None = None) -> None:
-        """Start one SuperNode; it tries again until the SuperLink answers."""
+        """Start one SuperNode, which retries until the SuperLink answers."""
         port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
         for service in party.services(self._homes / f"node-{node}", port=port):
             self.keep_up(service, wait=False)
 
     def start_all(self) -> None:
-        """Register every SuperNode that the SuperLink does not know yet, and start them all."""
+        """Register all SuperNodes if none is registered yet, and start them all."""
         if not self.operator.nodes():
             self.register()
         for node in range(self.federation.nodes):
@@ -145,7 +144,7 @@ class Rehearsal(Processes):
 
 
 def busy_port(ports: list[int]) -> int | None:
-    """The first of these ports that is in use."""
+    """The first of these ports that is in use; None if all are free."""
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,8 +158,8 @@ def busy_port(ports: list[int]) -> int | None:
 class Simulation(Processes):
     """A SuperLink on loopback that runs apps with virtual clients, and ends with this process.
 
-    The one that Flower starts by itself outlives the run and keeps the environment of its
-    first start.
+    The SuperLink that Flower would start by itself outlives the run, and keeps the environment
+    variables of its first start.
 
     Parameters
     ----------
@@ -195,27 +194,27 @@ class Simulation(Processes):
             raise
 
     def start_all(self) -> None:
-        """Nothing: Flower starts the virtual clients of a run with it."""
+        """Do nothing: Flower starts the virtual clients with the run."""
 
     def tend(self) -> None:
-        """See that the SuperLink is alive, without which a run is lost.
+        """Check that the SuperLink is alive, without which the run is lost.
 
         Raises
         ------
         FedsimError
-            With the end of its log, if it is not.
+            With the end of its log, if it has ended.
         """
         if not self._superlink.alive():
             raise FedsimError(f"the SuperLink ended:\n{self._superlink.tail()}")
 
 
 def resources(clients: int, cpus: float, gpus: float) -> str:
-    """Flower's federation config for so many virtual clients.
+    """Flower's federation config for this number of virtual clients.
 
     Parameters
     ----------
     cpus, gpus : float
-        What Ray reserves for each that runs.
+        Resources that Ray reserves for each running client.
     """
     return (
         f"num-supernodes={clients} client-resources-num-cpus={cpus:g} "

@@ -1,4 +1,4 @@
-"""What each party of a federation runs: the server, and each node, from its own directory."""
+"""Parties of a federation, server and nodes: their settings, and the processes that they run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.settings import Constraint, Ge
 
 SUPERLINK = "FEDSIM_SUPERLINK"
-"""Environment variable: where a ServerApp finds its server's ``superlink.toml``."""
+"""Environment variable with the path of the server's ``superlink.toml``, for a ServerApp."""
 
 CLIENTS = "FEDSIM_CLIENTS"
-"""Environment variable: where a ServerApp finds its roster, a file on the operator's side that says
-which registered key is which client, and that no node can change; empty where nodes have no keys.
+"""Environment variable with the path of the roster, for a ServerApp; empty if nodes have no keys.
+
+The roster maps registered keys to client ids. It is on the server, where no node can change it.
 """
 
 _SUPERLINK_TOML = "superlink.toml"
@@ -49,7 +50,7 @@ _POLICY = """
 # evaluation = true                     # whether metrics leave the node; false where a floor is set
 # secure-aggregation = false            # whether shares leave under masks alone, in sums
 """
-"""The table `policy` of a new ``node.toml``, in comments, every key at its default."""
+"""The table `policy` of a new ``node.toml``: all keys at their defaults, commented out."""
 
 
 _Count = Annotated[int, Ge(0)]
@@ -58,21 +59,21 @@ _Words = Annotated[str, Constraint(bool, "a string that is not empty")]
 
 @dataclass(frozen=True)
 class SuperLink:
-    """The server: it answers its operator on loopback, and nodes on a port of their own.
+    """The server, which listens for its operator on loopback, and for nodes on another port.
 
     Attributes
     ----------
     directory : Path
-        With ``superlink.toml`` (the settings below), ``clients.toml``, ``operator.sha256``,
+        Contains ``superlink.toml`` (the settings below), ``clients.toml``, ``operator.sha256``,
         ``superexec.secret``, ``ledger.key``, ``ca.crt``, ``server.pem`` and ``server.key``.
     port : int
-        For the operator and the server's own apps, on 127.0.0.1 whatever the host.
+        Port for the operator and the server's own apps, always on 127.0.0.1.
     fleet_port : int
-        For nodes.
+        Port for nodes.
     insecure : bool
-        No TLS and no authentication; only where it is asked for.
+        Whether there is no TLS and no authentication.
     app : str
-        The installed ServerApp that is run, and no other.
+        The only ServerApp that may run; it must be installed.
     modules : tuple of str
         Installed modules or packages that a run may name as ``module:Name`` on the server.
     """
@@ -86,7 +87,10 @@ class SuperLink:
 
     @classmethod
     def code_here(cls) -> AllowedCode:
-        """What configs may name where this process runs ServerApps; its own where it simulates."""
+        """Modules that a config may name, in a process that runs ServerApps.
+
+        In a simulation these are the modules that the starting process allowed.
+        """
         path = os.environ.get(SUPERLINK)
         if path is not None:
             return AllowedCode(cls.load(Path(path).parent).modules, file=Path(path).name)
@@ -94,11 +98,11 @@ class SuperLink:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read what `save` wrote."""
+        """Read ``superlink.toml``."""
         return cls(directory.absolute(), **read_party(directory / _SUPERLINK_TOML, cls))
 
     def save(self) -> None:
-        """Write the settings."""
+        """Write ``superlink.toml``."""
         write_party(self.directory / _SUPERLINK_TOML, self)
 
     def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
@@ -107,15 +111,16 @@ class SuperLink:
         Parameters
         ----------
         state : path
-            What must outlive a restart: the SuperLink's database, and Flower's own files.
+            Directory of files that must outlive a restart: the SuperLink's database, and Flower's
+            own files.
         host : str
-            Address on which nodes are heard; ``0.0.0.0`` where they are elsewhere.
+            Address on which to listen for nodes; ``0.0.0.0`` if they are on other machines.
         """
         warn_of_newer_flower()
         files = self.directory
-        # Flower keeps credentials and apps in its home: each party has its own, and not the user's.
+        # Flower stores credentials and apps in its home, so that each party gets its own one.
         home = {"FLWR_HOME": _private(state / "flower")}
-        # Loopback, whatever the host: who reaches the Control API could submit runs.
+        # Always loopback: anyone who can reach the Control API could try to submit runs.
         link = ["--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"]
         link += ["--database", str(state / "superlink.db")]
         link += ["--disable-runtime-dependency-installation"]
@@ -134,7 +139,8 @@ class SuperLink:
             digest = _file(files / "operator.sha256")
             command = [*_module("flower_programs", "superlink"), digest, *link]
             execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
-        # By an environment variable, which no run can set: a node's key decides which client it is.
+        # Passed by an environment variable, which a run cannot set: otherwise a run's config could
+        # replace the mapping from keys to clients.
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
@@ -153,23 +159,23 @@ class SuperLink:
 
 @dataclass(frozen=True)
 class Node:
-    """A SuperNode: it asks the server for work, and runs one installed app on its own data.
+    """A SuperNode, which polls the server for messages and runs one installed app on its data.
 
     Attributes
     ----------
     directory : Path
-        With ``node.toml`` (the settings below, and the table ``policy`` of
+        Contains ``node.toml`` (the settings below, and the table ``policy`` of
         `fedsim.deploy.policy.Policy`), ``superexec.secret``, ``ca.crt`` and ``node.key``.
     superlink : str
         ``host:port`` of the server.
     client, clients : int
-        Which client it is, and of how many.
+        This node's client id, and the number of clients.
     insecure : bool
         As for `SuperLink`.
     app : str
-        The installed ClientApp that is run, and no other.
+        The only ClientApp that may run; it must be installed.
     task_seconds : float
-        A task that takes longer is ended; 0 for no limit.
+        Time limit of a task; 0 for no limit.
     """
 
     directory: Path
@@ -182,11 +188,11 @@ class Node:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read what `save` wrote, or the node's owner has edited."""
+        """Read ``node.toml``, which the node's owner may have edited."""
         return cls(directory.absolute(), **read_party(directory / "node.toml", cls))
 
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
-        """Write the settings, and beside them the policy, or what it may say."""
+        """Write ``node.toml`` with this policy, or with the default one commented out."""
         path = self.directory / "node.toml"
         written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
         write_party(path, self, f"\n{written}")
@@ -197,13 +203,13 @@ class Node:
         Parameters
         ----------
         state : path
-            Flower's own files.
+            Directory for Flower's own files.
         port : int
-            On which its app reaches it, on 127.0.0.1.
+            Port on 127.0.0.1 through which the app reaches the SuperNode.
         """
         warn_of_newer_flower()
         files, name = self.directory, f"supernode-{self.client}"
-        # A node's own settings are its owner's; no run can change them.
+        # The node config comes from the node's owner; a run cannot change it.
         settings = f"partition-id={self.client} num-partitions={self.clients}"
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
         command = [*_module("flower_programs", "supernode"), f"{poll_seconds(self.clients):g}"]
@@ -215,7 +221,8 @@ class Node:
         else:
             command += ["--root-certificates", _file(files / "ca.crt")]
             command += ["--auth-supernode-private-key", _file(files / "node.key")]
-        # The SuperNode's own API is plaintext on loopback; the secret is never sent, it signs.
+        # Insecure, since the SuperNode's own API has no TLS and is on loopback; the secret is not
+        # sent but used for signing.
         execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
         limit = f"{self.task_seconds:g}"
         execute = [*_module("flower_programs", "superexec"), "client", self.app, limit, *execute]
@@ -227,7 +234,7 @@ class Node:
 
 
 def _module(name: str, *arguments: str) -> list[str]:
-    # -P: what lies in the current directory is no module.
+    # -P: do not import modules from the current directory.
     return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}", *arguments]
 
 
@@ -237,5 +244,5 @@ def _private(directory: Path) -> str:
 
 
 def _file(path: Path) -> str:
-    """A file that another process opens; one that lacks is that process's to name."""
+    """Path of a file for another process, which reports the error if the file does not exist."""
     return str(regular_files.require(path) if path.exists() else path)
