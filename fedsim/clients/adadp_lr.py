@@ -156,6 +156,8 @@ class AdadpLR(LocalAlgorithm):
             accept = accept & (err <= state["tol"])
         if self.keep == "full":
             first.subtract_from(theta, eta, out=hat)
+        # Two buffers take turns as theta: the other one is the next half step's ("spare"). Between
+        # iterations "half" is theta itself, so that `point` is right in both phases.
         state["theta"], state["spare"] = _select(accept, hat, theta)
         state["half"] = state["theta"]
         state["peak"] = torch.where(accept, moved, peak)

@@ -198,6 +198,8 @@ class NamedVectors(Extra):
         """Split the mean row into the update ``[p]`` and the next round's vectors."""
         assert self.values is not None  # since the round was sent
         mean, d = result.update, self._parameters.d
+        # The vectors that clients received follow the parameters in this layout; the first d
+        # entries only fill their place.
         sent = torch.cat([mean[:d], self.values.to(mean)])
         count = result.count if self._expected is None else self._expected
         means = RoundMeans(

@@ -155,6 +155,7 @@ class PrivateRounds(ResumableStrategy):
             in_blocks=getattr(grid, "trains_blocks", False),
         )
         aggregation = self.aggregation(self._aggregation_settings, pending)
+        # A loop without stages would send the first stage only, so that every round were lost.
         if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
             raise FedsimError(
                 f"{type(aggregation).__name__} asks clients in several stages, but this loop sends "

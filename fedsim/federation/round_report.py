@@ -158,6 +158,7 @@ class Tally:
         position = np.searchsorted(self._asked, block.client_ids)
         known = position < len(self._asked)
         known[known] = self._asked[position[known]] == block.client_ids[known]
+        # Within a block client ids are unique, so that these are first replies within it too.
         first = known.copy()
         first[known] = ~self._heard[position[known]]
         keep = first & block.ok

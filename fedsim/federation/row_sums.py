@@ -141,6 +141,7 @@ class RowSum:
             assert sound.rows is not None
             weights, sides = self.summing.weights(sound), self.summing.sides(sound)
             added = self.total.add(DenseRows(sound.rows), weights=weights, sides=sides)
+            # masked_scatter fills the sound clients' places in order, without reading from a GPU.
             usable = (
                 added
                 if sound is block

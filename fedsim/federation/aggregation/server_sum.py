@@ -105,6 +105,8 @@ class NoiseSources:
         return NoiseSource(generator, self._noise.hardened, server_round, elsewhere)
 
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
+        # Correlated noise uses the draws of earlier rounds (age > 0) again. Every other address is
+        # used once; `repeated` marks the exception.
         randomness = self._randomness.repeated() if age else self._randomness
         drawn_in = server_round - age
         # Each attempt at a round has its own range of parts: no attempt repeats another's draws.

@@ -86,6 +86,7 @@ class SharedValue:
 
     def _mapped(self, size: int) -> memoryview:
         if self._map is None or len(self._map) < size:
+            # The file may be larger than this process's map: the other one may have enlarged it.
             length = max(os.fstat(self._file).st_size, size, mmap.PAGESIZE)
             # Reserve the memory: without it, a lack of memory would be a SIGBUS at a later write,
             # instead of an OSError here.
