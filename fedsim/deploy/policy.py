@@ -334,7 +334,8 @@ class Policy:
         """Refuse an evaluation that the policy does not allow, or that the run does not declare."""
         if not self.answers_evaluation and not self._has_noise(config):
             raise _refusal("evaluation is asked for; here it is off")
-        # A private run must declare unprotected metrics in its config, and only then gets them.
+        # A private config with clients-every above 0 must also set evaluate.unprotected or
+        # evaluate.private, so that it has declared how metrics are shown.
         if not config.evaluate.clients_every:
             raise _refusal("evaluation is asked for, and evaluate.clients-every is 0")
 

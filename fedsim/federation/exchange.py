@@ -159,7 +159,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     node_of = instructions.recipients.node_of
     server = tensors(instructions.arrays)
     layout = Layout.of(server)
-    if instructions.row_size is not None:  # clients send less than they are sent
+    if instructions.row_size is not None:  # clients send only the vector's first entries
         row = tuple(entry for entry in layout.entries if entry.stop <= instructions.row_size)
         layout = Layout(row, layout.untrained)
         named = {entry.name for entry in row}.union(layout.untrained)

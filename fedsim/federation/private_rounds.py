@@ -155,7 +155,7 @@ class PrivateRounds(ResumableStrategy):
             in_blocks=getattr(grid, "trains_blocks", False),
         )
         aggregation = self.aggregation(self._aggregation_settings, pending)
-        # A loop without stages would send the first stage only, so that every round were lost.
+        # A loop without stages would send the first stage only, and every round would be lost.
         if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
             raise FedsimError(
                 f"{type(aggregation).__name__} asks clients in several stages, but this loop sends "
@@ -298,7 +298,7 @@ class PrivateRounds(ResumableStrategy):
         device = next(iter(server.values())).device
         self._mechanism_state = state_on(self._mechanism_state, device)
         self._layout, self._parameters = layout, parameters
-        # Refuses a split of the noise that does not exist, before any client is asked.
+        # Raises if the noise cannot be split as the mechanism needs, before any client is asked.
         releaser = self._aggregation_settings.releaser(layout)
         refuse_too_many(self.plan.sampler, releaser.most_rows)
         return layout

@@ -39,8 +39,8 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
     for message in messages:
         content = message.content
         names = list(content if alike else content.array_records)
-        # Keyed by identity, not value: hashing the bytes would take longer than packing. The ids
-        # stay unique, since the messages keep the arrays alive.
+        # Keyed by identity, since comparing large arrays would be slow. The ids stay unique, since
+        # the messages keep the arrays alive.
         arrays = tuple(
             (name, entry, id(array))
             for name, record in content.array_records.items()

@@ -48,7 +48,7 @@ def torch_defaults() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
     if moved:
-        torch.set_default_device("cpu")  # not None, with which torch 2.6 fails after a caller's
+        torch.set_default_device("cpu")  # None fails in torch 2.6 if a default device was set
     try:
         with (
             torch.inference_mode(False),
