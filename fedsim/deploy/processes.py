@@ -154,19 +154,19 @@ class Processes(Closed):
                 umask=0o077,
                 start_new_session=True,
             )
-        self._tell(f"start {process.pid}")
+        self._command(f"start {process.pid}")
         return Running(name, process, log)
 
     def stop(self, running: Running) -> None:
         """End a process and its children now."""
         with self._lock:
-            self._tell(f"stop {running.pid}")
+            self._command(f"stop {running.pid}")
             _stream(self._janitor.stdout).readline()
         running.process.wait()
 
     def remove_at_end(self, directory: Path) -> None:
         """Have the janitor remove a directory after the processes have ended."""
-        self._tell(f"remove {directory.absolute()}")
+        self._command(f"remove {directory.absolute()}")
 
     def close(self) -> None:
         """End all processes, and wait until they have ended."""
@@ -224,7 +224,7 @@ class Processes(Closed):
         self._services[service.name] = (service, time.monotonic(), ended)
         return running
 
-    def _tell(self, line: str) -> None:
+    def _command(self, line: str) -> None:
         pipe = _stream(self._janitor.stdin)
         pipe.write(f"{line}\n")
         pipe.flush()

@@ -61,7 +61,7 @@ class PrivateEvaluation(ClientEvaluation):
         keyed = self.rounds.randomness
         release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
         self._randomness = Randomness(keyed.seed, release)
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def accounting(self) -> Accounting:
@@ -78,14 +78,14 @@ class PrivateEvaluation(ClientEvaluation):
         """A new noisy sum; its ledger line is written before it is released."""
         return MetricsRelease(self, server_round)
 
-    def tell_unreported(self, reported: Collection[str]) -> None:
+    def warn_of_unreported(self, reported: Collection[str]) -> None:
         """Warn once of metrics that no client has ``reported``, whose release is noise alone.
 
         The warning changes nothing: what is released, and its cost, must not depend on replies.
         """
         missing = [one.name for one in self.released.ranges if one.name not in reported]
-        if missing and reported and not self._has_told:
-            self._has_told = True
+        if missing and reported and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "no client reports %s, so that what is released of it is noise alone, and is "
                 "charged; replies have %s.", ", ".join(missing), ", ".join(sorted(reported)),
@@ -131,7 +131,7 @@ class MetricsRelease:
         BudgetSpentError
             As `release` does.
         """
-        self._evaluation.tell_unreported(self._reported)
+        self._evaluation.warn_of_unreported(self._reported)
         sums = split_sums(self._ranges, self.release())
         means = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
         names = [name for name in sorted(means) if not math.isnan(means[name])]

@@ -37,7 +37,11 @@ MOST_ENTRIES = 10_000
 """Largest total number of entries in the lists that a client may report."""
 
 
-_SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
+_REASONS: Mapping[int, Reason] = {
+    **dict.fromkeys(RAISED, "raised"),
+    BUDGET_SPENT: "budget",
+    TIMED_OUT: "timeout",
+}
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,7 @@ def _note_stranger(reply: Message, tally: Tally) -> None:
 
 def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
     if reply.has_error():
-        code = reply.error.code
-        reason: Reason = "raised" if code in RAISED else _SAID.get(code, "missing")
-        raise _UnusableError(reason, str(reply.error.reason))
+        raise _UnusableError(error_reason(reply), str(reply.error.reason))
     numbers, lists = _reported(reply.content)
     _require_sound(numbers, expected)
     rows = None
@@ -158,6 +160,11 @@ def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
     metrics = {name: np.array([value]) for name, value in numbers.items()}
     block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
     return Reply(block, lists, reply.content)
+
+
+def error_reason(reply: Message) -> Reason:
+    """Why a client failed, by the code of its error reply; "missing" for an unknown code."""
+    return _REASONS.get(reply.error.code, "missing")
 
 
 def _reported(content: RecordDict) -> tuple[dict[str, float], dict[str, list[float]]]:

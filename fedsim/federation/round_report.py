@@ -149,8 +149,8 @@ class Tally:
         self._asked = asked
         self._absent = absent
         # A client is missing until a reply of it has come.
-        self._fate = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
-        self._heard = np.zeros(len(asked), dtype=np.bool_)
+        self._outcomes = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
+        self._has_replied = np.zeros(len(asked), dtype=np.bool_)
         self._doubts: list[tuple[Ids, Tensor, Reason]] = []
 
     def take(self, block: Block) -> Block:
@@ -160,21 +160,21 @@ class Tally:
         known[known] = self._asked[position[known]] == block.client_ids[known]
         # Within a block client ids are unique, so that these are first replies within it too.
         first = known.copy()
-        first[known] = ~self._heard[position[known]]
+        first[known] = ~self._has_replied[position[known]]
         keep = first & block.ok
-        self._heard[position[first]] = True
-        self._fate[position[keep]] = _USABLE
+        self._has_replied[position[first]] = True
+        self._outcomes[position[keep]] = _USABLE
         if keep.all():
             return block
         self.unknown += int((~known).sum())
         self.duplicates += int((known & ~first).sum())
         for client, reason in block.reasons.items():
-            self._fate[position[first & (block.client_ids == client)]] = REASONS.index(reason)
+            self._outcomes[position[first & (block.client_ids == client)]] = REASONS.index(reason)
         return block.select(keep)
 
     def reject(self, client_ids: Ids, reason: Reason) -> None:
         """Mark these clients, whose replies were taken, as failed."""
-        self._fate[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
+        self._outcomes[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
     def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
         """`reject` the clients that are False in ``usable [n]``, once the report is made.
@@ -188,7 +188,8 @@ class Tally:
         for client_ids, usable, reason in self._doubts:
             self.reject(client_ids[~usable.cpu().numpy()], reason)
         self._doubts.clear()
-        counts = np.bincount(self._fate[self._fate != _USABLE], minlength=len(REASONS)).tolist()
+        failed = self._outcomes[self._outcomes != _USABLE]
+        counts = np.bincount(failed, minlength=len(REASONS)).tolist()
         reasons = dict(zip(REASONS, counts, strict=True))
         reasons["missing"] += self._absent
         failed = sum(reasons.values())

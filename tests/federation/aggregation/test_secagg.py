@@ -36,6 +36,7 @@ from fedsim.federation.aggregation.secagg.server import unmasked
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.secagg.transcript import RECORD, stage_of
 from fedsim.federation.arrays import tensors
+from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.runs.runner import masking_app
 from fedsim.strategies import DPFedAvg
@@ -123,6 +124,38 @@ def test_a_round_of_too_few_is_lost_and_charged(resolved: Resolved, stage: str) 
     in_clear.participants.replying = lambda number, ids: ids < THRESHOLD - 1
     assert model_of(in_clear, LocalGrid(resolved.trainer), resolved) == start
     assert in_clear.ledger.head == strategy.ledger.head or stage == "unmask"
+
+
+class Failing(Unsteady):
+    """Two clients answer a stage with errors: a spent budget, and a missed deadline."""
+
+    def __init__(self, resolved: Resolved, stage: str) -> None:
+        super().__init__(resolved, {})
+        self._stage = stage
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        asked = list(messages)
+        replies = list(super().send_and_receive(asked, timeout=timeout))
+        if not asked or stage_of(asked[0]) != self._stage:
+            return replies
+        codes = {2: BUDGET_SPENT, 3: TIMED_OUT}  # by node id
+        failed = [
+            error_reply(message, codes[node], "no")
+            for message in asked
+            if (node := message.metadata.dst_node_id) in codes
+        ]
+        return [r for r in replies if r.metadata.src_node_id not in codes] + failed
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_errors_keep_their_reasons(resolved: Resolved, stage: str) -> None:
+    strategy = strategy_of(resolved)
+    model_of(strategy, Failing(resolved, stage), resolved)
+    assert strategy.report is not None
+    reasons = {name: count for name, count in strategy.report.reasons.items() if count}
+    assert reasons == {"budget": 1, "timeout": 1}
 
 
 def test_the_server_receives_keys_sealed_shares_and_uniform_words(resolved: Resolved) -> None:

@@ -46,10 +46,10 @@ from fedsim.federation.aggregation.server_sum import AggregationSettings, Pendin
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import summed_grids
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.replies import Reply
+from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
 from fedsim.privacy.noise import share_multiplier
-from fedsim.rows.block import Block
+from fedsim.rows.block import Block, Reason
 from fedsim.rows.exact import RowMasks
 
 _log = logging.getLogger("fedsim")
@@ -208,14 +208,16 @@ class SecureSum(ShareSum):
             if client is None or client not in waiting:
                 continue
             waiting.discard(client)
+            reason: Reason = "malformed"
             try:
                 if reply.has_error():
+                    reason = error_reason(reply)
                     raise FedsimError(str(reply.error.reason))
                 answers[client] = parse(reply.content.config_records[RECORD])
             except Exception as error:  # a malformed reply may raise any exception
                 _log.warning("client %s is out of the round: %s", client, printable(error))
                 ids = np.array([client], dtype=np.int64)
-                self._failed.append(Block.failed(ids, "malformed"))
+                self._failed.append(Block.failed(ids, reason))
         return answers
 
     def _enough(self, clients: list[int], what: str) -> bool:
