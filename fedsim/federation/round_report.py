@@ -188,8 +188,8 @@ class Tally:
         for client_ids, usable, reason in self._doubts:
             self.reject(client_ids[~usable.cpu().numpy()], reason)
         self._doubts.clear()
-        failed = self._outcomes[self._outcomes != _USABLE]
-        counts = np.bincount(failed, minlength=len(REASONS)).tolist()
+        reason_codes = self._outcomes[self._outcomes != _USABLE]
+        counts = np.bincount(reason_codes, minlength=len(REASONS)).tolist()
         reasons = dict(zip(REASONS, counts, strict=True))
         reasons["missing"] += self._absent
         failed = sum(reasons.values())
