@@ -86,7 +86,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
             raise KeyboardInterrupt
         ending = True
         if callable(handler):
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):  # Python's handler of Ctrl-C: the round must finish
                 handler(number, frame)
         elif handler is signal.SIG_IGN:
             ending = False

@@ -211,6 +211,7 @@ class Randomness:
             raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
         key = None if self.seed is None else self._keys[purpose.keyed_by]
         watch = None if self._repeats else Randomness.watch
+        # One counter word has level (bits 56 to 63), purpose (48 to 55) and part (0 to 47).
         purpose_word = _LEVELS[level] << 56 | purpose << 48
         stream = stream or Stream()
         for part in parts:

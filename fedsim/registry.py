@@ -281,6 +281,7 @@ class _FoundFirst(threading.local, MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # A ``path`` is a parent package's: submodules are found there, as always.
         if self.directory is None or path is not None:
             return None
         return PathFinder.find_spec(fullname, [self.directory, *sys.path], target)

@@ -331,7 +331,7 @@ def strategies(
     resolved = resolve(seeded)
 
     def strategy(seed: int | None) -> DPFedAvg:
-        # Thousands of runs differ only in their seeds. Resolving each anew would take as long as a
+        # Thousands of runs differ only in their seeds. Resolving each would take as long as a
         # round, and is not needed: seed and release digest key the noise.
         config = unseeded if seed is None else replace(seeded, seed=seed)
         return strategy_of(replace(resolved, config=config))

@@ -220,7 +220,7 @@ class Evidence:
             if len(ids) and added[others].max(initial=0.0) > 1e-3 * allowed:
                 broken = f"a client that was not sampled in round {number} moved the model"
                 return invariant(looked, broken, "only sampled clients do")
-            if not added.max() <= most:
+            if not added.max() <= most:  # not `>`: NaN must count
                 most = float(added.max())
                 whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
         return length_moved(looked, most, whose, allowed, self.measured)

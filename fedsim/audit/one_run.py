@@ -97,7 +97,7 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun
 
 
 def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
-    """Guess "in" for the highest scores, "out" for the lowest; numbers of guesses and correct ones."""
+    """Guess "in" for the highest scores, "out" for the lowest: guesses made, and correct ones."""
     half = max(1, round(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())

@@ -95,6 +95,7 @@ def participations(sampled: Sampled) -> Finding:
         members = sampled.membership[first : first + length]
         first += length
         most = int(members.sum(0).max(initial=0))
+        # Prefix sums, whose differences count a row's rounds within each window.
         inside = np.cumsum(np.concatenate([np.zeros((1, members.shape[1])), members]), axis=0)
         width = min(plan.separation, length)
         if (inside[width:] - inside[: len(inside) - width]).max(initial=0) > 1:

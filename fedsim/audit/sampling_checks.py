@@ -160,6 +160,7 @@ class Sampled:
             return None
         p = self.probabilities
         arrays = (1 + sums.count(",")) * [self.membership - p]
+        # The variance of a product of independent centred terms is the product of variances.
         variances = (1 + sums.count(",")) * [p * (1 - p)]
         of_each, spread = (np.einsum(sums, *terms, optimize=True) for terms in (arrays, variances))
         if of_each.ndim > 1:
@@ -266,7 +267,7 @@ def succession(sampled: Sampled) -> Finding:
     start = 0
     for length in sampled.lengths:
         run = centred[start : start + length]
-        gram = run @ run.T
+        gram = run @ run.T  # its diagonal at a lag has the products of rounds that far apart
         for lag in range(1, length):
             totals[lag] += np.trace(gram, lag)
             products[lag] += (length - lag) * n

@@ -103,6 +103,7 @@ class Devices:
         sent = int(replies.sum())
         if self.settings.deadline:
             late = seconds > self.settings.deadline
+            # The server cannot know that a device dropped out: it waits until the deadline for it.
             waited = late.any() or bool((available & ~replies).any())
             seconds = np.minimum(seconds, self.settings.deadline)
             longest = self.settings.deadline if waited else float(seconds.max(initial=0.0))

@@ -220,6 +220,7 @@ class MetricsFile:
 
 def update_code(code: hmac.HMAC, row: Mapping[str, object]) -> None:
     """Add a row, as written in metrics.csv, to an HMAC; the order of columns does not matter."""
+    # `csv` writes numbers by `str` too, so that a row read back as text gives the same code.
     code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
 
 

@@ -210,7 +210,7 @@ def drive(
         try:
             try:
                 run_to_end(session.rounds(grid), grid, session.timeout(grid))
-                whole = True
+                whole = True  # the last round was completed: its state may be saved
             except KeyboardInterrupt:
                 pass
             except RunFailedError as error:

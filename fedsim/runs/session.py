@@ -106,7 +106,7 @@ class Session:
             ledger.restore({"head": state.ledger_head, "lines": state.ledger_length})
             if client_ledgers is not None:
                 client_ledgers.restore(state.client_ledgers)
-        # Whether the budget stops the run is computed anew: it may have been raised since.
+        # Whether the budget stops the run is decided again: it may have been raised since.
         self.strategy.restore({**state.strategy, "stopped": None})
         self.resolved.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)

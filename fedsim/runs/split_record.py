@@ -137,6 +137,8 @@ def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
     if not (config.client.private and config.client.state_dir) or not split_settings(config):
         return
     directory = Path(config.client.state_dir)
+    # Created only if it is not there, and compared afterwards: of two runs that start at once, the
+    # second is compared with the first one's record.
     if record and not (directory / DATA_SPLIT).exists():
         durable.create(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
     before = SplitRecord.read(directory)

@@ -119,6 +119,7 @@ class StatisticsPlan:
         targets = request.targets and Moments("targets", *request.targets, request.quantiles)
         columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
         moments = columns + outputs * (targets is not None)
+        # A row has this number of parts of norm 1 at most, so a norm of at most its square root.
         parts = classes + moments * sum(one.parts for one in model.moments.ranges)
         of_sums = _config(config, request, model, targets, math.sqrt(max(parts, 1)))
         return cls(of_sums, model, targets, columns, outputs)

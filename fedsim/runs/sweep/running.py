@@ -272,7 +272,7 @@ def _reason(error: Exception) -> str:
 
 
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
-    """Make all rounds of these sessions; return the errors of those that failed, by index."""
+    """Make all rounds of these sessions; return the errors of failed ones, by index."""
     failed: dict[int, Exception] = {}
     whole = ending = False
 
