@@ -75,10 +75,10 @@ class AllowedCode:
         key, name : str
             The config's key and its value, for messages.
 
-            Raises
-            ------
-            FedsimError
-                If it is not allowed; the message says which line would allow it, if any can.
+        Raises
+        ------
+        FedsimError
+            If it is not allowed; the message says which line would allow it, if any can.
         """
         if not self.allows(module):
             raise FedsimError(f"{key} is '{name}'; {self.refusal(module)}.")

@@ -47,8 +47,8 @@ class Scale:
     Attributes
     ----------
     center, half : float64 ``[d]``
-        A bounded row minus ``center``, divided by ``half``, has norm 1 at most. The sum's noise
-        has ``half`` times the noise multiplier as its standard deviation.
+        A bounded row minus ``center``, divided by ``half``, has norm 1 at most (in the columns of
+        each bound). The sum's noise has ``half`` times the noise multiplier as standard deviation.
     zero : float64 ``[d]``
         What a row of zeros adds to the sum, minus the center.
     step : float64 ``[d]``

@@ -136,7 +136,7 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
-    """Random orthogonal rows of +-1, in which every coordinate has the same size."""
+    """Random orthogonal rows of +-1; once scaled, every coordinate of a row reaches its bound."""
     size = 1 << (d.bit_length() - 1)
     if size != d:
         raise FedsimError(f"the model has {d} parameters; one run needs a power of two of them.")

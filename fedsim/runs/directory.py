@@ -6,19 +6,19 @@
     metrics.csv         one row for each round
     ledger.jsonl        every private release; clients' own are in clients/
     fingerprint.key     the run's key, 0600, by which it recognises its sums and files
-data-split.json     which client has which examples, if data= or partition= came from Python
-named-files.json    absolute paths of the files that config.toml names by relative paths
-manifest.json       digests of the files when the run ended (see `Manifest`)
-ledger.sig          signature of the manifest, if there is a key for one
-model.safetensors   the model
-summary.json        figures that are computed once, at the end
-report.html         the report
-done                how the run ended; missing before its end
-checkpoint/         states from which the run can be resumed (see `Checkpoints`)
-tensorboard/        event files, if `log.to` asks for them
-clients/            state of the clients on this machine
-archive/1/ ...      ledgers and configs of the runs that were overwritten here
-.fedsim-run         marks the directory as a run's (see `RunLock`)
+    data-split.json     which client has which examples, if data= or partition= came from Python
+    named-files.json    absolute paths of the files that config.toml names by relative paths
+    manifest.json       digests of the files when the run ended (see `Manifest`)
+    ledger.sig          signature of the manifest, if there is a key for one
+    model.safetensors   the model
+    summary.json        figures that are computed once, at the end
+    report.html         the report
+    done                how the run ended; missing before its end
+    checkpoint/         states from which the run can be resumed (see `Checkpoints`)
+    tensorboard/        event files, if `log.to` asks for them
+    clients/            state of the clients on this machine
+    archive/1/ ...      ledgers and configs of the runs that were overwritten here
+    .fedsim-run         marks the directory as a run's (see `RunLock`)
 
 A run claims a directory before it writes to it; only one run at a time can. Files of other names
 are never touched.

@@ -231,10 +231,10 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
     Raises
     ------
     FedsimError
-            If the earlier ledgers cannot be read or composed; if clients protect their examples in
-            one run and not in another, or their ledgers are in different places, since an
-            example-level statement about only one of them would be false; or if clients had other
-            examples in an earlier private run.
+        If the earlier ledgers cannot be read or composed; if clients protect their examples in
+        one run and not in another, or their ledgers are in different places, since an
+        example-level statement about only one of them would be false; or if clients had other
+        examples in an earlier private run.
     """
     ledgers = archived(directory.ledger)
     if directory.ledger.exists():

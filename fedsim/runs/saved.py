@@ -248,8 +248,8 @@ class SavedRun:
         Parameters
         ----------
         x : array ``[N, ...]``
-                Inputs as in the data set's files (uint8 images ``[N, H, W]`` or ``[N, H, W, C]``,
-                floating features, tokens), or of the model's `input_shape`.
+            Inputs as in the data set's files (uint8 images ``[N, H, W]`` or ``[N, H, W, C]``,
+            floating features, tokens), or of the model's `input_shape`.
 
         Returns
         -------
