@@ -312,6 +312,8 @@ def load(key: str, name: str) -> Callable[..., Any]:
             "for Small in nets.py."
         )
     allowed = allowed_code.now()
+    # Only the top package is looked up: for a dotted name its parents would be imported, that
+    # is, run, before it is known whether they are allowed.
     top = module_name.partition(".")[0]
     if allowed.of_user and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise _no_module(key, name, module_name)

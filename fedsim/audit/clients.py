@@ -340,6 +340,7 @@ def equal_sums(
 
     def script(second: bool) -> Callable[[Ids, int], Block]:
         def send(ids: Ids, round: int) -> Block:
+            # Rows depend on positions in the cohort, not on ids: reversed, they have the same sum.
             positions = np.arange(len(ids))[:: -1 if second else 1].copy()
             rows = 4.0 * bounded * signs[torch.from_numpy(positions % len(signs))]
             metrics = _metrics(len(ids), sides, 7.0 if second else 1.0)

@@ -244,6 +244,7 @@ class Neighbours:
             if behaviour.harmless or not target.shares:
                 std = noise.of_round(absent, target.rounds - 1, target)
                 moves = np.linalg.norm((present.moves - absent.moves) / std, axis=1)
+                # What is not finite counts as infinitely long.
                 moved = float(np.nan_to_num(moves, nan=np.inf, posinf=np.inf).max())
                 scalars = scalars_moved(absent, present, stds_of_scalars)
                 self._lengths.append(_Length(behaviour.name, moved, *scalars))

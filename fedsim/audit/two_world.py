@@ -179,6 +179,7 @@ def _choose(
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
         # A fitted score separates the runs that it was fitted to better than new ones.
         handicap = HANDICAP if name in FITTED else 0.0
+        # By p-value; equal ones, as at `LEAST_P`, by the number of errors.
         best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
         evidence = math.log(p_values[best]) + handicap

@@ -220,6 +220,7 @@ class RunDirectory:
             yield
         except BaseException:
             written_first = (self.config, self.path / NAMED_FILES)
+            # These are written before the first round: with no other file, nothing is lost.
             if begun and {*self._files()} <= {path.name for path in written_first}:
                 for path in written_first:
                     path.unlink(missing_ok=True)
