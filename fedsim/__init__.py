@@ -1,9 +1,8 @@
 """fedsim: private federated learning, simulated and deployed on Flower.
 
-``fedsim.run(fedsim.RunConfig.load("run.toml"))`` runs one config, ``fedsim.load("runs/x")`` gives
-what a run has left; the packages below it
-(`strategies`, `mechanisms`, `clients`, `cohorts`, `partitions`, `engines`, `privacy`) are
-usable on their own.
+``fedsim.run(fedsim.RunConfig.load("run.toml"))`` runs one config, and ``fedsim.load("runs/x")``
+loads the model, metrics and privacy of a finished run. The packages below (`strategies`,
+`mechanisms`, `clients`, `cohorts`, `partitions`, `engines`, `privacy`) can be used on their own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from fedsim.version import VERSION
 
 if sys.platform == "win32":
     _WHERE_IT_RUNS = "fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files."
-    # Of the command, which finds no code of its own before this: a sentence and no traceback.
+    # The `fedsim` command imports this file before any code of its own, so its sentence (instead of
+    # a traceback) must be printed here.
     if sys.argv[:1] == ["-m"] or sys.argv[0].lower().endswith(("fedsim", "fedsim.exe")):
         print(f"fedsim: {_WHERE_IT_RUNS}", file=sys.stderr)
         raise SystemExit(2)
@@ -26,7 +26,7 @@ if sys.platform == "win32":
 
 _HERE = os.path.dirname(os.path.dirname(__file__))
 if any(re.match(r"fedsim-.*\.(dist|egg)-info$", name) for name in os.listdir(_HERE)):
-    # On the package index the name `fedsim` is another project's; this one's is `fedsim-dp`.
+    # On PyPI the name `fedsim` belongs to another project; this one is `fedsim-dp`.
     raise ImportError(
         f"another package called fedsim is installed in {_HERE}, and its files are mixed with "
         "fedsim-dp's: `pip uninstall fedsim fedsim-dp`, and then install fedsim-dp again."

@@ -1,4 +1,4 @@
-"""``python -m fedsim``: the command."""
+"""``python -m fedsim``: the same as the command ``fedsim``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which modules a config may name: one allow-list, consulted before anything is imported.
 
-Importing a module runs it, and what a config names is called with options of the config's. So a
-module is imported for a config only where the owner of the process has allowed it: a user at a
-command, the owner of a server, the owner of a node.
+Importing a module runs its code, and a config calls what it names with arguments of its own. So a
+module is imported for a config only if the owner of the process has allowed it: the user who
+typed the command, or the owner of the server or node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 
 VARIABLE = "FEDSIM_ALLOWED_CODE"
-"""Environment variable: what a command has allowed, for the processes of its own simulation."""
+"""Environment variable by which a command passes its allow-list to its simulation's processes."""
 
 _PROJECT = "pyproject.toml"
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -33,20 +33,20 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True)
 class AllowedCode:
-    """Modules that a config may name, with the modules of packages among them.
+    """Allow-list of the modules that a config may name.
 
-    The standard library and fedsim's own modules are never among them: what these do with a
-    config's options was never meant for a config.
+    The standard library and fedsim's own modules are never allowed: their functions were not
+    written to be called with arguments from a config.
 
     Attributes
     ----------
     modules : tuple of str
-        Modules and packages, by name.
+        Names of modules and of packages; a package stands for all modules in it.
     of_user : bool
-        Whether modules under the current directory, those that its ``pyproject.toml`` lists
-        (``[tool.fedsim] code = [...]``) and installed plug-ins are allowed as well.
+        Whether three more are allowed: modules under the current directory, those that its
+        ``pyproject.toml`` lists (``[tool.fedsim] code = [...]``), and installed plug-ins.
     file : str
-        Where the owner of this process lists ``modules``, for sentences.
+        File in which the owner of this process lists ``modules``, for messages.
     """
 
     modules: tuple[str, ...] = ()
@@ -68,23 +68,23 @@ class AllowedCode:
         return self.of_user or self.allows(module)
 
     def require(self, key: str, name: str, module: str) -> None:
-        """Refuse a name in a module that is not allowed; nothing is imported.
+        """Refuse a name whose module is not allowed, without importing the module.
 
         Parameters
         ----------
         key, name : str
-            Of the config, for sentences.
+            The config's key and its value, for messages.
 
         Raises
         ------
         FedsimError
-            With the line that allows it, where any does.
+            If it is not allowed; the message says which line would allow it, if any can.
         """
         if not self.allows(module):
             raise FedsimError(f"{key} is '{name}'; {self.refusal(module)}.")
 
     def require_home(self, key: str, name: str, thing: Any) -> None:
-        """Refuse what an allowed module has only imported from one that is not allowed.
+        """Refuse an object that an allowed module only re-exports from one that is not allowed.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class AllowedCode:
             raise FedsimError(f"{key} is '{name}', which is {home}'s; {self.refusal(home)}.")
 
     def refusal(self, module: str) -> str:
-        """Why this module is not allowed, and what allows it."""
+        """Clause that says why this module is not allowed, and what would allow it."""
         if module == "__main__":
             return (
                 "what a script or a notebook defines cannot be imported by name; put it into a "
@@ -128,7 +128,7 @@ _now = AllowedCode(of_user=True)
 
 
 def now() -> AllowedCode:
-    """What holds in this process at present."""
+    """The allow-list in force in this process."""
     return _now
 
 
@@ -138,7 +138,7 @@ def allow(modules: Iterable[str]) -> None:
     Raises
     ------
     FedsimError
-        If one is no module's name, or never allowed.
+        If one is not the name of a module, or can never be allowed.
     """
     global _now
     added = tuple(modules)
@@ -155,7 +155,7 @@ def allow(modules: Iterable[str]) -> None:
 
 @contextmanager
 def use(allowed: AllowedCode) -> Iterator[None]:
-    """Have something else hold while this is entered: an app serves others than its process's."""
+    """Replace the allow-list within this context: an app acts for someone else than its process."""
     global _now
     outside, _now = _now, allowed
     try:
@@ -165,7 +165,7 @@ def use(allowed: AllowedCode) -> Iterator[None]:
 
 
 def inherited() -> AllowedCode | None:
-    """What the command has allowed whose simulation this process belongs to; None without one."""
+    """The allow-list of the command that started this simulation process; None outside of one."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
@@ -181,20 +181,20 @@ def home_of(thing: Any) -> str | None:
 
 
 def _is_within(module: str, places: Iterable[str]) -> bool:
-    """Whether this is one of these modules, or in one of these packages."""
+    """Whether a module is one of ``places`` or lies in one of these packages."""
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
 def is_reserved(module: str) -> bool:
-    """Whether a module is one that nobody can allow."""
+    """Whether a module can never be allowed."""
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names or top in ("fedsim", "__main__")
 
 
 def _is_under_current_directory(module: str) -> bool:
-    """Whether all that is imported for a module lies under the current directory, links followed.
+    """Whether a module and its parent packages all lie under the current directory.
 
-    What is installed there, in an environment's site-packages, does not count.
+    Links are followed. An environment's site-packages under that directory does not count.
     """
     directory = Path(os.path.realpath(os.getcwd()))
     found = [*_specs(module)]
@@ -202,11 +202,14 @@ def _is_under_current_directory(module: str) -> bool:
 
 
 def _specs(module: str) -> Iterator[ModuleSpec]:
-    """Of the packages that a module is in, and of itself; none of them is imported."""
+    """Import specs of a module's parent packages and of the module itself, without importing any.
+
+    `importlib.util.find_spec` of a dotted name would import the parents, that is, run them.
+    """
     name, *parts = module.split(".")
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # of what has none, such as a program
+    except ValueError:  # the module has no spec, such as `__main__` of a script
         spec = None
     level = [] if spec is None else [spec]
     yield from level
@@ -231,7 +234,7 @@ def _written(modules: Iterable[str]) -> str:
 
 
 def _listed() -> tuple[str, ...]:
-    """What ``pyproject.toml`` in the current directory lists."""
+    """Modules that ``pyproject.toml`` in the current directory lists; none without that file."""
     path = Path(_PROJECT).absolute()
     try:
         state = path.stat()
@@ -242,7 +245,7 @@ def _listed() -> tuple[str, ...]:
 
 @cache
 def _listed_in(path: Path, _modified: int, _size: int) -> tuple[str, ...]:
-    """What this file lists; read again where it has changed."""
+    """Modules that this file lists; by its time and size, so that a changed file is read again."""
     try:
         table = tomllib.loads(regular_files.read_text(path)).get("tool", {})
         listed = table.get("fedsim", {}).get("code", [])

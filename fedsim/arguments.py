@@ -1,7 +1,7 @@
-"""Whether a value is of the type that an annotation says, and what is allowed, in words.
+"""Check values against type annotations, and say in words what an annotation allows.
 
-Functions that people call are decorated with `check_arguments`; the fields of dataclasses are
-checked by `fedsim.settings`, which reads configs by the same types.
+Public functions are decorated with `check_arguments`; the fields of dataclasses are checked by
+`fedsim.settings`, which reads configs by the same types.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Expected:
     Attributes
     ----------
     words : str
-        Such as "a number"; empty for anything.
+        Description for messages, such as "a number"; empty if every value is allowed.
     test : callable
         Whether a value is of the type.
     types : set of types
-        Of values that need no test, which takes longer than to look here.
+        Exact types that always pass: a look-up here is faster than ``test``.
     """
 
     words: str
@@ -52,7 +52,7 @@ def _is(*kinds: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds) and not isinstance(value, but)
 
 
-# A string is a sequence of strings for Python, and a mistake wherever several things are due.
+# To Python a string is a sequence of strings; where a sequence is expected it is a mistake.
 _TEXT = (str, bytes)
 _TYPES: Mapping[Any, Expected] = {
     float: Expected("a number", _is(Real, but=(bool,)), frozenset({float, int})),
@@ -63,7 +63,7 @@ _TYPES: Mapping[Any, Expected] = {
     tuple: Expected("a tuple", _is(tuple)),
     list: Expected("a list", _is(list)),
     type(None): Expected("None", lambda value: value is None, frozenset({type(None)})),
-    # Arrays are sequences in all that is asked of one here.
+    # Not `isinstance(value, Sequence)`: arrays and tensors are allowed, and are no `Sequence`.
     abc.Sequence: Expected(
         "a sequence",
         lambda value: (
@@ -81,7 +81,7 @@ _TYPES: Mapping[Any, Expected] = {
 
 @functools.cache
 def expected(annotation: Any) -> Expected:
-    """What an annotation allows; of elements of containers nothing is asked."""
+    """What an annotation allows; the elements of containers are not checked."""
     origin = get_origin(annotation) or annotation
     arguments = get_args(annotation)
     if origin is Annotated:
@@ -112,7 +112,7 @@ def expected(annotation: Any) -> Expected:
 
 
 def _public_name(kind: type) -> str:
-    """Where people import a class from: the outermost package that has it."""
+    """Name under which people import a class: in the outermost package that exports it."""
     if kind.__module__ == "builtins":
         return kind.__name__
     parts = kind.__module__.split(".")
@@ -125,20 +125,24 @@ def _public_name(kind: type) -> str:
 
 
 def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:
-    """The type that a string stands for; other annotations beside it may lack names."""
+    """The type that an annotation written as a string stands for.
+
+    Each is resolved alone: another annotation of the same class may use a name that is imported
+    for type checkers only.
+    """
     alone = SimpleNamespace(__annotations__={"it": annotation})
     return typing.get_type_hints(alone, {**vars(typing), **scope}, include_extras=True)["it"]
 
 
 def check_arguments(function: F) -> F:
-    """Let a function, or a method, refuse arguments of other types than its annotations say.
+    """Make a function or method refuse arguments whose types differ from its annotations.
 
-    What they are called is left to Python: a keyword that there is not is a TypeError.
+    Unknown keywords and missing arguments stay Python's own TypeError.
 
     Raises
     ------
     FedsimError
-        By the function: what was given, and what is allowed.
+        When the function is called; it shows the value and what is allowed.
     """
     signature = inspect.signature(function)
 
@@ -155,7 +159,7 @@ def check_arguments(function: F) -> F:
         try:
             given = signature.bind(*args, **keywords).arguments
         except TypeError:
-            given = {}  # the function itself says what it is called with
+            given = {}  # the call below raises the TypeError, in the function's own name
         for name, value in given.items():
             require(name, value, of(name))
         return function(*args, **keywords)
@@ -164,12 +168,12 @@ def check_arguments(function: F) -> F:
 
 
 def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
-    """The keywords that a callable names, and whether it takes any others too.
+    """The keywords that a callable names, and whether it also takes any other (``**keywords``).
 
     Raises
     ------
     FedsimError
-        If nothing is known of them.
+        If it has no known signature.
     """
     try:
         parameters = inspect.signature(thing).parameters.values()
@@ -193,13 +197,13 @@ def require(name: str, value: Any, allowed: Expected) -> None:
 
 
 def one_of(words: tuple[Any, ...]) -> str:
-    """A choice of words as a sentence has it: ``'a', 'b' or 'c'``."""
+    """The words quoted and joined for a sentence: ``'a', 'b' or 'c'``."""
     *others, last = [f"'{word}'" for word in words]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence shows it: not at its full length, however long that is."""
+    """A value as a message shows it, shortened if it is long."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value.bit_length() > 200:

@@ -20,9 +20,9 @@ LONGEST_WORD, LONGEST_LINE = 300, 1200
 
 
 def readable(text: object) -> str:
-    """A sentence as a terminal may have it, whatever names and values of a user's it quotes.
+    """A message made safe for a terminal, whatever user's names and values it quotes.
 
-    Nothing in it moves a cursor, and what is very long is shortened in its middle.
+    Control characters become "?", and very long words and lines are shortened in the middle.
     """
     lines = []
     for line in str(text).split("\n"):
@@ -45,44 +45,44 @@ class FedsimError(ValueError):
 
 
 class BudgetSpentError(FedsimError):
-    """A client's own budget does not allow what it was asked for."""
+    """A client's own privacy budget does not allow the release that it was asked for."""
 
 
 class RunFailedError(RuntimeError):
-    """A run that had begun and failed, in a sentence.
+    """A run failed after it had begun.
 
-    By too many rounds in a row, where nothing is private, in which every client failed; or with the
-    runtime of Flower's that it was on.
+    Either every client failed in too many rounds in a row (in a run without privacy only), or
+    Flower's runtime, on which the run was, failed.
     """
 
 
 def printable(text: object, limit: int = 200) -> str:
-    """A stranger's text as a line of a log may hold it: short, and nothing that moves a cursor."""
+    """Untrusted text made safe for one line of a log: short, without control characters."""
     start = str(text)[: limit + 1]
     plain = "".join(sign if sign.isprintable() else "?" for sign in start[:limit])
     return plain + "..." * (len(start) > limit)
 
 
 def users_place(trace: TracebackType | None) -> str:
-    """Where on the way to an error the user's own code was last, such as ``nets.py:12``.
+    """File and line of the innermost frame of the user's own code, such as ``nets.py:12``.
 
-    Empty where every frame is fedsim's or a library's.
+    Empty if every frame is fedsim's or a library's.
     """
     frames = _users_frames(trace)
     return f"{frames[-1].tb_frame.f_code.co_filename}:{frames[-1].tb_lineno}" if frames else ""
 
 
 def described(error: BaseException) -> str:
-    """An error of a user's code as a line of a log has it: type, sentence, and the code's place."""
+    """An error of a user's code for one line of a log: its type, message, file and line."""
     place = users_place(error.__traceback__)
     return f"{type(error).__name__}: {error}" + (f" (at {place})" if place else "")
 
 
 def users_traceback_alone(function: F) -> F:
-    """Let errors of a user's code leave a function with the frames of that code alone.
+    """Cut the tracebacks of errors that leave a function down to the user's own frames.
 
-    Frames of fedsim and of libraries (torch.fx, vmap) say nothing of a user's mistake. Errors on
-    the way to which none of the user's code stood keep their traceback.
+    Frames of fedsim and of libraries (torch.fx, vmap) do not explain a user's mistake. Errors
+    whose traceback has no frame of the user's keep it whole.
     """
 
     @functools.wraps(function)
@@ -98,7 +98,7 @@ def users_traceback_alone(function: F) -> F:
 
 
 def keep_users_frames(error: BaseException | None) -> bool:
-    """Shorten an error's traceback, and those of its causes; whether any was of the user's code."""
+    """Cut the tracebacks of an error and of its causes; return whether any had a user's frame."""
     if error is None:
         return False
     frames = _users_frames(error.__traceback__)
@@ -112,7 +112,7 @@ def keep_users_frames(error: BaseException | None) -> bool:
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """The entries of a traceback that are neither fedsim's nor a library's."""
+    """Entries of a traceback whose code is neither fedsim's nor a library's."""
     package = Path(__file__).parent
     libraries = [Path(path) for path in set(sysconfig.get_paths().values())]
     places = [package, package.with_name("experiments"), *libraries]

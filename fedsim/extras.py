@@ -1,4 +1,4 @@
-"""Packages that only parts of fedsim need, and the extra of the package that brings each."""
+"""Optional packages, and the extra of ``fedsim-dp`` that installs each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EXTRAS = {
 
 
 def require(what: str, *packages: str) -> None:
-    """Refuse what needs packages that are not installed.
+    """Refuse a feature whose optional packages are not installed.
 
     Raises
     ------
     FedsimError
-        Naming ``what`` needs them, and the extra that has them.
+        Saying that ``what`` needs the package, and which extra installs it.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -35,12 +35,12 @@ def require(what: str, *packages: str) -> None:
 
 
 def absent(package: str) -> str:
-    """That a package is not installed, and how it is; for the end of a sentence."""
+    """End of a sentence: the package is not installed, and how to install it."""
     return f"which is not installed; `pip install 'fedsim-dp[{EXTRAS[package]}]'` has it."
 
 
 def of_import(error: ImportError) -> str | None:
-    """The sentence of a package that an import lacked; None if it is of no extra."""
+    """Message about a package that an import did not find; None if no extra has it."""
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
         return None

@@ -1,4 +1,4 @@
-"""What is imported at its first use: reading settings waits neither for torch nor for Flower."""
+"""Imports at first use, so that reading settings waits neither for torch nor for Flower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class _Later(ModuleType):
-    """A module that is imported when something of it is first asked for."""
+    """A module that is imported when one of its attributes is first used."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(importlib.import_module(self.__name__), name)
@@ -32,13 +32,17 @@ else:
             return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
     class Tensor(metaclass=_Tensors):
-        """PyTorch's, for annotations: there is none before torch has been imported."""
+        """Stand-in for `torch.Tensor` in annotations and `isinstance`, without importing torch.
+
+        Before torch is imported there is no tensor, so that `isinstance` is False then.
+        """
 
 
 def names_of(package: str, file: str) -> Callable[[str], Any]:
-    """Make a package's ``__getattr__``: it imports what its file imports for type checkers.
+    """Make a package's ``__getattr__``, which imports a name at its first use.
 
-    And the modules in it: ``fedsim.datasets.from_table`` needs no import of its own.
+    The names are those that the package's ``file`` imports (under ``TYPE_CHECKING``), and the
+    modules in the package: ``fedsim.datasets.from_table`` needs no import of its own.
     """
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     homes = {

@@ -1,4 +1,4 @@
-"""This process: how what it began ends, when a signal ends it, and how much memory it may take."""
+"""This process: closing what it opened, ending on signals and with its parent, cores, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedsim.errors import FedsimError
 
 
 class Closed(ABC):
-    """What `close` ends; ``with thing:`` calls it, however it is left."""
+    """Base of what must be closed: ``with thing:`` calls `close` at the end, even on errors."""
 
     def __enter__(self) -> Self:
         return self
@@ -30,11 +30,11 @@ class Closed(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what was begun."""
+        """Release threads, processes and files."""
 
 
 class TerminatedError(KeyboardInterrupt):
-    """What Ctrl-C raises, of a SIGTERM: that reaches this process, and not those beside it."""
+    """SIGTERM, raised like Ctrl-C; unlike that, it reaches this process alone, not its children."""
 
 
 GONE_SECONDS = 10.0
@@ -42,11 +42,11 @@ GONE_SECONDS = 10.0
 
 @contextmanager
 def thread_pool(count: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads that are gone when the context is left, as far as the system knows.
+    """A pool whose threads have ended, for the operating system too, when the context is left.
 
-    Python joins a thread before the system has ended it. MKL then still frees what it had, under
-    locks of all threads: a process that is forked just then inherits them, and waits for ever in
-    its first matrix product.
+    Python's join returns before the system has ended the thread. MKL then still frees the thread's
+    buffers, holding process-wide locks: a process that is forked at that moment inherits the held
+    locks, and waits for ever in its first matrix product.
     """
     tasks: list[Path] = []
 
@@ -57,7 +57,7 @@ def thread_pool(count: int) -> Iterator[ThreadPoolExecutor]:
         with ThreadPoolExecutor(count, initializer=note) as pool:
             yield pool
     finally:
-        # Not for ever: another thread may have got the number of one that is gone.
+        # At most so long: another thread may have got the id of one that has ended.
         latest = time.monotonic() + GONE_SECONDS
         while any(task.exists() for task in tasks) and time.monotonic() < latest:
             time.sleep(1e-4)
@@ -70,10 +70,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
-    """Call ``end`` at the first Ctrl-C or SIGTERM; the next one is a `KeyboardInterrupt`.
+    """Call ``end`` at the first Ctrl-C or SIGTERM; the second raises `KeyboardInterrupt`.
 
-    The handlers that were there before are called as well, and so know why the run ended; where
-    SIGTERM would have ended the process, it does so once the context is left.
+    The handlers that were installed before are called too, so that they know why the run ended. If
+    SIGTERM had its default action, it ends the process once the context is left.
     """
     ending = False
     terminated = False
@@ -86,7 +86,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
             raise KeyboardInterrupt
         ending = True
         if callable(handler):
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):  # Python's handler of Ctrl-C: the round must finish
                 handler(number, frame)
         elif handler is signal.SIG_IGN:
             ending = False
@@ -114,7 +114,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -124,19 +124,19 @@ _PDEATHSIG = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, which ``parent`` has just forked, when that ends.
+    """Make this process, just forked by ``parent``, end when its parent does.
 
-    However it ends: SIGKILL and the out-of-memory killer leave no time for anything else. Where
-    there is no Linux kernel to do it, a thread looks five times a second whether the parent is
-    there. Every process that fedsim forks calls this. Programs that it starts are ended by
-    `fedsim.deploy.processes`, since they have children of their own and need time to end.
+    The kernel kills it, since a parent that ends by SIGKILL or the out-of-memory killer can do
+    nothing more itself. Without a Linux kernel a thread checks five times a second whether the
+    parent is alive. Every process that fedsim forks calls this. Programs that it starts are ended
+    by `fedsim.deploy.processes`, since they have children of their own and need time to end.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         threading.Thread(target=_end_with, args=[parent], daemon=True).start()
         return
     prctl(_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the kernel was told.
+    # If the parent ended before the call above, no signal will come.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -148,7 +148,7 @@ def _end_with(parent: int) -> None:
 
 
 def refuse_larger_than_memory(size: int, what: str) -> None:
-    """Refuse ``what``, which needs ``size`` bytes, where there are not so many.
+    """Refuse ``what`` if the ``size`` bytes that it needs exceed this machine's memory.
 
     Raises
     ------
@@ -165,11 +165,11 @@ _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_
 
 
 def _memory() -> int:
-    """Bytes of memory that this machine, or the container around this process, has."""
+    """Bytes of memory of this machine, or of this process's container if that has fewer."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CONTAINERS:
         try:
             sizes.append(int(Path(path).read_text(encoding="ascii")))
         except (OSError, ValueError):
-            continue  # there is none, or it is without a limit
+            continue  # no container, or one without a limit
     return min(sizes)

@@ -32,17 +32,18 @@ _NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps
 
 
 class Purpose(IntEnum):
-    """Everything that is drawn. A sample is amplified if a private event counts on its secrecy.
+    """What a draw is for. A sample is amplified if its accounting relies on its being secret.
 
     Attributes
     ----------
     keyed_by : "seed" or "release"
-        The seed alone, so that runs of one seed compare; or seed and release digest, so that
-        two runs of one seed that release different things share no draw.
+        What the key is made from: the seed alone, so that runs of one seed can be compared; or
+        seed and release digest, so that two runs of one seed that release different things
+        share no draw.
     levels : tuple of "run", "client" and "example"
-        Whose rows the draw is about; "run" where it is about none.
+        Kinds of rows that the draw can be about; "run" if it is about none.
     parts : str
-        What tells draws of one level, purpose, round and client apart.
+        Meaning of the part number, which separates draws of one level, purpose, round, client.
     """
 
     keyed_by: Literal["seed", "release"]
@@ -68,7 +69,7 @@ class Purpose(IntEnum):
         levels: tuple[DrawLevel, ...],
         parts: str,
     ) -> Self:
-        """One of this number, which is part of its draws' addresses."""
+        """Make a purpose. Its number is part of its draws' addresses and must never change."""
         purpose = int.__new__(cls, number)
         purpose._value_ = number
         purpose.keyed_by, purpose.levels, purpose.parts = keyed_by, levels, parts
@@ -76,7 +77,7 @@ class Purpose(IntEnum):
 
 
 class Address(NamedTuple):
-    """Where a stream lies. ``key`` is None for a draw from the operating system."""
+    """Address of a stream. ``key`` is None for draws from the operating system's entropy."""
 
     key: tuple[int, int] | None
     level: DrawLevel
@@ -90,7 +91,8 @@ class Stream:
     """One generator that is moved from address to address.
 
     Moving it costs an eighth of making a new one, which asks the operating system for entropy
-    that a keyed generator has no use for. What it gave last is overwritten by the next move.
+    that a keyed generator does not need. There is one generator object: after the next move, the
+    one returned before draws from the new address.
     """
 
     def __init__(self) -> None:
@@ -98,13 +100,13 @@ class Stream:
         self._generator = np.random.Generator(self._philox)
 
     def move(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
-        """The generator, moved."""
-        # numpy takes any sequences of whole numbers, and tuples cost half of what arrays do.
+        """Move the generator to the start of the stream at this key and counter, and return it."""
+        # numpy takes any sequences of integers here, and tuples cost half of what arrays do.
         state: Any = {
             "bit_generator": "Philox",
             "state": {"counter": counter, "key": key},
             "buffer": (0, 0, 0, 0),
-            "buffer_pos": 4,  # past its end: nothing of the last address is left in it
+            "buffer_pos": 4,  # past its end: no word that the last address left there is used
             "has_uint32": 0,
             "uinteger": 0,
         }
@@ -114,17 +116,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Randomness:
-    """Where a run's draws come from.
+    """Source of all random draws of a run.
 
     Parameters
     ----------
     seed : int or None
-        Between 0 and 2^63 - 1: every draw is a function of it. None: every generator is
-        seeded by the operating system, and no draw can be repeated.
+        From 0 to 2^63 - 1: every draw is a function of it. None: every generator is seeded by
+        the operating system, and no draw can be repeated.
     release : str or None
-        Digest of all that determines what the run releases. With it, noise and the samples
-        that a private event amplifies are keyed by seed and digest; without it by the seed
-        alone, and then two different private runs must not have one seed.
+        Digest of all that determines what the run releases. With it, noise and amplified samples
+        are keyed by seed and digest. Without it they are keyed by the seed alone, and then two
+        different private runs must not share a seed: subtracting their releases cancels the noise.
     """
 
     seed: int | None
@@ -133,7 +135,7 @@ class Randomness:
     _repeats: bool = field(default=False, init=False, repr=False, compare=False)
 
     watch: ClassVar[Callable[[Address], object] | None] = None
-    """Called with each address that is asked for the first time; for tests."""
+    """Called with the address of every draw that is not a `repeated` one; for tests."""
 
     def __post_init__(self) -> None:
         require("seed", self.seed, expected(int | None))
@@ -145,13 +147,13 @@ class Randomness:
 
     @property
     def entropy(self) -> Literal["config", "system"]:
-        """What the ledger calls this source."""
+        """Name of this source in the ledger."""
         return "system" if self.seed is None else "config"
 
     def repeated(self) -> Self:
-        """The same source, for addresses that were asked for before: a retry, a replay, a proof.
+        """The same source, for addresses used before: in a retry, a replay or a check.
 
-        With system entropy the draws are new ones all the same.
+        With system entropy the draws are new ones nevertheless.
         """
         source = copy.copy(self)
         object.__setattr__(source, "_repeats", True)
@@ -167,17 +169,17 @@ class Randomness:
         part: int = 0,
         stream: Stream | None = None,
     ) -> np.random.Generator:
-        """Generator of the draws at this address, which must not have been asked for before.
+        """Generator of the draws at this address, which must not have been used before.
 
         Parameters
         ----------
         purpose : Purpose
         level : "run", "client" or "example"
-            One of the purpose's own; see `Purpose`, also for the parts.
+            One of ``purpose.levels``; see `Purpose`, also for the parts.
         round, client, part : int
             0 or more.
         stream : Stream, optional
-            Move this one instead of making a generator.
+            Generator to move to the address, instead of making a new one.
 
         Raises
         ------
@@ -201,7 +203,7 @@ class Randomness:
         parts: range,
         stream: Stream | None = None,
     ) -> Iterator[np.random.Generator]:
-        """`generator` of one part after another, each good until the next one is asked for."""
+        """Yield the `generator` of one part after another, each valid until the next is taken."""
         if level not in purpose.levels:
             raise ValueError(f"{purpose.name} has no level {level!r}, only {purpose.levels}.")
         last = parts.stop - 1
@@ -209,6 +211,7 @@ class Randomness:
             raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
         key = None if self.seed is None else self._keys[purpose.keyed_by]
         watch = None if self._repeats else Randomness.watch
+        # One counter word has level (bits 56 to 63), purpose (48 to 55) and part (0 to 47).
         purpose_word = _LEVELS[level] << 56 | purpose << 48
         stream = stream or Stream()
         for part in parts:
@@ -222,7 +225,7 @@ class Randomness:
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of one owner's samples: of a server's cohorts, or of a client's batches.
+    """Random draws of one owner's samples: of a server's cohorts, or of a client's batches.
 
     Parameters
     ----------
@@ -230,12 +233,12 @@ class Draws:
     level : "client" or "example"
         What is sampled.
     amplified : bool
-        Whether a private event counts on nobody knowing the sample.
+        Whether the accounting relies on the sample being secret.
     client : int
-        Whose examples they are; 0 for cohorts.
+        Client whose examples are sampled; 0 for cohorts.
     stream : Stream, optional
-        Shared with others that draw one after another; then a generator is good until the
-        next one.
+        Shared with others that draw in turn; then a generator is valid until the next is taken,
+        by anyone.
     """
 
     randomness: Randomness
@@ -245,11 +248,11 @@ class Draws:
     stream: Stream | None = None
 
     def generator(self, round: int, part: int = 0) -> np.random.Generator:
-        """Generator of a round's draws; ``part`` is the step, or another piece of the round."""
+        """Generator of a round's draws; ``part`` is the step, or another division of the round."""
         return next(self.generators(round, range(part, part + 1)))
 
     def generators(self, round: int, parts: range) -> Iterator[np.random.Generator]:
-        """`generator` of one part after another, each good until the next one is asked for."""
+        """Yield the `generator` of one part after another, each valid until the next is taken."""
         return self.randomness.generators(
             Purpose.AMPLIFIED_SAMPLE if self.amplified else Purpose.SAMPLE,
             level=self.level,
@@ -260,7 +263,7 @@ class Draws:
         )
 
     def repeated(self) -> Draws:
-        """The same draws, asked for once more: see `Randomness.repeated`."""
+        """The same draws, made again: see `Randomness.repeated`."""
         return replace(self, randomness=self.randomness.repeated())
 
 

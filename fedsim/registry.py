@@ -1,15 +1,15 @@
-"""Kinds of things by name: what each is called, what settings it takes, where it lives.
+"""Registry: finds mechanisms, client algorithms, data sets and other kinds by name.
 
 A thing of a kind (a mechanism, a client algorithm, a data set) is a frozen dataclass of its
-settings, under a line ``@register("mechanism", "adaclip")``. It is found by that line in some file
-of its kind's packages, and imported when it is used; one file may have several. A field says all
-that there is to say of a setting, once::
+settings, under a line ``@register("mechanism", "adaclip")``. It is found by that line in a file
+of its kind's packages, and imported when it is used; one file may have several. A field
+describes a setting completely, in one place::
 
     clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
 
-Packages that are installed name theirs by entry points of the group ``fedsim.plugins``
-(``mechanism.mine = "package.module:Class"``); anybody's own is written ``module:name``, and only
-imported where `fedsim.allowed_code` allows it.
+Installed packages add theirs by entry points of the group ``fedsim.plugins``
+(``mechanism.mine = "package.module:Class"``). A user's own is written ``module:name``, and
+imported only if `fedsim.allowed_code` allows it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from fedsim.synonyms import closest
 
 @dataclass(frozen=True)
 class Kind:
-    """What things of one kind are, and where fedsim's own stand.
+    """One kind of things: their base class, and the packages where fedsim's own are.
 
     Attributes
     ----------
     packages : tuple of str
-        Those whose files have them.
+        Packages whose files register things of this kind.
     base : str
-        What a class of this kind derives from.
+        Full name of the base class of this kind.
     like : tuple of tuples of str
-        Methods of a class that may stand for one without deriving from that.
+        Sets of methods: a class that has all of one set need not derive from the base.
     """
 
     packages: tuple[str, ...]
@@ -56,7 +56,7 @@ class Kind:
 
     @property
     def base_class(self) -> type[Any]:
-        """The base, imported."""
+        """The base class, imported."""
         module, _, name = self.base.rpartition(".")
         base: type[Any] = getattr(importlib.import_module(module), name)
         return base
@@ -95,7 +95,7 @@ _registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """Call a thing by this name.
+    """Decorator: register a class or function of a kind under this name.
 
     Raises
     ------
@@ -114,22 +114,22 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """What there is of a kind, in alphabetical order; nothing of it is imported."""
+    """Names of all things of a kind, in alphabetical order; none is imported."""
     return tuple(sorted({*_built_in(kind), *plugins(kind)}))
 
 
 def find(kind: str, name: str, key: str) -> Callable[..., Any]:
-    """The thing of this name: one of `names`, or ``module:name``.
+    """Import the thing of this name: one of `names`, or ``module:name``.
 
     Parameters
     ----------
     key : str
-        Of the config, for sentences.
+        The config's key, for messages.
 
     Raises
     ------
     FedsimError
-        If there is none. Errors of code that is not fedsim's come through as they are.
+        If there is none. Errors raised by a user's or plug-in's module are passed on unchanged.
     """
     if ":" in name:
         return _of_kind(kind, load(key, name), key, name)
@@ -142,7 +142,7 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def _built_in(kind: str) -> dict[str, str]:
-    """The module of each thing of fedsim's own."""
+    """Module of each of fedsim's own things of a kind, by name."""
     modules: dict[str, str] = {}
     for package in KINDS[kind].packages:
         folders = tuple(importlib.import_module(package).__path__)
@@ -152,7 +152,10 @@ def _built_in(kind: str) -> dict[str, str]:
 
 @cache
 def _in_folders(kind: str, folders: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Names that the files in these folders register, each with its file's, by their text."""
+    """Names registered in these folders, each with its file's stem.
+
+    They are found in the files' text: listing the names must not import torch.
+    """
     line = re.compile(rf'^@?register\("{kind}", "([a-z0-9-]+)"\)', re.MULTILINE)
     return tuple(
         (name, path.stem)
@@ -168,12 +171,12 @@ def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
 
 
 def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
-    """What installed packages add to a kind, by name, as far as it is allowed here.
+    """Entry points that installed packages add to a kind, by name, if they are allowed here.
 
     Raises
     ------
     FedsimError
-        If one has the name of fedsim's own, or two have the same.
+        If one has the name of one of fedsim's own, or two have the same name.
     """
     points: dict[str, importlib.metadata.EntryPoint] = {}
     for point in _entry_points():
@@ -191,7 +194,7 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
 
 
 def unknown_name(kind: str, name: str, key: str) -> FedsimError:
-    """That a key names nothing of a kind, and what there is of it, or a plugin not allowed here."""
+    """The error for a key whose name is unknown (listing the known ones) or not allowed here."""
     for point in _entry_points():
         if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
             why = allowed_code.now().refusal(point.module)
@@ -218,9 +221,9 @@ def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Callable[..., Any]:
-    """The thing, unless it is a class of which there are no objects of this kind.
+    """The thing itself; refused if it is a class whose objects would not be of this kind.
 
-    That is found out here and not of the object: making one runs code with a config's options.
+    The class is checked before an object is made: making one runs its code with a config's options.
     """
     if not isinstance(thing, type):
         return thing
@@ -242,7 +245,7 @@ def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Calla
 
 
 def require_kind(kind: str, made: Any, key: str, name: str) -> None:
-    """Refuse an object that is not of its kind, such as a function may have given.
+    """Refuse an object that is not of this kind; a function may have returned anything.
 
     Raises
     ------
@@ -257,7 +260,7 @@ def require_kind(kind: str, made: Any, key: str, name: str) -> None:
 
 @contextmanager
 def current_directory_importable() -> Iterator[None]:
-    """Let this thread find the user's files first, as they are under ``python file.py``."""
+    """Let this thread import from the current directory first, as ``python file.py`` does."""
     outside, _first.directory = _first.directory, os.getcwd()
     importlib.invalidate_caches()
     try:
@@ -267,10 +270,10 @@ def current_directory_importable() -> Iterator[None]:
 
 
 class _FoundFirst(threading.local, MetaPathFinder):
-    """Finds modules in one more directory, before those of the path, for the thread that says so.
+    """Import finder that searches one more directory before `sys.path`, for one thread.
 
-    The path itself stays as it is: who takes a directory from it while another thread goes through
-    it makes that one miss the next.
+    `sys.path` itself is not changed: removing an entry while another thread iterates over it would
+    make that thread skip one.
     """
 
     directory: str | None = None
@@ -278,6 +281,7 @@ class _FoundFirst(threading.local, MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # A ``path`` is a parent package's: submodules are found there, as always.
         if self.directory is None or path is not None:
             return None
         return PathFinder.find_spec(fullname, [self.directory, *sys.path], target)
@@ -289,7 +293,7 @@ sys.meta_path.insert(sys.meta_path.index(PathFinder), _first)
 
 @current_directory_importable()
 def load(key: str, name: str) -> Callable[..., Any]:
-    """Import the callable ``module:name`` that the config's ``key`` says.
+    """Import the callable ``module:name`` that the config's ``key`` names.
 
     ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
     or anything importable.
@@ -297,9 +301,9 @@ def load(key: str, name: str) -> Callable[..., Any]:
     Raises
     ------
     FedsimError
-        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
-        or there is no such module or callable. Errors of the user's own code come through as
-        they are.
+        If it is not allowed (`fedsim.allowed_code`), which is checked before the module is
+        imported, or there is no such module or callable. Errors raised by the user's own code are
+        passed on unchanged.
     """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
@@ -308,6 +312,8 @@ def load(key: str, name: str) -> Callable[..., Any]:
             "for Small in nets.py."
         )
     allowed = allowed_code.now()
+    # Only the top package is looked up: for a dotted name its parents would be imported, that
+    # is, run, before it is known whether they are allowed.
     top = module_name.partition(".")[0]
     if allowed.of_user and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise _no_module(key, name, module_name)
@@ -318,7 +324,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something itself
+            raise  # the module exists, and an import of its own failed
         raise _no_module(key, name, module_name) from error
     _refuse_namesake(key, name, found)
     for part in attribute.split("."):
@@ -337,7 +343,7 @@ def _no_module(key: str, name: str, module: str) -> FedsimError:
 
 
 def _refuse_namesake(key: str, name: str, module: ModuleType) -> None:
-    """Refuse a module that was imported in another directory, where this one has its own."""
+    """Refuse an imported module if the current directory has another file of its name."""
     here = Path(*module.__name__.split(".")).with_suffix(".py").absolute()
     loaded = Path(getattr(module, "__file__", None) or here)
     if here.is_file() and loaded.is_file() and not here.samefile(loaded):

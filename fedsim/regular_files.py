@@ -1,7 +1,7 @@
-"""A user's files are opened here: regular ones, without waiting for anybody.
+"""Opens users' files: regular ones only, without ever blocking.
 
-A FIFO, a terminal or a socket under a file's name would keep its reader for ever, and a device
-such as ``/dev/zero`` never ends. What is no regular file is an `OSError`, as one that is not there.
+Reading a FIFO, a terminal or a socket under a file's name could block for ever, and a device
+such as ``/dev/zero`` never ends. Whatever is no regular file raises `OSError`, like a missing file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Open a file, as `os.open`: the ``opener`` of `open`.
+    """Open a regular file like `os.open`; to be passed as the ``opener`` of `open`.
 
     Raises
     ------
@@ -21,10 +21,10 @@ def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
         If it cannot be opened, or is no regular file.
     """
     try:
-        # A FIFO or a modem would else make the call itself wait.
+        # Without O_NONBLOCK the call itself would block on a FIFO or a modem.
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a FIFO that nobody reads
+        if error.errno == errno.ENXIO:  # a socket, or a FIFO without a reader
             raise _irregular(path) from None
         raise
     kind = os.fstat(descriptor).st_mode
@@ -37,33 +37,33 @@ def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file.
+    """Content of a regular file.
 
     Raises
     ------
     OSError
-        As `opener` does, or if it cannot be read.
+        If it cannot be opened or read, or is no regular file.
     """
     with open(path, "rb", opener=opener) as file:
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
-    """The content of a text file in UTF-8; lines end in a newline, however they do in the file.
+    """Content of a text file in UTF-8; all its line endings become newlines.
 
     Raises
     ------
     OSError
-        As `read_bytes` does.
+        If it cannot be opened or read, or is no regular file.
     UnicodeDecodeError
-        A `ValueError`: if it is not UTF-8, unless ``errors`` says what to make of it.
+        A `ValueError`: if it is not UTF-8 and ``errors`` (see `open`) is "strict".
     """
     with open(path, encoding="utf-8", errors=errors, opener=opener) as file:
         return file.read()
 
 
 def require(path: Path) -> Path:
-    """The same path, for a library that opens the file itself.
+    """Check a file that a library will open itself, and return its path.
 
     Raises
     ------
@@ -75,12 +75,12 @@ def require(path: Path) -> Path:
 
 
 def require_all(directory: Path) -> Path:
-    """The same directory, for a library that reads what is in it, at any depth.
+    """Check all files of a directory that a library will read, at any depth; return the directory.
 
     Raises
     ------
     OSError
-        If something in it is neither a directory nor a regular file that can be opened.
+        If an entry is neither a directory nor a regular file that can be opened.
     """
     for path in sorted(directory.rglob("*")):
         if not path.is_dir():

@@ -1,12 +1,12 @@
-"""Settings: what a dataclass says of its fields, and whether values are as it says.
+"""Settings: types, ranges and descriptions of a dataclass's fields, and checks of their values.
 
-This is the one language in which fedsim's tables, its kinds and a user's own classes describe what
-they are made with. A field says its type, its range and its meaning once::
+fedsim's config tables, its registered kinds and users' own classes all describe their options in
+this one way. A field states its type, its range and its meaning once::
 
     clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
 
-A type is a number, a truth value, a string, a `Literal` of words, any of these or None (which a
-config writes as the empty string), or whatever a `Text` reads and writes.
+A type is a number, a truth value, a string, a `Literal` of words, one of these or None (which a
+config writes as the empty string), or any type for which a `Text` gives a reader and a writer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fedsim.arguments import Expected, expected, one_of, resolved, shown
 from fedsim.errors import FedsimError
 
 REQUIRED = dataclasses.MISSING
-"""In the place of a default: there is none."""
+"""Marks, in place of a default, that there is none."""
 
-# Beyond these a number is a mistake, and single precision or Flower's records cannot hold it.
+# Larger values are mistakes, and single precision or Flower's records could not hold them.
 LARGEST_FLOAT, LARGEST_INT, LONGEST_STRING = 1e30, 2**63 - 1, 10_000
 
 
@@ -55,7 +55,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule that no range says: what ``holds`` of a value, and in words what is allowed."""
+    """A rule that no range expresses: a test ``holds``, and what is allowed, in words."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -63,15 +63,15 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Text:
-    """How a value that is no number, word or truth value is written in a config.
+    """How a config writes a value that is no number, word or truth value.
 
     Attributes
     ----------
     read : callable
-        The value from a string, a number or a list; raises `FedsimError` or ValueError in words
-        that say what is allowed.
+        Makes the value from a string, a number or a list; raises `FedsimError` or ValueError
+        with a message that says what is allowed.
     write : callable
-        The string.
+        Makes the string from the value.
     """
 
     read: Callable[[Any], Any]
@@ -79,23 +79,23 @@ class Text:
 
 
 class NotAllowedError(Exception):
-    """A value that a setting may not have; its message is what would be allowed, in words."""
+    """A value that a setting may not have; its message is only what is allowed, in words."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a dataclass, as a config sees it.
+    """One field of a dataclass as a setting of a config.
 
     Attributes
     ----------
     name, key : str
-        In Python and, in kebab-case, in a config.
+        Its name in Python, and its key (kebab-case) in a config.
     type : type
-        Without what it is annotated with.
+        Type of its values, without the metadata of `Annotated`.
     metadata : tuple
-        That: ranges, `Doc`, `Text`.
+        Metadata of `Annotated`: ranges, `Doc`, `Text`.
     default : object
-        `REQUIRED` if there is none.
+        Default value; `REQUIRED` if there is none.
     """
 
     name: str
@@ -106,33 +106,33 @@ class Setting:
 
     @property
     def doc(self) -> str:
-        """What it is for."""
+        """Help text."""
         return next((m.documentation for m in self.metadata if isinstance(m, Doc)), "")
 
     @property
     def text(self) -> Text | None:
-        """How it is written, where that is not plain."""
+        """How a config writes its values; None if as plain numbers, words or truth values."""
         return next((m for m in self.metadata if isinstance(m, Text)), None)
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The words that it may be, if it is one of a few."""
+        """The allowed words of a `Literal`; empty for any other type."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def absent(self, key: str) -> FedsimError:
-        """The error of a config that lacks it, where it has no default; ``key`` names it there."""
+        """The error for a config that lacks this setting, which has no default, under ``key``."""
         what = f": {self.doc[0].lower()}{self.doc[1:]}" if self.doc else "."
         return FedsimError(f"{key} is not set; it must be given{what}")
 
     def read(self, value: Any) -> Any:
-        """The value that one in a config stands for.
+        """The Python value of a config's value.
 
         Raises
         ------
         NotAllowedError
             If it is of another type, or outside of its range.
         FedsimError
-            If a `Text` cannot be read; the sentence is its own.
+            If its `Text` cannot read it; the message is the reader's own.
         """
         if self.text is not None:
             try:
@@ -150,14 +150,14 @@ class Setting:
         return value
 
     def write(self, value: Any) -> Any:
-        """A value as a config writes it; the empty string for None and for no default."""
+        """A value as a config writes it; the empty string for None and for `REQUIRED`."""
         if value is None or value is REQUIRED:
             return ""
         return self.text.write(value) if self.text else value
 
 
 def settings_of(thing: Any) -> tuple[Setting, ...]:
-    """The fields that a dataclass, or an object of one, is made with; none of anything else."""
+    """Settings of a dataclass or of an object of one: its init fields. Empty for anything else."""
     kind = thing if isinstance(thing, type) else type(thing)
     return _settings_of(kind) if dataclasses.is_dataclass(kind) else ()
 
@@ -193,7 +193,7 @@ def _flat(metadata: list[Any]) -> Iterator[Any]:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """A value of a type, from what TOML or Flower give for one: whole numbers are numbers."""
+    """Convert a value from TOML or Flower to a setting's type; an int serves as a float."""
     optional = get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
     if optional and value in ("", None):
         return None
@@ -215,7 +215,7 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 _WRITTEN = (float, int, bool, str, dict)
-"""Types of which a config has values."""
+"""Types of a config's values."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ _LIMITS: Mapping[type[BaseMetadata], _Limit] = {
 
 
 def _refusal(entry: Any, value: Any) -> str:
-    """What would be allowed, where a value is outside of a range or against a rule; else empty."""
+    """What is allowed, if a value is out of range or breaks a rule; else empty."""
     if isinstance(entry, Constraint):
         return "" if value is None or entry.holds(value) else entry.words
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -262,12 +262,14 @@ def _beyond_use(value: Any) -> str:
 
 
 def check_settings(thing: Any, prefix: str = "") -> None:
-    """Refuse an object whose values are not of the types and in the ranges that its class says.
+    """Refuse an object whose field values have the wrong type or are out of range.
+
+    A field with a `Text` may be given as a config writes it: it is read and replaced in place.
 
     Raises
     ------
     FedsimError
-        Naming the setting (after ``prefix``), its value and what is allowed.
+        The message names the setting (after ``prefix``), its value and what is allowed.
     """
     for setting, of_type, rules in _checks(thing.__class__):
         value = getattr(thing, setting.name)
@@ -276,7 +278,7 @@ def check_settings(thing: Any, prefix: str = "") -> None:
                 continue
             words = allowed(setting)
         elif setting.text is not None:
-            # As a config writes it.
+            # Given as a config writes it: replace it with the value that it stands for.
             read = read_setting(setting, value, f"{prefix}{setting.key}")
             object.__setattr__(thing, setting.name, read)
             continue
@@ -287,7 +289,7 @@ def check_settings(thing: Any, prefix: str = "") -> None:
 
 @cache
 def _checks(kind: type) -> tuple[tuple[Setting, Expected, tuple[Any, ...]], ...]:
-    """The fields of a class, each with what its type allows and the rules that its values obey."""
+    """Settings of a class, each with what its type allows and with its ranges and rules."""
     rules = (Constraint, Between, *_LIMITS)
     return tuple(
         (setting, expected(setting.type), tuple(m for m in setting.metadata if type(m) in rules))
@@ -296,7 +298,7 @@ def _checks(kind: type) -> tuple[tuple[Setting, Expected, tuple[Any, ...]], ...]
 
 
 def allowed(setting: Setting) -> str:
-    """What a setting may be, in words; empty if anything of its type."""
+    """Allowed values of a setting, in words; empty if every value of its type is allowed."""
     if setting.choices:
         return one_of(setting.choices)
     between = [str(entry) for entry in setting.metadata if isinstance(entry, Between)]
@@ -313,7 +315,7 @@ def allowed(setting: Setting) -> str:
 
 
 def type_in_words(kind: Any) -> str:
-    """A setting's type as documentation has it."""
+    """A setting's type in words, for documentation."""
     if get_origin(kind) is Literal:
         return "a word"
     options = [option for option in get_args(kind) if option is not type(None)]
@@ -323,11 +325,12 @@ def type_in_words(kind: Any) -> str:
 
 
 def read_setting(setting: Setting, value: Any, key: str) -> Any:
-    """The value of a setting, or the sentence that ``key`` may not have this one.
+    """The Python value of a config's value for a setting.
 
     Raises
     ------
     FedsimError
+        If it is not allowed; the message names ``key``.
     """
     try:
         return setting.read(value)
@@ -341,7 +344,7 @@ def read_setting(setting: Setting, value: Any, key: str) -> Any:
 def read_settings(
     settings: Iterable[Setting], given: Mapping[str, Any], table: str
 ) -> dict[str, Any]:
-    """Values by Python's names, from those ``given`` by key and defaults.
+    """Values by Python name, from those ``given`` by key and from defaults.
 
     Raises
     ------

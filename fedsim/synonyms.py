@@ -1,4 +1,4 @@
-"""What other libraries call a key or a value, and what fedsim calls it."""
+"""Names that other libraries use for keys and values, and fedsim's names for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "lora-alpha": (_LORA.format("alpha"),),
     "target-modules": (_LORA.format("targets"),),
 }
-"""Keys by what else they are called: those of this name in several tables, the likeliest first."""
+"""fedsim's keys by their names elsewhere; where several tables have one, the likeliest first."""
 
 _PROXIMAL = "client.proximal above 0 adds FedProx's term to any client algorithm"
 _NETS = "such networks come from a file of your own, as 'nets:{name}' for {name} in nets.py"
@@ -95,11 +95,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "fedsgd": "sgd",
     },
 }
-"""Names of each kind by what else they are called, or what is to be done in their place."""
+"""fedsim's names of each kind by their names elsewhere, or what to do instead."""
 
 
 def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
-    """A question for a sentence about an unknown key of a table; empty where none is like it."""
+    """A "did you mean" question for an unknown key of a table; empty if no key is close."""
     plain = key.lower().replace("_", "-")
     meant = KEYS.get(plain, ())
     here = [name.rpartition(".")[2] for name in meant if name.rpartition(".")[0] == table]
@@ -112,7 +112,7 @@ def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
 
 
 def closest(kind: str, name: str, known: Collection[str]) -> str:
-    """The start of a sentence on what a name of a kind must be, with what may have been meant."""
+    """Start of the sentence "It must be ...", after a suggestion for an unknown name of a kind."""
     plain = name.lower().replace("_", "-").strip()
     meant = NAMES.get(kind, {}).get(plain, "")
     if kind == "model" and re.fullmatch(r"(resnet|vgg|densenet|mobilenet|vit)[-a-z]*\d+.*", plain):

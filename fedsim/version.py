@@ -1,3 +1,3 @@
-"""Which fedsim this is: read by whatever says so, and imports nothing."""
+"""Version number of fedsim; the module imports nothing, so that anything may import it."""
 
 VERSION = "0.1.0"

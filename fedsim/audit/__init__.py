@@ -1,11 +1,11 @@
 """Privacy audits: attack a strategy's claim, through the real strategy and engine.
 
-To read it, begin with `verdict`, the order of an audit, and `catalogue`, the list of all checks.
-`evidence` makes the runs that checks look at; the checks are in `bound_checks`, `noise_checks`,
-`sampling_checks`, `plan_checks` and `local_training`, each a function of a sample to a finding
-(`checks`). Attacks that bound epsilon from below are `two_world` and `one_run`, against the curve
-of a `claim`. `config_audit` applies all of it to a config. `outside` audits code that is not
-fedsim's, with its own attacks and the same statistics; `adapters` has ready targets.
+To read it, begin with `verdict` (the order of an audit) and `catalogue` (the list of all checks).
+`evidence` makes the runs that are checked. The checks are in `bound_checks`, `noise_checks`,
+`sampling_checks`, `plan_checks` and `local_training`, each a function from a sample to a finding
+(`checks`). The attacks `two_world` and `one_run` bound epsilon from below, and are compared with
+the trade-off curve of a `claim`. `config_audit` applies everything to a config. `outside` audits
+code of others with its own attacks and the same statistics; `adapters` has ready targets for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far a canary moved a release, in standard deviations of its noise.
+"""Measures how far a canary moved a release, in standard deviations of its noise.
 
-An observer knows the mechanism, its public state and the ledger. The bound says how far a row
-can reach along each coordinate; noise, in that unit, must be the same everywhere.
+An observer knows the mechanism, its public state and the ledger. The bound determines how far a
+row can reach along each coordinate; in that unit, noise must have the same size everywhere.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from fedsim.runs.resolve import Resolved
 from fedsim.training import ClientData, Trainer
 
 SLACK = 1e-6
-"""Rounding to the grid, and of differences of parameters."""
+"""Relative tolerance for rounding to the grid, and of differences of parameters."""
 COARSE = 2.0**44
-"""Grid steps beyond which a number in float64 no longer shows one."""
+"""Numbers of more grid steps are too large for float64 to resolve a step."""
 OWN_EXAMPLES, OWN_SLACK = 8, 1e-2
-"""Of the config's data, beside the canary."""
+"""Number of the config's examples next to the canary, and the tolerance for their gradients."""
 FAINT = 1e-3
-"""A noise multiplier so small that rounding of noise does not matter."""
+"""A noise multiplier so small that rounding errors of the noise do not matter."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The units of noise in one round, coordinate by coordinate.
+    """Units of rows and noise in one round, for each coordinate.
 
     Attributes
     ----------
     center, half : float64 ``[d]``
-        The sum's noise has standard deviation ``half`` times a noise multiplier, and a bounded
-        row differs from ``center`` by no more than ``half`` in length, in those units.
+        A bounded row minus ``center``, divided by ``half``, has norm 1 at most (in the columns of
+        each bound). The sum's noise has ``half`` times the noise multiplier as standard deviation.
     zero : float64 ``[d]``
-        What a row of zeros adds to the sum, beside the center.
+        What a row of zeros adds to the sum, minus the center.
     step : float64 ``[d]``
-        Of the grid that sums lie on, in units of ``half``.
+        Step of the sums' grid, in units of ``half``.
     """
 
     center: Floats
@@ -62,10 +62,10 @@ class Scale:
 
     @classmethod
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
-        """From the bounds' radii, and where they put a row of zeros and a row of ones."""
+        """Compute it from the bounds' radii and their maps of a row of zeros and a row of ones."""
         center, half, step = (np.empty(layout.d) for _ in range(3))
-        # A bound may center and stretch rows before it clips them, and undo that afterwards: what
-        # it makes of zeros is the center, and of ones, less that, the stretch of each coordinate.
+        # A bound may center and scale rows before it clips them, and undo that afterwards. This
+        # affine map is known from two points: zeros give the center, ones minus that the scale.
         for segment in mechanism.cover(layout):
             ready = segment.ready(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
@@ -80,24 +80,24 @@ class Scale:
         return cls(center, half, zero, step)
 
     def steps(self, mean: Floats, denominator: float, zeros: float = 0.0) -> Floats:
-        """A mean ``[..., d]`` of so many rows of zeros and noise, in steps of the sum's grid."""
-        # A row of zeros that is moved to a center is rounded to the grid there.
+        """Noise of a mean ``[..., d]`` over ``zeros`` rows of zeros, in steps of the sum's grid."""
+        # Each zero row, minus the center, was rounded towards zero to the grid before the sum.
         shifted = zeros * np.trunc(self.zero / self.half / self.step)
         return np.asarray((mean - self.center) * denominator / self.half / self.step - shifted)
 
 
 def shaped(states: Sequence[State]) -> bool:
-    """Whether more than one number of a mechanism's state changes from round to round."""
+    """Whether more than one number of a mechanism's state changes over rounds."""
     first, last = states[0], states[-1]
     changing = [n for n in first if n in last and not torch.equal(first[n], last[n])]
     return len(changing) > 1 or any(first[name].numel() > 1 for name in changing)
 
 
 def in_units(observed: Observation, target: Target) -> tuple[Floats, Floats]:
-    """Noise of a run in which all clients sent zero: ``[rounds, d]`` twice.
+    """Noise of a run in which all clients sent zeros: ``[rounds, d]`` in two units.
 
-    First over its noise multiplier, then in steps of the grid that it lies on: NaN in rounds where
-    float64 parameters are too coarse to show these.
+    First in units of `Scale.half`, in which its standard deviation is the noise multiplier; then in
+    grid steps, with NaN for rounds whose float64 parameters cannot resolve a step.
     """
     denominator = target.plan.denominator
     units, steps = np.empty_like(observed.moves), np.empty_like(observed.moves)
@@ -120,16 +120,16 @@ def _same(state: State, other: State) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredNoise:
-    """How large released noise is, estimated over whole runs.
+    """Size of released noise, estimated over whole runs.
 
     Attributes
     ----------
     stds : float64 ``[d]``
-        Standard deviations in the unit of `in_units`, one for each layer.
+        Standard deviations in the unit of `in_units`, equal within a layer.
     values : int
-        How many values the least certain of them is an estimate from.
+        Number of values behind the least certain estimate.
     layers : int
-        How many estimates there are.
+        Number of estimates.
     """
 
     stds: Floats
@@ -138,7 +138,7 @@ class MeasuredNoise:
 
     @classmethod
     def of(cls, units: Floats, layers: Sequence[slice]) -> MeasuredNoise:
-        """From ``units [..., d]`` of a model with these layers' columns."""
+        """Estimate from ``units [..., d]`` of a model with these layers' columns."""
         stds = np.empty(units.shape[-1])
         for layer in layers:
             stds[layer] = np.sqrt(np.square(units[..., layer]).mean())
@@ -146,7 +146,7 @@ class MeasuredNoise:
         return cls(stds, width * (units.size // units.shape[-1]), len(layers))
 
     def of_round(self, observed: Observation, index: int, target: Target) -> Floats:
-        """Standard deviation of a move in the round with this index, ``[d]``."""
+        """Standard deviation of a move's noise in the round with this index, ``[d]``."""
         state = observed.states[min(index, len(observed.states) - 1)]
         half = Scale.of(target.mechanism, state, target.layout).half
         return self.stds * half / target.plan.denominator
@@ -161,25 +161,25 @@ def length_moved(
     shares: tuple[float, float] = (1.0, 0.0),
     scalar_degrees: int = 1,
 ) -> Finding:
-    """Whether a move is longer than allowed, in standard deviations that are estimates.
+    """Whether a move is longer than allowed, measured in estimated standard deviations.
 
-    A variance from N values is a chi-square with N degrees over N; of a sum of two terms, the
-    degrees are those of the mixture (Satterthwaite).
+    A variance estimated from N values is distributed as a chi-square with N degrees, over N; for a
+    sum of two terms the degrees are approximated (Satterthwaite).
 
     Parameters
     ----------
     looked_at : str
     length : float
-        In standard deviations of the noise.
+        Length of the move, in standard deviations of the measured noise.
     whose : str
-        What moved the release so far.
+        What moved the release so far, in words.
     allowed : float
-        In standard deviations of the noise that is charged.
+        Allowed length, in standard deviations of the charged noise.
     noise : MeasuredNoise
     shares : tuple of float
-        Parts of its square that are moves of parameters, and of scalars that are released.
+        Shares of the squared length that are due to parameters, and to released scalars.
     scalar_degrees : int
-        Degrees of freedom of these scalars' variances.
+        Degrees of freedom of the scalars' variances.
     """
     parts = np.array(shares) / (sum(shares) or 1.0)
     degrees = 1 / float((np.square(parts) / [noise.values, scalar_degrees]).sum())
@@ -187,7 +187,7 @@ def length_moved(
     def p(lengths: Floats, _: object) -> Floats:
         squares = np.square(np.maximum(lengths, 1e-150))
         ratio = np.where(np.isfinite(squares), (allowed * (1 + SLACK)) ** 2 / squares, 0.0)
-        # The longest move is along the layer whose noise happens to be estimated as smallest.
+        # A union bound: the longest move tends to be in the layer with the smallest estimate.
         return np.asarray(np.minimum(1.0, noise.layers * chdtr(degrees, degrees * ratio)))
 
     words = f"{{}} std of the noise, {whose} ({allowed:.5g} is claimed)"
@@ -195,14 +195,14 @@ def length_moved(
 
 
 def allowed_length(event: Event) -> float:
-    """Standard deviations of the noise by which the event lets one row move a release."""
+    """How far the event lets one row move a release, in standard deviations of the noise."""
     return (2.0 if event.adjacency == "replace-one" else 1.0) / event.total_noise_multiplier
 
 
 def scalars_moved(
     absent: Observation, present: Observation, stds: Mapping[str, float]
 ) -> tuple[float, str | None]:
-    """How far released scalars moved in the last round, and one that did and has no noise."""
+    """How far released scalars moved in the last round; and one that moved without noise."""
     farthest, without_noise = 0.0, None
     before, after = (run.statistics[-1] if run.statistics else {} for run in (absent, present))
     for name, std in stds.items():
@@ -218,19 +218,19 @@ def scalars_moved(
 
 @dataclass(frozen=True)
 class GradientRecorder(LocalAlgorithm):
-    """Notes every gradient that it is given, and leaves the parameters unchanged."""
+    """Client algorithm that records every gradient and leaves the parameters unchanged."""
 
     gradients: list[tuple[int, int, Tensor]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
-        """Note the round, the step and the gradient."""
+        """Record the round, the step and the gradient."""
         self.gradients.append((step.round, step.index, gradient.dense().clone()))
 
 
 def own_examples(resolved: Resolved) -> Finding:
-    """What one example moves, through the config's own model, with and without it."""
+    """How far one example moves a client's noisy sum, with the config's own model and data."""
     privacy = resolved.local.privacy
     assert privacy is not None
     data = resolved.trainer.data
@@ -245,7 +245,7 @@ def own_examples(resolved: Resolved) -> Finding:
             broken = f"a gradient that is not finite, with an example that {what}"
         elif length > longest:
             longest, name = length, what
-    # In units of the bounds: one for each bound that a row has.
+    # In units of the bounds, each of which allows a length of one.
     allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
     if longest > allowed * (1 + OWN_SLACK):
         broken = f"{longest:.4g} bounds, with an example that {name}"
@@ -254,7 +254,7 @@ def own_examples(resolved: Resolved) -> Finding:
 
 
 def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Features and target of examples, by what is special about each."""
+    """Features and target of canary examples, by what is special about each."""
     canaries = {"is one of the client's": (x, y)}
     others = targets[(targets != y).reshape(len(targets), -1).any(1)]
     if len(others):
@@ -271,9 +271,9 @@ def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, 
 
 
 def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
-    """The first noisy sum of a client that has these examples, in units of the bounds, ``[d]``.
+    """First noisy sum of a client with these examples, in units of the bounds, ``[d]``.
 
-    All are in the batch, and the noise is the same for any examples: it cancels in a difference.
+    All examples are in the batch. The noise depends on the seed only, and cancels in a difference.
     """
     privacy = resolved.local.privacy
     assert privacy is not None

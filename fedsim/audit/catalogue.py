@@ -1,6 +1,6 @@
-"""Every check of fedsim's own strategies and clients: what is tested, and what a violation means.
+"""All checks of fedsim's strategies and clients: name, test, and likely cause of a violation.
 
-Checks of one sample stand together. `fedsim.audit.evidence` says what gathers the samples.
+Checks of the same sample are grouped; `fedsim.audit.evidence` gathers the samples.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NOT_COVERED = "statistics are released without noise"
 
 
 def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
-    """How far something moved a release."""
+    """Check of how far something moved a release."""
     return checks_of("bound", (name, lambda found: found, cause))
 
 
 def moved_by(row: str) -> tuple[Check, ...]:
-    """How far one row moved a release."""
+    """Check of how far one row moved a release."""
     return bound(f"what one {row} moves", f"{TOO_LONG}, or noise is too small")
 
 
 def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
-    """Whether no canary causes a fault of these names; what is expected instead, and a cause."""
+    """Checks that no canary causes the named fault, from rows of name, expectation and cause."""
 
     def test(name: str, expected: str) -> Test:
         return lambda runs: invariant(runs.looked_at, runs.faults.get(name), expected)
@@ -141,7 +141,7 @@ BUDGET = checks_of("ledger",
 
 
 def of_draws(gather: Callable[[], Sampled | None]) -> Iterator[Gathered]:
-    """The checks of draws that are gathered so, each where it is about such draws."""
+    """Checks of sampled cohorts; each is applied only to the cohorts that it fits."""
 
     def where(about: Callable[[Sampled], Sampled | None]) -> Callable[[], Sampled | None]:
         return lambda: None if (sampled := gather()) is None else about(sampled)

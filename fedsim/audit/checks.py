@@ -1,4 +1,4 @@
-"""What a check is, what one finds, and how likely that is by chance."""
+"""Checks of an audit, their findings, and the statistics whose p-values decide them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 Part = Literal["sampler", "bound", "noise", "plan", "ledger"]
 PValues = Callable[[Floats, Any], Floats]
-"""From values of statistics, and the indices of these statistics, to p-values."""
+"""Function from values of statistics, and their indices, to p-values."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """Result of a check.
 
     Attributes
     ----------
     looked_at : str
         What was examined, and how much of it.
     measured : str
-        The statistic that deviates most.
+        The most deviating statistic, in words.
     limit : callable
-        From the risk of the check to what the statistic may be: a violation is detected exactly
-        where ``measured`` lies outside.
+        Allowed values in words, as a function of the check's risk: a violation is detected
+        exactly if the measured value is outside.
     p_value : float
-        Probability of a deviation at least as large, if all is as claimed; every comparison that
-        was made is counted. 0 for what cannot happen at all.
+        Probability of a deviation at least as large if the claim is true, corrected for all
+        comparisons made. 0 for what cannot happen.
     tested : bool
-        False where there was too little to compare: ``measured`` says why.
+        False if there was too little to compare; ``measured`` says why.
     part, name, cause : str
-        Those of its `Check`.
+        Copied from the `Check`.
     """
 
     looked_at: str
@@ -56,23 +56,23 @@ class Finding:
         return f"{self.part}: {self.name}"
 
     def refutes(self, risk: float) -> bool:
-        """Whether so small a p-value is evidence, where true claims may fail at this rate."""
+        """Whether the p-value is a violation, if a true claim may be rejected with this risk."""
         return self.p_value <= risk
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a claim takes for granted, and how an audit tests it.
+    """An assumption of a claim, and the test of it.
 
     Attributes
     ----------
     part : "sampler", "bound", "noise", "plan" or "ledger"
-        Which of the five parts of a release it is about.
+        The part of a release that it is about.
     name : str
     test : callable
-        From a sample to what was found; its docstring says what is tested.
+        Function from a sample to a finding; its docstring says what is tested.
     cause : str
-        What a violation most likely means.
+        Most likely cause of a violation.
     """
 
     part: Part
@@ -81,21 +81,21 @@ class Check:
     cause: str
 
     def find(self, *sample: Any) -> Finding:
-        """What the test finds, with the words of this check."""
+        """Run the test, and label its finding with this check's part, name and cause."""
         return replace(self.test(*sample), part=self.part, name=self.name, cause=self.cause)
 
 
 def checks_of(part: Part, *rows: tuple[str, Callable[..., Finding], str]) -> tuple[Check, ...]:
-    """Checks of one part, each by its name, its test and its cause."""
+    """Make checks of one part from rows of name, test and cause."""
     return tuple(Check(part, *row) for row in rows)
 
 
 Gathered = tuple[Callable[[], Any], Iterable[Check]]
-"""Gathers a sample, or a tuple of the arguments of tests, or None; and what it is tested by."""
+"""A function that gathers a sample (or a tuple of arguments, or None to skip), and its checks."""
 
 
 def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
-    """What all these checks find, or those of these names; only their samples are gathered."""
+    """Run all checks, or those with these names; only needed samples are gathered."""
     found = []
     for gather, checks in gathered:
         chosen = [check for check in checks if not names or check.name in names]
@@ -107,32 +107,32 @@ def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
 
 
 def invariant(looked_at: str, broken: str | None, expected: str) -> Finding:
-    """What is true or false: ``broken`` says what was found instead of what is expected."""
+    """Finding of a yes-or-no check; ``broken`` says what was found instead, or is None."""
     return Finding(looked_at, broken or expected, lambda _: expected, 0.0 if broken else 1.0)
 
 
 def untested(looked_at: str, why: str) -> Finding:
-    """Nothing, where there was too little to compare."""
+    """Finding of a check that could not be made, and why."""
     return replace(invariant(looked_at, None, why), tested=False)
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Statistics of one kind, each with a distribution of its own if all is as claimed.
+    """Statistics of one kind, each with a known distribution if the claim is true.
 
     Attributes
     ----------
     words : str
-        What a statistic is, with a place for the number: "correlation {}".
+        Description with a place for the number, such as "correlation {}".
     values : float64 ``[n]``
     p_values_at : callable
-        From values and the indices of their statistics (one, or a slice) to p-values.
+        Function from values and their indices (an int or a slice) to p-values.
     expected : float
-        Where the p-value is large; it falls to both sides.
+        A value with a large p-value; p-values decrease on both sides of it.
     whole : bool
-        Whether values are whole numbers, 0 or more.
+        Whether values are whole numbers of 0 or more.
     count : int, optional
-        How many statistics there were, if the values are only those that deviate most.
+        Number of statistics compared, if ``values`` has only the most deviating ones.
     """
 
     words: str
@@ -144,11 +144,11 @@ class Statistic:
 
     @cached_property
     def p_values(self) -> Floats:
-        """Of each statistic, ``[n]``."""
+        """p-value of each statistic, ``[n]``."""
         return np.asarray(self.p_values_at(self.values, slice(None)))
 
     def limits(self, index: int, risk: float) -> str:
-        """Where the statistic with this index is not evidence at ``risk``, in words."""
+        """Values of the statistic at this index that are no violation at ``risk``, in words."""
         low, high = self._limit(index, risk, -1.0), self._limit(index, risk, 1.0)
         if self.whole:
             low, high = max(math.ceil(low), 0) if low > -math.inf else 0, np.floor(high)
@@ -159,7 +159,7 @@ class Statistic:
         return f"{low:.5g} to {high:.5g}"
 
     def _limit(self, index: int, risk: float, sign: float) -> float:
-        """The value farthest from the expected one, in this direction, that is not evidence."""
+        """The farthest value from the expected one, in this direction, that is no violation."""
         if self._p_value_at(index, self.expected) <= risk:
             return self.expected
         step = 1.0 if self.whole else max(abs(self.expected), 1e-3)
@@ -176,14 +176,14 @@ class Statistic:
 
 
 def statistical(looked_at: str, *comparisons: Statistic) -> Finding:
-    """Several kinds of statistics, which share the risk of a check equally (Bonferroni).
+    """Finding from several kinds of statistics, which share the check's risk equally (Bonferroni).
 
-    Those of one kind share theirs equally, too.
+    Statistics of one kind also share its part of the risk equally.
     """
     kinds = [kind for kind in comparisons if kind.values.size]
     if not kinds:
         return untested(looked_at, "too few values to compare")
-    # How many times its own p-value the check's is.
+    # Bonferroni factors, from a statistic's p-value to the check's.
     factors = [len(kinds) * (kind.count or kind.values.size) for kind in kinds]
     least = [float(kind.p_values.min()) * n for kind, n in zip(kinds, factors, strict=True)]
     which = int(np.argmin(least))
@@ -196,7 +196,7 @@ def statistical(looked_at: str, *comparisons: Statistic) -> Finding:
 
 
 def chi_square(words: str, sums: npt.ArrayLike, degrees: npt.ArrayLike) -> Statistic:
-    """Sums of squares of standard normals, shown as their root mean squares; both tails."""
+    """Sums of squares of standard normals, two-sided; shown as root mean squares."""
     x, k = np.broadcast_arrays(np.asarray(sums, dtype=np.float64).ravel(), np.ravel(degrees))
 
     def p(ratios: Floats, index: Any) -> Floats:
@@ -208,13 +208,13 @@ def chi_square(words: str, sums: npt.ArrayLike, degrees: npt.ArrayLike) -> Stati
 
 
 def normal(words: str, scores: npt.ArrayLike) -> Statistic:
-    """Standard normal scores, in standard errors; both tails."""
+    """Standard normal scores, two-sided; shown in standard errors."""
     values = np.asarray(scores, dtype=np.float64).ravel()
     return Statistic(words, values, lambda x, _: 2 * np.exp(log_ndtr(-np.abs(x))))
 
 
 def correlations(words: str, r: npt.ArrayLike, n: int) -> Statistic:
-    """Correlations of independent pairs of ``n`` normals with known means: Student's t, exact."""
+    """Correlations of ``n`` pairs of independent normals of known means; exact, by Student's t."""
     degrees = max(n - 1, 1)
 
     def p(value: Floats, _: Any) -> Floats:
@@ -226,7 +226,7 @@ def correlations(words: str, r: npt.ArrayLike, n: int) -> Statistic:
 
 
 def counts_in_bins(counts: npt.ArrayLike, expected: npt.ArrayLike, words: str = "") -> Statistic:
-    """Pearson's statistic of counts ``[..., bins]``."""
+    """Pearson's chi-square statistic of counts ``[..., bins]``."""
     difference = np.asarray(counts, dtype=np.float64) - np.asarray(expected, dtype=np.float64)
     statistics = np.atleast_1d((np.square(difference) / expected).sum(-1))
     degrees = difference.shape[-1] - 1
@@ -238,6 +238,6 @@ def counts_in_bins(counts: npt.ArrayLike, expected: npt.ArrayLike, words: str = 
 def counted(
     words: str, counts: npt.ArrayLike, p_of: Callable[[Floats], Floats], expected: float
 ) -> Statistic:
-    """Counts of one distribution, which ``p_of`` gives p-values of."""
+    """Counts of one distribution, whose p-values ``p_of`` computes."""
     values = np.asarray(counts, dtype=np.float64).ravel()
     return Statistic(words, values, lambda x, _: p_of(x), float(round(expected)), whole=True)

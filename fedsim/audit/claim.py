@@ -1,9 +1,9 @@
-"""What is claimed, a trade-off curve, and how surely counted errors of an attack refute it.
+"""The claim, a trade-off curve; tests of an attack's error counts against it; checks of ledgers.
 
-Checks of the ledger: what was charged against what was released, and whether its epsilon is large
-enough. Neighbouring federations under the ledger's own events have known distributions, and their
-likelihood ratio can be drawn: the optimal attack. What it achieves must be allowed by the claimed
-curve: nothing of the strategy is in this, only the accounting.
+Ledger checks compare what was charged with what was released, and test whether the ledger's
+epsilon is large enough. For that, the ledger's own events determine the distributions of
+neighbouring federations, so that their likelihood ratio, the optimal attack, can be simulated. The
+claimed curve must allow its errors: this tests the accounting alone, not the strategy.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fedsim.randomness import Purpose, Randomness
 LEAST_P = 1e-12
 HALVINGS = 30
 AFFORDABLE = 2
-"""Rounds that the budgets of an audit allow."""
+"""Number of rounds that the budgets of an audit allow."""
 RUNS = 20_000
 LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a ledger says about the releases of one run.
+    """What a ledger claims about the releases of one run.
 
     If the claim is true, any attack that distinguishes two neighbouring federations at a false
     positive rate ``a`` has a false negative rate of at least ``curve(a)``.
@@ -45,9 +45,9 @@ class Claim:
     Parameters
     ----------
     events : tuple of Event
-        The releases.
+        Events of the releases.
     delta : float
-        Where epsilon is reported.
+        Delta at which epsilon is reported.
     """
 
     events: tuple[Event, ...]
@@ -59,22 +59,22 @@ class Claim:
 
     @classmethod
     def of(cls, entries: Iterable[Entry], delta: float) -> Claim:
-        """What these lines of a ledger say."""
+        """The claim of these lines of a ledger."""
         return cls(tuple(entry.event for entry in entries), delta)
 
     @classmethod
     def gaussian(cls, mu: float, delta: float = 1e-5) -> Claim:
-        """One Gaussian whose sensitivity is ``mu`` standard deviations."""
+        """The claim of one Gaussian release whose sensitivity is ``mu`` standard deviations."""
         return cls((Event(noise_multiplier=1 / mu),), delta)
 
     @cached_property
     def epsilon(self) -> float:
-        """At `delta`; infinite where nothing is claimed."""
+        """Epsilon at `delta`; infinite if nothing is claimed."""
         return self._accountant.epsilon(self.delta)
 
     @property
     def adjacency(self) -> Adjacency:
-        """Which neighbours the claim is about."""
+        """Adjacency of the claim."""
         return self._accountant.adjacency
 
     @property
@@ -84,7 +84,7 @@ class Claim:
 
     @cached_property
     def tradeoff(self) -> TradeOff:
-        """The whole claim.
+        """The claim's trade-off function.
 
         Raises
         ------
@@ -98,17 +98,17 @@ class Claim:
         return tradeoff(self._accountant)
 
     def curve(self, false_positives: npt.ArrayLike) -> Floats:
-        """Least false negative rate that the claim allows, same shape as the argument."""
+        """Least false negative rate that the claim allows, of the argument's shape."""
         return self.tradeoff(false_positives)
 
 
 def common_claim(claims: Iterable[Claim]) -> Claim:
-    """The one claim that all runs make.
+    """The claim that all runs share.
 
     Raises
     ------
     FedsimError
-        If they differ: then what one run claims would depend on the data.
+        If the runs' claims differ, since a claim would then depend on the data.
     """
     distinct = set(claims)
     if len(distinct) != 1:
@@ -117,7 +117,7 @@ def common_claim(claims: Iterable[Claim]) -> Claim:
 
 
 def upper_rate(count: npt.ArrayLike, trials: int, risk: npt.ArrayLike) -> Floats:
-    """Clopper and Pearson's upper bound on a rate, wrong with probability ``risk`` at most."""
+    """Clopper and Pearson's upper bound on a rate, at confidence ``1 - risk``."""
     k = np.asarray(count, dtype=np.float64)
     inside = np.minimum(k, trials - 1)
     bound = betaincinv(inside + 1, trials - inside, 1 - np.asarray(risk, dtype=np.float64))
@@ -126,12 +126,12 @@ def upper_rate(count: npt.ArrayLike, trials: int, risk: npt.ArrayLike) -> Floats
 
 @dataclass(frozen=True)
 class Box:
-    """Error rates of a test, both bounded from above; together wrong with ``risk`` at most.
+    """Both error rates of a test, with upper bounds that hold together at confidence ``1 - risk``.
 
     Attributes
     ----------
     false_positives, false_negatives : int
-        Counted, in ``trials`` runs without and ``trials`` runs with the canary.
+        Errors in ``trials`` runs without and ``trials`` runs with the canary.
     trials : int
     risk : float
     """
@@ -143,7 +143,7 @@ class Box:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """As counted."""
+        """Measured rates of false positives and false negatives."""
         return self.false_positives / self.trials, self.false_negatives / self.trials
 
     @property
@@ -156,18 +156,18 @@ class Box:
 def box_p_value(
     false_positives: npt.ArrayLike, false_negatives: npt.ArrayLike, trials: int, claim: Claim
 ) -> Floats:
-    """Smallest risk at which the box of these counts lies below the claim's curve, elementwise.
+    """p-values of error counts: smallest risks at which their boxes lie below the claim's curve.
 
-    If the claim is true, a box of risk p lies below its curve with probability p at most.
+    If the claim is true, a box of risk p lies below the curve with probability at most p.
     """
     false_negatives = np.maximum(false_negatives, 0)
     shape = np.broadcast_shapes(np.shape(false_positives), np.shape(false_negatives))
     low, high = np.full(shape, math.log(LEAST_P)), np.zeros(shape)
-    # Bisection on the logarithm of the risk, for all thresholds at once: a smaller risk widens the
-    # box, so that there is one risk at which its corner is on the curve.
+    # Bisection on the logarithm of the risk, for all counts at once: a smaller risk widens the box,
+    # so that there is exactly one risk at which its corner is on the curve.
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        risk = np.exp(middle) / 2  # each of the two rates has half of it
+        risk = np.exp(middle) / 2  # each of the two rates gets half of it
         allowed = claim.curve(upper_rate(false_positives, trials, risk))
         refuted = upper_rate(false_negatives, trials, risk) < allowed
         low, high = np.where(refuted, low, middle), np.where(refuted, middle, high)
@@ -181,7 +181,7 @@ def epsilon_bound(
     risk: float,
     delta: float,
 ) -> Floats:
-    """Lower bound on epsilon at ``delta``, wrong with probability ``risk`` at most."""
+    """Lower bound on epsilon at ``delta``, at confidence ``1 - risk``."""
     fp = upper_rate(false_positives, trials, risk / 2)
     fn = upper_rate(false_negatives, trials, risk / 2)
     with np.errstate(divide="ignore"):
@@ -190,13 +190,13 @@ def epsilon_bound(
 
 
 def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) -> int:
-    """So many false negatives, with these false positives, do not refute a claim at ``risk``."""
+    """Fewest false negatives that, with these false positives, do not refute a claim."""
     p_values = box_p_value(false_positives, np.arange(trials), trials, claim)
     return int((p_values <= risk).sum())
 
 
 def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether every release has its line in the ledger, written before the release is seen."""
+    """Whether every release has a line in the ledger, written before the release is visible."""
 
     def uncharged(run: Observation) -> str | None:
         lines = {entry.round for entry in run.entries}
@@ -211,7 +211,7 @@ def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any
 
 
 def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether every line says what the plan does."""
+    """Whether every line has the event that the plan charges."""
 
     def other(run: Observation) -> str | None:
         for entry in run.entries:
@@ -224,7 +224,7 @@ def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) 
 
 
 def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether no round has two lines."""
+    """Whether each round has at most one line."""
 
     def twice(run: Observation) -> str | None:
         rounds = [entry.round for entry in run.entries]
@@ -234,7 +234,7 @@ def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Fin
 
 
 def rounds_as_planned(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether runs release as many rounds as were planned."""
+    """Whether runs release all planned rounds."""
 
     def fewer(run: Observation) -> str | None:
         if run.ended:
@@ -260,16 +260,16 @@ def _words(event: Event) -> str:
 
 
 def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float) -> Finding:
-    """Whether the epsilon of a whole run's ledger is no more than the one computed before it.
+    """Whether the ledger's epsilon of a whole run is at most the one computed before the run.
 
     Parameters
     ----------
     entries : sequence of Event
-        Of equal rounds, perhaps fewer than planned.
+        Events of equal rounds, perhaps fewer than planned.
     rounds : int
-        How many are planned.
+        Planned number of rounds.
     promised : float
-        Epsilon at ``delta``.
+        Epsilon at ``delta`` that was computed before the run.
     """
     accountant = Accountant(entries)
     if entries and len(entries) < rounds:
@@ -281,33 +281,33 @@ def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float
 
 
 def budget_between(event: Event, delta: float) -> float:
-    """A budget that allows `AFFORDABLE` rounds, and not one more."""
+    """A budget (epsilon) that allows exactly `AFFORDABLE` rounds."""
     costs = [Accountant([event.times(n)]).epsilon(delta) for n in (AFFORDABLE, AFFORDABLE + 1)]
     return sum(costs) / 2
 
 
 def budget(released: Mapping[str, int], looked_at: str) -> Finding:
-    """Whether runs with a budget of `budget_between` release what it allows, and no more.
+    """Whether runs with a budget of `budget_between` release no more rounds than it allows.
 
     Parameters
     ----------
     released : mapping of str to int
-        Rounds of each run.
+        Number of rounds that each run released.
     """
     more = next((f"{n} rounds in {run}" for run, n in released.items() if n > AFFORDABLE), None)
     return invariant(looked_at, more, f"{AFFORDABLE} rounds, which is what it allows")
 
 
 def accounting(claim: Claim, seed: int) -> Finding:
-    """Whether the claimed curve, and epsilon at delta, lie below what the events leak."""
+    """Whether the optimal attack on the events respects the claimed curve and (epsilon, delta)."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=8)
     absent, present = log_likelihood_ratios(claim.events, RUNS, draws)
     half = RUNS // 2
     thresholds = np.quantile(absent[:half], 1 - LEVELS)
     alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
     missed = np.array([(present[half:] <= level).sum() for level in thresholds])
-    # delta at epsilon is the mean of max(0, 1 - exp(epsilon - loss)) with the canary. A coin that
-    # shows heads with that probability makes it a binomial count, which has an exact test.
+    # delta at epsilon is the mean of max(0, 1 - exp(epsilon - loss)) with the canary. Coins with
+    # these probabilities of heads make a binomial count, which has an exact test.
     excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
     hits = int((draws.random(RUNS) < excess).sum())
 
@@ -326,14 +326,14 @@ def accounting(claim: Claim, seed: int) -> Finding:
 def missed_statistic(
     alarms: Ids, missed: Ids, trials: int, claim: Claim, score: str = ""
 ) -> Statistic:
-    """False negatives of attacks against the claim's curve; shown is the most significant.
+    """Statistic of attacks' false negatives against the claim's curve; words of the worst one.
 
     Parameters
     ----------
     alarms, missed : int64 ``[n]``
         Errors of each attack, in ``trials`` runs without and ``trials`` runs with the canary.
     score : str
-        What the attack was, for its words.
+        Description of the attack, for the statistic's words.
     """
 
     def p(counts: Floats, index: Any) -> Floats:
@@ -347,9 +347,9 @@ def missed_statistic(
 def log_likelihood_ratios(
     events: Sequence[Event], runs: int, draws: np.random.Generator
 ) -> tuple[Floats, Floats]:
-    """Of runs without and with one row at the bound, ``[runs]`` each.
+    """Draws of the log likelihood ratio without and with one row at the bound, ``[runs]`` each.
 
-    Where neighbours replace a row, the first send it at the bound's other end.
+    For replace-one neighbours, "without" means the opposite row, also at the bound.
     """
     counts: dict[Event, int] = {}
     for event in events:
@@ -362,7 +362,7 @@ def log_likelihood_ratios(
             continue
         opposite = -1.0 if event.adjacency == "replace-one" else 0.0
         if q == 1:
-            # Equal Gaussians add up to one.
+            # Equal unsampled Gaussian releases are together one with less noise.
             z, count = z / np.sqrt(count), 1
         for _ in range(count):
             for ratios, shift in ((absent, opposite), (present, 1.0)):
@@ -375,9 +375,9 @@ def log_likelihood_ratios(
 def _add_losses(
     event: Event, count: int, absent: Floats, present: Floats, draws: np.random.Generator
 ) -> None:
-    """Losses of a law that is data, drawn from its own pair.
+    """Add losses drawn from the discretised pair of a law that the ledger stores as data.
 
-    Where it has none they are 0: an attack that does not look at these releases.
+    Without such a pair nothing is added: the attack ignores these releases.
     """
     pairs = event.law.pairs(event.total_noise_multiplier)
     if pairs is None or not isinstance(pairs[0], DiscretePair):

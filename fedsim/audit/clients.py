@@ -1,6 +1,6 @@
-"""Federations of made-up clients, in which one or several, the canaries, attack.
+"""Federations of synthetic clients, one or several of which, the canaries, misbehave.
 
-What clients may try: what they send, report, or fail to do, alone or together.
+Canaries send extreme rows, report extreme numbers, or fail, alone or several at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fedsim.rows import Layout
 from fedsim.rows.block import Block, Ids, Reason, TrainerDefaults
 
 LENGTH = 1e3
-"""A canary is so many times as long as its bounded row: each coordinate and layer is clipped."""
+"""Length of a canary's row over its bounded row's: every coordinate and layer is clipped."""
 EXAMPLES = 1000.0
-"""A weight by number of examples would show."""
+"""A canary's reported number of examples: weighting by it would be noticed."""
 BLOCK = 256
 LENGTHS = np.arange(0.5, 5.01, 0.25)
-"""Of rows, in units of their bound."""
+"""Lengths of rows, in units of their bound."""
 NUMBERS = (1, 2, 3, 4, 5, 7, 10, 15, 25, 1_000_000)
-"""How many canaries take part, or clients fail, at once; the last is all of them."""
+"""Numbers of canaries, or of failing clients, at once; the last stands for all clients."""
 
 
 @dataclass(frozen=True)
 class _SyntheticClients(TrainerDefaults):
-    """A block trainer without data, which notes the clients that it was asked for.
+    """A block trainer without data, which records the clients that it trained.
 
     Attributes
     ----------
     answered : dict of int to list of int64 arrays
-        Clients that answered or raised in each round, in the order in which they did.
+        Ids of the clients that answered or raised in each round, in order.
     """
 
     answered: dict[int, list[Ids]] = field(
@@ -45,7 +45,7 @@ class _SyntheticClients(TrainerDefaults):
     )
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """They have no data."""
+        """Report one example and no metrics for each client."""
         yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
 
 
@@ -60,11 +60,11 @@ class Canaries(_SyntheticClients):
         False for a client that always fails.
     metrics : mapping of name to float64 ``[k]`` or longer
     silent : int
-        So many clients, with the lowest ids, send zeros; the others follow them.
+        Number of clients that send zeros: those with the lowest ids, before the ``k`` others.
     raises : bool
         Whether the last client raises an exception instead of answering.
     pause, pauses : float and int
-        Seconds that one client takes to answer, and its id.
+        Seconds that one slow client takes to answer, and its id.
     """
 
     rows: Tensor
@@ -81,11 +81,11 @@ class Canaries(_SyntheticClients):
         return self.silent + len(self.rows)
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """Their rows, whatever the global parameters are."""
+        """Yield the clients' rows, which do not depend on the global parameters."""
         last = self.population - 1
         if self.raises and len(client_ids) > 1 and last in client_ids:
             raise RuntimeError("the canary is among them")
-        # One that pauses answers alone, so that others can be left out after it.
+        # With a slow client each client answers alone, so that a timeout could exclude others.
         width = 1 if self.pause else BLOCK
         for start in range(0, len(client_ids), width):
             ids = client_ids[start : start + width]
@@ -109,35 +109,35 @@ class Canaries(_SyntheticClients):
         return _block(ids, rows, metrics, ok)
 
     def changed(self, **changes: object) -> Canaries:
-        """The same federation with other attributes, and no answers noted yet."""
+        """The same federation with other attributes, and without recorded answers."""
         return replace(self, answered={}, **changes)  # type: ignore[arg-type]
 
     def last_sends(self, row: Tensor) -> Canaries:
-        """The same federation, whose last client sends this row."""
+        """The same federation, but the last client sends this row."""
         return self.changed(rows=torch.cat([self.rows[:-1], row[None]]))
 
     def last_reports(self, value: float) -> Canaries:
-        """The same federation, whose last client reports this number."""
+        """The same federation, but the last client reports this number."""
         of_others = {name: values[:-1] for name, values in self.metrics.items()}
         return self.changed(metrics={n: np.append(v, value) for n, v in of_others.items()})
 
 
 @dataclass(frozen=True)
 class ScriptedClients(_SyntheticClients):
-    """Clients that do in each round what a script says of those sampled.
+    """Clients that behave in each round as a script says.
 
     Attributes
     ----------
     population : int
     script : callable
-        From the ids ``[m]`` of a cohort and the round to the clients' block.
+        Makes the clients' block from the ids ``[m]`` of a cohort and the round.
     """
 
     population: int
     script: Callable[[Ids, int], Block]
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """What the script says, whatever the global parameters are."""
+        """Yield the script's block, which does not depend on the global parameters."""
         self.answered.setdefault(round, []).append(client_ids)
         yield self.script(client_ids, round)
 
@@ -163,7 +163,7 @@ def silent_clients(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
 
 
 def one_coordinate_each(population: int, d: int, scale: float, sides: tuple[str, ...]) -> Canaries:
-    """A federation in which client i moves coordinate i alone, by ``scale``; others are silent."""
+    """A federation in which client i moves only coordinate i, by ``scale``; others are silent."""
     loud = min(population, d)
     rows = scale * torch.eye(loud, d, dtype=torch.float64)
     metrics = _metrics(loud, sides) | {"num-examples": np.linspace(1, EXAMPLES, loud)}
@@ -176,7 +176,7 @@ def reach(mechanism: Mechanism, layout: Layout) -> float:
 
 
 def longest_row(mechanism: Mechanism, layout: Layout) -> Tensor:
-    """A row ``[d]`` that is just as long as its bound, or as each of its bounds."""
+    """A row ``[d]`` whose length is exactly its bound, or each of its bounds."""
     huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
     return mechanism.bound(huge, layout=layout)[0]
 
@@ -191,8 +191,8 @@ class World:
     sentence : str
         What clients do in it.
     others, canary, counterpart : callable
-        From ``d`` to a row ``[d]``, to be scaled: what every other client sends, what the
-        canary sends, and what it sends instead where neighbours replace one client.
+        Functions from ``d`` to a row ``[d]``, to be scaled: what every other client sends, what
+        the canary sends, and what replaces its row under replace-one adjacency.
     """
 
     name: str
@@ -211,7 +211,7 @@ class World:
         neighbour: str,
         sides: tuple[str, ...],
     ) -> Canaries:
-        """The federation's clients; the canary is the last.
+        """Make the federation's clients; the canary is the last.
 
         Parameters
         ----------
@@ -220,10 +220,10 @@ class World:
         present : bool
             Whether the canary takes part.
         neighbour : "add-remove", "zero-out" or "replace-one"
-            What it means that it does not: there is no such client; it is asked and fails; it
-            sends its counterpart.
+            What its absence means: there is no such client; it is sampled and fails; it sends
+            its counterpart.
         sides : tuple of str
-            Scalars that clients report beside; the canary's are as large as can be.
+            Names of scalars that clients also report; the canary's are huge.
         """
         rows = scale * self.others(d).expand(population, d).clone()
         replaced = not present and neighbour == "replace-one"
@@ -267,25 +267,25 @@ WORLDS = (ALONE, OPPOSED, RARE)
 
 
 def _some(m: int, turn: int) -> Ids:
-    """Positions in a cohort of ``m``: other ones, and another number of them, in every round."""
+    """Positions in a cohort of ``m``; which and how many they are changes with every round."""
     return np.roll(np.arange(m), turn)[: NUMBERS[turn % len(NUMBERS)]]
 
 
 def several_canaries(
     population: int, half: Floats, sides: tuple[str, ...], offset: int = 0
 ) -> ScriptedClients:
-    """Several canaries at once, each on the coordinate of its own id; the others send zeros.
+    """Several canaries at once, each on the coordinate of its id; the others send zeros.
 
-    Their number changes from round to round and their lengths run over `LENGTHS`; every second
-    pass over the numbers is in float32.
+    Their number changes from round to round (`NUMBERS`) and their lengths vary (`LENGTHS`); every
+    second pass over the numbers is in float32.
 
     Parameters
     ----------
     half : float64 ``[d]``
-        Length of a row along each coordinate that is just its bound; only clients with ids
+        Length of a row along each coordinate that equals its bound; only clients with ids
         below ``d`` are canaries.
     offset : int
-        Which round of the script comes first.
+        Added to the round, to start later in the script.
     """
 
     def script(ids: Ids, round: int) -> Block:
@@ -306,12 +306,12 @@ def several_canaries(
 def failing_clients(
     population: int, d: int, sides: tuple[str, ...], row: float | None, offset: int = 0
 ) -> ScriptedClients:
-    """Several clients that fail at once, another number each round; the others send zeros.
+    """Several failing clients at once, in changing numbers; the others send zeros.
 
     Parameters
     ----------
     row : float or None
-        Entries of what they send; None: they raise an exception and send nothing.
+        Value of all entries of their rows; None to raise an exception and send nothing.
     """
 
     def script(ids: Ids, round: int) -> Block:
@@ -330,16 +330,17 @@ def failing_clients(
 def equal_sums(
     population: int, bounded: Tensor, sides: tuple[str, ...], *, longer: bool
 ) -> tuple[ScriptedClients, ScriptedClients]:
-    """Two federations whose bounded rows have the same sum, and whose clients differ otherwise.
+    """Two federations with different clients whose bounded rows have the same sum.
 
-    In the second, the rows of a cohort are sent in the opposite order, clients report other
-    numbers than scalars that are released, and with ``longer`` all rows are four times as long:
-    beyond their bound in both.
+    In the second, a cohort's rows are in the opposite order, clients report other values of
+    metrics that are not released, and with ``longer`` all rows are four times as long (rows exceed
+    their bound in both).
     """
     signs = torch.from_numpy(np.random.default_rng(1).choice([-1.0, 1.0], (64, len(bounded))))
 
     def script(second: bool) -> Callable[[Ids, int], Block]:
         def send(ids: Ids, round: int) -> Block:
+            # Rows depend on positions in the cohort, not on ids: reversed, they have the same sum.
             positions = np.arange(len(ids))[:: -1 if second else 1].copy()
             rows = 4.0 * bounded * signs[torch.from_numpy(positions % len(signs))]
             metrics = _metrics(len(ids), sides, 7.0 if second else 1.0)

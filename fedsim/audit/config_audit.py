@@ -1,10 +1,10 @@
-"""The audit of a config: its mechanism, cohort, noise, number of rounds, and its local training.
+"""Audit of a config: its mechanism, cohort, noise, number of rounds, and local training.
 
-The claim is attacked on smaller federations of made-up clients. Two-world runs have few rounds,
-with noise that makes these cost the same epsilon as the config's: a bug shows in two rounds as well
-as in two hundred. On the config's own data and model are two checks: the run itself makes a few
-rounds, and every address that it draws from is recorded; and examples of its own, good and bad, go
-through its model, its loss and the path that it trains on.
+The claim is attacked on smaller federations of synthetic clients. Two-world runs have few rounds,
+with less noise so that they cost the same epsilon as the config's run: a bug shows in two rounds as
+well as in two hundred. Two checks use the config's own data and model: a few rounds of the run, in
+which every address of random draws is recorded; and gradients of its own examples, good and bad,
+through its model, loss and path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.strategies import DPFedAvg
 
-# More clients, or more rounds of the one run, cost time and detect little more.
+# Limits: more clients, or more rounds of the one run, cost time and detect little more.
 MOST_CLIENTS = 1000
 MOST_ROUNDS = 300
 MOST_EXAMPLES = 512
@@ -55,15 +55,15 @@ def audit_config(
     deep: bool = False,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> tuple[Verdict, dict[str, str]]:
-    """Attack what a config claims, and say on which assumptions.
+    """Audit the claim of a config, and state the audit's assumptions.
 
     Parameters
     ----------
     config : RunConfig
     rounds : int
-        Of a two-world run, at most.
+        Largest number of rounds of a two-world run.
     runs, canaries, checks, confidence, seed, deep, tick
-        As of `fedsim.audit.audit`; with 0 runs there are no worlds.
+        As for `fedsim.audit.audit`; with 0 runs there are no worlds.
 
     Returns
     -------
@@ -73,8 +73,8 @@ def audit_config(
     Raises
     ------
     FedsimError
-        If the config claims no privacy, at either level, or could not be run: in the words of
-        `fedsim run`, before any work.
+        If the config claims no privacy at either level, or could not be run (with the message of
+        `fedsim run`); before any work.
     """
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
@@ -154,13 +154,13 @@ def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ConfigEvidence:
-    """What a config claims, what is found without attacks, and smaller federations."""
+    """A config's claim, samples for checks without attacks, and smaller federations."""
 
     resolved: Resolved
     seed: int
 
     def checks(self) -> Iterator[Gathered]:
-        """Found without attacks, at both levels."""
+        """Samples and checks without attacks, at both levels."""
         yield lambda: own_addresses(self.config), catalogue.ADDRESSES
         if self.resolved.local.privacy is not None:
             yield lambda: self.resolved, _OWN_EXAMPLES
@@ -171,17 +171,17 @@ class ConfigEvidence:
 
     @property
     def config(self) -> RunConfig:
-        """As it was resolved."""
+        """The resolved config."""
         return self.resolved.config
 
     @property
     def noise(self) -> float:
-        """The noise multiplier."""
+        """The config's noise multiplier."""
         return self.resolved.plan.noise.multiplier
 
     @cached_property
     def smaller(self) -> RunConfig:
-        """The same federation with at most `MOST_CLIENTS` clients, at the same rate."""
+        """The config with at most `MOST_CLIENTS` clients, at the same sampling rate."""
         config = with_added_noise(self.config)
         declared = cohort(config)
         assert declared.population is not None
@@ -194,14 +194,14 @@ class ConfigEvidence:
 
     @cached_property
     def claimed(self) -> float:
-        """Epsilon of the whole run."""
+        """Claimed epsilon of the whole run."""
         return self.resolved.plan.epsilon(self.config.noise.delta)
 
     def at_most(self, most: int) -> StrategyTarget:
-        """So many rounds, or as many as one event covers, at the cost of the config's run."""
+        """A target with at most ``most`` rounds (one event's at least), at the whole run's cost."""
         smaller, sampler = self.smaller, cohort(self.smaller)
         grouped = sampler.law().rounds
-        # In fewer rounds than groups a canary may not be sampled at all.
+        # With groups that take turns, a canary may not be sampled at all in fewer rounds.
         least = grouped if grouped < self.config.rounds else sampler.gaussians(1)
         rounds, z = min(self.config.rounds, max(most, least)), self.noise
         if rounds < self.config.rounds:
@@ -212,22 +212,22 @@ class ConfigEvidence:
 
     @cached_property
     def full(self) -> StrategyTarget:
-        """As many rounds as whole runs can afford."""
+        """A target with as many rounds as whole runs can afford, at the config's noise."""
         rounds = min(self.config.rounds, MOST_WHOLE_ROUNDS)
         return StrategyTarget(strategies(self.smaller, self.noise), rounds=rounds)
 
     @property
     def promised(self) -> tuple[list[Event], int, float, float]:
-        """The ledger of a run's first round, and the epsilon computed before it."""
+        """Events of a run's first round, and the epsilon computed before the run."""
         brief = self.full.with_rounds(1).observe(self.full.silent_clients(), 1)
         events = [entry.event for entry in brief.entries]
         return events, self.config.rounds, self.claimed, self.config.noise.delta
 
     @property
     def rival(self) -> tuple[Floats, str]:
-        """Rounds of two runs of one seed and different configs, in units of each.
+        """Rounds of two runs with the same seed and different configs, each scaled to one size.
 
-        Had their noise anything in common, the difference would show sums without noise.
+        If they shared noise, the difference of their releases would show sums without noise.
         """
         rows = []
         for z in (self.noise, 1.25 * self.noise):
@@ -242,8 +242,8 @@ class ConfigEvidence:
 
     @property
     def budget(self) -> tuple[Mapping[str, int], str] | None:
-        """Rounds of a run with a budget, and of one stopped after its first round and resumed."""
-        # A budget allows all or none of the rounds that are charged together.
+        """Rounds released with a budget, without a stop and when resumed after the first round."""
+        # If rounds are charged together, a budget allows all or none of them.
         if self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)
@@ -270,7 +270,7 @@ class ConfigEvidence:
         }
 
     def of_examples(self, worlds: int) -> Iterator[ExampleEvidence]:
-        """Local training of clients with the fewest and with the most examples."""
+        """Evidence on local training, of clients with the fewest and with the most examples."""
         for size in self._sizes:
             privacy = self.resolved.local.privacy
             assert privacy is not None
@@ -285,7 +285,7 @@ class ConfigEvidence:
 
     @property
     def examples(self) -> str:
-        """What is assumed of them."""
+        """Assumptions of the checks at example level, in a sentence."""
         return (
             f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} "
             f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
@@ -308,15 +308,15 @@ _NEIGHBOURS = {
 def strategies(
     config: RunConfig, noise_multiplier: float, budget: float | None = None
 ) -> StrategyFactory:
-    """Strategies as the config's runs have them, but for the seed."""
+    """Make strategies like those of the config's runs, for any seed."""
     tree = config.to_tree()
-    # Clients are made up, and need no privacy of their own.
+    # Synthetic clients need no privacy of their own.
     del tree["client"]["mechanism"], tree["client"]["noise"]
-    # What a server's optimiser makes of the mean is post-processing: it is added. Made-up
-    # clients have no devices: which of them reply says nothing of a canary.
+    # Server optimizers only post-process the mean, so it is simply added. Synthetic clients have
+    # no devices, which would only drop replies.
     tree["server"] = {"optimizer": "sgd", "lr": 1.0}
     tree.pop("devices", None)
-    # Nor do they evaluate.
+    # Clients do not evaluate either.
     evaluate = config.evaluate
     tree["evaluate"] = {"every": evaluate.every, "unprotected": evaluate.unprotected}
     changes: dict[str, float | str] = {
@@ -331,8 +331,8 @@ def strategies(
     resolved = resolve(seeded)
 
     def strategy(seed: int | None) -> DPFedAvg:
-        # Thousands of runs differ in their seeds alone, which key their noise beside the digest:
-        # resolving each again would take as long as a round.
+        # Thousands of runs differ only in their seeds. Resolving each would take as long as a
+        # round, and is not needed: seed and release digest key the noise.
         config = unseeded if seed is None else replace(seeded, seed=seed)
         return strategy_of(replace(resolved, config=config))
 
@@ -340,7 +340,7 @@ def strategies(
 
 
 def evaluating(resolved: Resolved) -> StrategyFactory:
-    """Strategies of the config's own runs, with its evaluations."""
+    """Make strategies of the config's runs with its private evaluations, for any seed."""
 
     def strategy(seed: int | None) -> DPFedAvg:
         assert seed is not None

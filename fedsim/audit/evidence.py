@@ -1,4 +1,4 @@
-"""What an audit makes to look at: whole runs of made-up clients, gathered when they are needed."""
+"""Evidence for an audit's checks: whole runs with synthetic clients, made when needed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MOST_ROUNDS = 1000
 RUNS = 2
 MORE_DRAWS, FEW_PARAMETERS = 4, 8
 FEWEST_RELEASES = 4 * FEW_PARAMETERS
-"""Fewer releases of a small model have a likelihood ratio that is no chi-square."""
+"""With fewer releases the likelihood ratio of a small model is not yet a chi-square."""
 VALUES = 2**18
 SMALL, LARGE = 512, 2048
 FEW = 3
 TURNS = 20
 RESUMED = 6
 SYSTEM_ROUNDS, DEEP_SYSTEM_ROUNDS = 1000, 10_000
-"""Releases with entropy from the system: two are equal if it has fewer than about 2^16 seeds."""
+"""Numbers of releases with system entropy: enough to find repeats among about 2^16 seeds."""
 SEEDS_TRIED = 300
 
 
@@ -48,16 +48,16 @@ SEEDS_TRIED = 300
 class Evidence:
     """Runs of one target.
 
-    Two runs of different seeds show their noise and cohorts, and some of a smaller model more
-    cohorts; others have the first one's seed and clients that each move a coordinate of their own,
-    so that the difference of the releases is what each of them added.
+    Two runs with different seeds and silent clients show noise and cohorts, and runs of a smaller
+    model show more cohorts. Others repeat the first seed with clients that each move a coordinate
+    of their own: the difference from the silent run is what each client added.
 
     Parameters
     ----------
     target : Target
     seed : int
     deep : bool
-        Whether to make many more releases with entropy from the system.
+        Whether to make many more releases with system entropy.
     """
 
     target: Target
@@ -65,7 +65,7 @@ class Evidence:
     deep: bool = False
 
     def checks(self) -> Iterator[Gathered]:
-        """What is gathered of any target; without noise in every round nothing can be learned."""
+        """Samples and checks for any target; only `presence` if a round has no noise."""
         row = self.target.row
         yield lambda: self.units, catalogue.PRESENCE
         if not self.present:
@@ -83,7 +83,7 @@ class Evidence:
 
     @cached_property
     def runs(self) -> list[Observation]:
-        """Of clients that send zeros."""
+        """Runs in which all clients send zeros."""
         nobody = self.target.silent_clients()
         runs = [self.target.observe(nobody, self.seed + k) for k in range(RUNS)]
         if isinstance(runs[0].error, FedsimError):
@@ -98,12 +98,12 @@ class Evidence:
 
     @property
     def units(self) -> Floats:
-        """Releases of these runs over their noise multiplier, ``[runs, rounds, d]``."""
+        """Noise of these runs in the units of `in_units`, ``[runs, rounds, d]``."""
         return self._noise[0]
 
     @cached_property
     def measured(self) -> MeasuredNoise:
-        """How large their noise is."""
+        """Measured size of their noise."""
         return MeasuredNoise.of(self.units, self.target.columns)
 
     @cached_property
@@ -113,26 +113,26 @@ class Evidence:
 
     @cached_property
     def in_layers(self) -> bool:
-        """Whether every layer has noise: lengths are measured in it."""
+        """Whether every layer has noise, in which lengths can be measured."""
         return self.present and bool(self.measured.stds.all())
 
     @property
     def alone(self) -> bool:
-        """Whether releases are noise alone, or it is seen what zeros add."""
+        """Whether releases are noise alone, once what zero rows add is subtracted."""
         return True
 
     @property
     def noise(self) -> NoiseSample:
-        """These runs' releases as standard normals."""
+        """These runs' noise, scaled to standard normals."""
         stds = self.measured.stds
-        # Layers that have no noise at all are found by the size of the others.
+        # A layer without noise is scaled like the others, so that its zeros are found.
         z = self.units / np.where(stds > 0, stds, np.median(stds))
         sizes = np.stack([run.sizes for run in self.runs])
         return NoiseSample.of(z, self.target.columns, sizes)
 
     @cached_property
     def grid(self) -> NoiseSample | None:
-        """These releases in steps of their grid."""
+        """These releases in grid steps."""
         return NoiseSample.of_steps(self._noise[1], self.target.columns)
 
     @cached_property
@@ -144,15 +144,15 @@ class Evidence:
 
     @property
     def small_noise(self) -> NoiseSample:
-        """Releases of a model of few parameters."""
+        """Noise of a model with few parameters."""
         few, runs = self._small
         return NoiseSample.of(np.stack([in_units(run, few)[0] for run in runs]), few.columns)
 
     @cached_property
     def moving(self) -> list[Observation]:
-        """Clients that each move a coordinate of their own, as far as there are so many.
+        """Runs in which each client moves one coordinate of its own, if there are enough.
 
-        With the seeds of `runs`; one run is enough where it is seen who was sampled.
+        They have the seeds of `runs`; one run is enough if cohorts are visible.
         """
         target, scale = self.target, reach(self.target.mechanism, self.target.layout)
         clients = one_coordinate_each(target.population, target.layout.d, scale, target.sides)
@@ -161,7 +161,7 @@ class Evidence:
 
     @property
     def added(self) -> Finding:
-        """Each client's own coordinate holds what it added: nothing, or one row, never more."""
+        """Each client's coordinate shows what it added: at most one row."""
         moving = self.moving[0]
         rounds = 1 if shaped(moving.states) else len(moving.moves)
         silent = max(0, self.target.population - self.target.layout.d)
@@ -172,12 +172,12 @@ class Evidence:
 
     @property
     def several(self) -> Finding:
-        """Several canaries at once, of many lengths."""
+        """What several canaries at once add, with rows of many lengths."""
         target = self.target
         half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
         rounds, turns = target.rounds, 1
         if shaped(self.runs[0].states) or target.adapts or self.target.row == "example":
-            # Later rounds depend on earlier releases: the first one is made several times.
+            # Later rounds depend on earlier releases, so that several first rounds are made.
             rounds, turns = 1, TURNS
         runs = []
         for turn in range(turns):
@@ -190,8 +190,8 @@ class Evidence:
         return self._added(compared, looked)
 
     def _distance(self, quiet: Observation, loud: Observation, index: int) -> Floats:
-        """How far two runs of one seed are apart in a round, in std of the noise, ``[d]``."""
-        # A bound that adapts scales equal noise differently in two runs: each has its unit.
+        """Difference of two runs of one seed in a round, in std of the noise, ``[d]``."""
+        # An adaptive bound scales the same noise differently in the two runs: each has its unit.
         without, moved = (
             run.moves[index] / self.measured.of_round(run, index, self.target)
             for run in (quiet, loud)
@@ -201,14 +201,14 @@ class Evidence:
     def _added(
         self, compared: Iterable[tuple[Observation, int, int]], looked: str, silent: int = 0
     ) -> Finding:
-        """The most that clients added to their own coordinates, in standard deviations of noise.
+        """Finding on the most that a client added to its own coordinate, in std of the noise.
 
         Parameters
         ----------
         compared : iterable of (run, index, number of a round)
-            Against the first run of silent clients.
+            Rounds that are compared with the first run of silent clients.
         silent : int
-            So many clients, with the lowest ids, have no coordinate.
+            Number of clients, those with the lowest ids, that have no coordinate.
         """
         allowed = 1 / self.target.event.total_noise_multiplier
         most, whose = 0.0, f"no {self.target.row}"
@@ -220,21 +220,21 @@ class Evidence:
             if len(ids) and added[others].max(initial=0.0) > 1e-3 * allowed:
                 broken = f"a client that was not sampled in round {number} moved the model"
                 return invariant(looked, broken, "only sampled clients do")
-            if not added.max() <= most:
+            if not added.max() <= most:  # not `>`: NaN must count
                 most = float(added.max())
                 whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
         return length_moved(looked, most, whose, allowed, self.measured)
 
     @property
     def failing(self) -> Mapping[str, Floats] | None:
-        """Releases where several clients fail at once, however they do."""
+        """Releases with several failing clients, by way of failing."""
         target = self.target.with_model(parameters(FEW_PARAMETERS))
         if target.shares:
             return None
         failures: dict[str, float | None] = {"raises": None} if self.target.row == "client" else {}
         failures |= {"sends NaN": np.nan, "sends an infinity": np.inf}
         if not target.adapts and not target.sides:
-            # Then a client that sends zeros adds what one that fails does.
+            # Then sending zeros must have the same effect as failing.
             failures["sends zeros"] = 0.0
         rounds, turns = (1, len(NUMBERS)) if self.target.row == "example" else (TURNS, 1)
         target = target.at_most(rounds)
@@ -257,7 +257,7 @@ class Evidence:
 
     @property
     def system_noise(self) -> tuple[Floats, str, set[str]]:
-        """Releases with entropy from the system, and what ledgers say of it."""
+        """Releases with system entropy, a description, and the entropy that ledgers record."""
         moves = np.concatenate([run.moves for run in self._system])
         looked = f"{len(moves):,} rounds of {len(self._system)} runs"
         return moves, looked, {entry.entropy for run in self._system for entry in run.entries}
@@ -265,12 +265,12 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class ClientEvidence(Evidence):
-    """Runs of a strategy; what the seed draws is seen in who is sampled."""
+    """Runs of a strategy, whose cohorts are visible."""
 
     target: StrategyTarget
 
     def checks(self) -> Iterator[Gathered]:
-        """Of any target, and of a strategy: its ledger, its cohorts, its canaries."""
+        """Samples and checks for any target, and for a strategy's ledger, cohorts and canaries."""
         yield from super().checks()
         yield lambda: ([*self.runs, *self.moving], self.target.plan), catalogue.LINES
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
@@ -278,7 +278,7 @@ class ClientEvidence(Evidence):
             yield from catalogue.of_draws(lambda: self.sampled)
             yield lambda: self.resumed, catalogue.RESUME
             yield lambda: self.declared_law, catalogue.DECLARED_LAW
-            # Two runs of one seed, whose clients send other rows.
+            # Two runs of one seed, whose clients send different rows.
             yield lambda: (self.runs[0], self.moving[0]), catalogue.SAME_COHORTS
             yield lambda: self.system_cohorts, catalogue.SYSTEM_COHORTS
         if self.in_layers:
@@ -290,12 +290,12 @@ class ClientEvidence(Evidence):
 
     @property
     def claim(self) -> Claim:
-        """What all rounds claim together."""
+        """Claim of all rounds together."""
         return Claim((self.target.event.over(self.target.rounds),), self.target.delta)
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Who was sampled in all these runs."""
+        """Cohorts of all these runs."""
         target, cohort, chances = self.target, self.target.plan.sampler, None
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
@@ -310,7 +310,7 @@ class ClientEvidence(Evidence):
 
     @property
     def declared_law(self) -> tuple[Cohort, Event, int, int] | None:
-        """The sampler itself, where fedsim does not ship it."""
+        """A sampler that fedsim does not ship, to draw from; None for fedsim's own."""
         cohort = self.target.plan.sampler
         if isinstance(cohort, InclusionSampler) or not of_user(cohort):
             return None
@@ -318,7 +318,7 @@ class ClientEvidence(Evidence):
 
     @property
     def resumed(self) -> tuple[Observation, Observation]:
-        """A run that is stopped half way and resumed, and one that is not."""
+        """A run that is stopped half way and resumed, and the same run without a stop."""
         few, whole = self.target.at_most(RESUMED), self.runs[0]
         if few.rounds < 2:
             return whole, whole
@@ -327,10 +327,10 @@ class ClientEvidence(Evidence):
 
     @property
     def system_cohorts(self) -> tuple[Sequence[bytes], int, float]:
-        """Cohorts of these runs, of a population at a rate.
+        """Cohorts of the runs with system entropy, the population, and the sampling rate.
 
-        Where rounds depend on each other, as where groups take turns, a cohort that returns in one
-        run is no mistake, and counts once in it.
+        If a sampler's rounds depend on each other (groups that take turns, for one), a cohort may
+        return in the same run, and is counted once in it.
         """
         population = self.target.population
         runs = [[np.sort(ids).tobytes() for ids in run.sampled] for run in self._system]
@@ -341,7 +341,7 @@ class ClientEvidence(Evidence):
 
     @cached_property
     def _with_canary(self) -> tuple[StrategyTarget, int]:
-        """Rounds up to the first one in which the last client is sampled, and with which seed."""
+        """Target up to the first round that samples the last client, and the seed for that."""
         few = self.target.at_most(FEW)
         for tried in range(self.seed, self.seed + SEEDS_TRIED):
             run = few.observe(few.silent_clients(), tried)
@@ -352,13 +352,13 @@ class ClientEvidence(Evidence):
 
     @cached_property
     def noise_only(self) -> NoiseOnly:
-        """What leaves runs of clients that send zeros, of one round more."""
+        """Outputs of runs in which all clients send zeros, with one round more."""
         target, seed = self._with_canary
         return NoiseOnly.of(target.with_rounds(target.rounds + 1), seed)
 
     @cached_property
     def canaries(self) -> ClientNeighbours:
-        """Runs with each behaviour of a canary, against runs without one."""
+        """Runs with each behaviour of a canary, compared with runs without one."""
         target, seed = self._with_canary
         neighbours = ClientNeighbours(target, seed)
         neighbours.try_behaviours(self.measured, self.noise_only.stds(target.rounds - 1))
@@ -369,15 +369,15 @@ class ClientEvidence(Evidence):
 
     @property
     def equal_sums(self) -> tuple[Observation, Observation]:
-        """Federations of other rows with the same sum."""
+        """Runs of two federations with different rows and the same sums."""
         return equal_sum_runs(self.noise_only.target, self.noise_only.seed)
 
 
 def with_whole_model(target: StrategyTarget) -> StrategyTarget:
-    """With as many parameters as whole runs can afford: more show more of the noise."""
+    """The target with as many parameters as whole runs can afford, to see more noise."""
     target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
     states = target.at_most(FEW).observe(target.silent_clients(), 1).states
-    # Each client adds shares, and units that change are computed in every round.
+    # Shares of noise are drawn for each client, and changing units computed in each round.
     slow = target.shares or shaped(states)
     size = SMALL if slow or target.rounds > VALUES // LARGE else LARGE
     return target.with_model(parameters(size))

@@ -1,8 +1,8 @@
-"""Local training as it is, on made-up examples, and every gradient that it released.
+"""Audit of local training: the real trainer on synthetic examples, with all released gradients.
 
-The model is linear and so is the loss: the gradient of an example is the example itself, so that
-an audit can choose the worst rows. Everything else is what a run uses: the trainer, its batches,
-its bounds, its noise, its clients' ledgers.
+Model and loss are linear, so that the gradient of an example is the example itself, and an audit
+can choose the worst rows. Everything else is what a run uses: trainer, batches, bounds, noise and
+clients' ledgers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 CLIENTS, RELEASES, WORLD_RELEASES, RISK = 2, 100, 12, 1e-3
 D = 512
-"""Parameters of the model, where nothing else decides their number."""
+"""Default number of the model's parameters."""
 
 
 class _Layers(nn.Module):
-    """Sum of linear layers, each of some inputs."""
+    """Sum of linear layers, each of its own part of the inputs."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _linear(size: int) -> nn.Module:
 
 
 def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss whose gradient is the input."""
+    """A loss that is the output, so that the gradient of an example is the example."""
     del targets
     return outputs[:, 0]
 
@@ -72,16 +72,16 @@ Reports = Sequence[Mapping[str, Floats]]
 
 @dataclass(frozen=True)
 class ExampleRun:
-    """What clients' local training released.
+    """Releases of clients' local training.
 
     Attributes
     ----------
     releases : float64 ``[clients, rounds, steps, d]``
         Noisy mean gradients.
     entries : sequence of tuple of Entry
-        Each client's ledger.
+        Lines of each client's ledger.
     reports : sequence of mapping of name to float64 ``[clients]``
-        What clients report after each round beside their updates, and whether they failed.
+        What clients report after each round in addition to updates, and whether they failed.
     """
 
     releases: Floats
@@ -91,14 +91,14 @@ class ExampleRun:
 
 @dataclass(frozen=True)
 class TrainerTarget(Target):
-    """The local training of a client: rows are gradients of examples, and steps are releases.
+    """A client's local training as a target: rows are per-example gradients, steps are releases.
 
     Attributes
     ----------
     privacy : ExamplePrivacy
     work : LocalWork
     size : int
-        Examples of the client.
+        Number of the client's examples.
     """
 
     row: ClassVar[str] = "example"
@@ -111,8 +111,8 @@ class TrainerTarget(Target):
     def smaller(
         cls, privacy: ExamplePrivacy, work: LocalWork, size: int, most: int
     ) -> TrainerTarget:
-        """The same rate and number of steps with at most ``most`` examples."""
-        # Clients' own files are not the audit's.
+        """Make a target with the same rate and steps, and at most ``most`` examples."""
+        # An audit must not write to the clients' real ledgers.
         privacy = replace(privacy, ledger_dir=None)
         if size > most:
             batch = max(1, round(work.batch_of(size) * most / size))
@@ -122,23 +122,23 @@ class TrainerTarget(Target):
 
     @cached_property
     def plan(self) -> ReleasePlan[Mechanism]:
-        """What the client releases."""
+        """The client's release plan."""
         plan = self.privacy.plan(self.work, self.size)
         assert plan is not None
         return plan
 
     @property
     def delta(self) -> float:
-        """The client's."""
+        """The client's delta."""
         return self.privacy.delta
 
     @property
     def steps(self) -> int:
-        """Gradients that a client releases in a round."""
+        """Number of gradients that a client releases in a round."""
         return self.work.steps_of(self.size)
 
     def whitened(self, rounds: Floats) -> Floats:
-        """Steps of one round after another ``[T, width]``; rounds have independent noise."""
+        """Whiten the steps of each round in ``[T, width]``; rounds have independent noise."""
         noise = self.plan.noise
         if not isinstance(noise, Correlated):
             return rounds
@@ -146,22 +146,22 @@ class TrainerTarget(Target):
         return (noise.matrix(self.steps) @ of_rounds).reshape(rounds.shape)
 
     def with_releases(self, releases: int) -> TrainerTarget:
-        """The same with rounds that have so many releases whose bound is known."""
+        """The same target with enough rounds for this number of releases of known bound."""
         return self.with_rounds(max(1, -(-releases // (1 if self.adapts else self.steps))))
 
     @cached_property
     def model(self) -> nn.Module:
-        """One weight an input: in several layers where the bound distinguishes them."""
+        """Linear model with one weight for each input, in layers if the bound is per layer."""
         layered = len(self.mechanism.cover(Layout.of(parameters(D)))) > 1
         sizes = [columns.stop - columns.start for columns in self.columns]
         return _Layers(sizes) if layered else nn.Sequential(_linear(self.layout.d))
 
     def observe(self, clients: SyntheticClients, seed: int | None) -> Observation:
-        """Train one client, on examples that are the rows that made-up clients would send."""
+        """Train one client whose examples are the rows of the synthetic clients."""
         blocks = clients.train(torch.zeros(0), np.arange(self.size), 1)
         rows = torch.cat([block.rows.double() for block in blocks if block.rows is not None])
         run = self.train(rows[None], seed)
-        # Where the bound adapts, only the client knows that of later steps.
+        # An adaptive bound is known to an observer in a round's first step only.
         known = run.releases[0, :, :1] if self.adapts else run.releases[0]
         moves = known.reshape(-1, self.layout.d)
         return Observation(
@@ -178,7 +178,7 @@ class TrainerTarget(Target):
         )
 
     def train(self, examples: Tensor, seed: int | None) -> ExampleRun:
-        """Train every client in every round, as one block after another.
+        """Train all clients in all rounds.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class TrainerTarget(Target):
         for number in range(1, self.rounds + 1):
             recorder.gradients.clear()
             blocks: list[Block] = []
-            with suppress(BudgetSpentError):  # then nothing is released
+            with suppress(BudgetSpentError):  # the client releases nothing in this round
                 blocks += trainer.train(vector, np.arange(clients), number)
             reports.append(_reports_of(blocks))
             steps: dict[int, list[Tensor]] = {}
@@ -237,9 +237,9 @@ class ExampleEvidence(Evidence):
     Parameters
     ----------
     rounds : int
-        Of the run that is audited.
+        Rounds of the audited run.
     worlds_of : int
-        Clients without the canary, and as many with it, that are two worlds.
+        Number of clients without, and of clients with the canary, in the two worlds.
     """
 
     target: TrainerTarget
@@ -248,12 +248,12 @@ class ExampleEvidence(Evidence):
 
     @classmethod
     def of(cls, target: TrainerTarget, rounds: int, worlds: int, seed: int) -> ExampleEvidence:
-        """With as many rounds as show enough of the noise."""
+        """Make it with enough rounds to test the noise."""
         enough = target.with_releases(RELEASES)
         return cls(enough, seed, rounds=rounds, worlds_of=worlds)
 
     def checks(self) -> Iterator[Gathered]:
-        """Of any target, and of local training: its ledgers, its batches, two worlds."""
+        """Samples and checks for any target, and for ledgers, batches and two worlds."""
         yield from super().checks()
         yield lambda: self.lines, _LINES
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
@@ -268,19 +268,19 @@ class ExampleEvidence(Evidence):
 
     @property
     def claim(self) -> Claim:
-        """What all rounds claim together."""
+        """Claim of all rounds together."""
         return Claim((self.target.event.times(self.rounds),), self.target.delta)
 
     @cached_property
     def alone(self) -> bool:
-        """Whether a row of zeros adds nothing: how many there were is not seen."""
+        """Whether zero rows add nothing; otherwise unknown batch sizes would matter."""
         target = self.target
         scale = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout)
         return not scale.zero.any()
 
     @property
     def lines(self) -> tuple[TrainerTarget, ExampleRun]:
-        """What clients were charged, and for what."""
+        """A run to compare charges with releases."""
         target = self.target.with_model(parameters(FEW_PARAMETERS))
         return target, target.train(self._zeros(target), self.seed)
 
@@ -289,19 +289,19 @@ class ExampleEvidence(Evidence):
 
     @cached_property
     def _batches(self) -> list[list[Ids]] | None:
-        """Which examples moved a release: who was in each batch."""
+        """Batches of each run: the examples that moved each release."""
         if self.target.adapts and not self.alone:
             return None
         draws = []
         for quiet, loud in zip(self.runs, self.moving, strict=True):
             distances = [self._distance(quiet, loud, index) for index in range(len(loud.moves))]
-            # In bounds: of each layer, where they have bounds of their own.
+            # In units of the bounds, an example in the batch moves it by one, others by nothing.
             draws.append([np.flatnonzero(far * self.measured.stds > 0.5) for far in distances])
         return draws
 
     @cached_property
     def sampled(self) -> Sampled | None:
-        """Who was in each batch, where the law says how likely that is."""
+        """Batches as samples, if the law has inclusion probabilities; else None."""
         size, event = self.target.size, self.target.event
         if self._batches is None or event.law.inclusion(size) is None:
             return None
@@ -309,14 +309,14 @@ class ExampleEvidence(Evidence):
 
     @property
     def passes(self) -> tuple[TrainerTarget, Sequence[Sequence[Ids]]] | None:
-        """Who was in each batch of a pass."""
+        """Batches of shuffled passes; None for other sampling."""
         if self._batches is None or self.sampled is not None:
             return None
         return self.target, self._batches
 
     @property
     def budget(self) -> tuple[Mapping[str, int], str]:
-        """Rounds of a client that has a budget."""
+        """Rounds that clients with a budget release."""
         budget = budget_between(self.target.event, self.target.delta)
         privacy = replace(self.target.privacy, max_epsilon=budget)
         limited = replace(self.target, privacy=privacy, rounds=AFFORDABLE + 3)
@@ -328,7 +328,7 @@ class ExampleEvidence(Evidence):
 
     @cached_property
     def reports(self) -> Neighbours:
-        """With and without one example, all else equal, at the worst rows there are."""
+        """Runs with and without one example, which has the worst rows, all else equal."""
         target = self.target
         # Long enough for the canary to be in several batches.
         releases = -(-4 * target.size // int(target.plan.denominator))
@@ -338,7 +338,7 @@ class ExampleEvidence(Evidence):
 
     @property
     def worlds(self) -> tuple[TwoWorlds, str]:
-        """Every client is a run of its own: half of them have the canary, the others do not."""
+        """Attack in two worlds, in which each client is a run; half of them have the canary."""
         runs, steps = self.worlds_of, self.target.steps
         rounds = max(1, min(self.rounds, WORLD_RELEASES // steps))
         target = self.target.with_model(parameters(FEW_PARAMETERS)).with_rounds(rounds)
@@ -356,7 +356,7 @@ class ExampleEvidence(Evidence):
 
 
 def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
-    """Whether each round has one line, with the plan's event, and no more steps than it counts."""
+    """Whether each round has one line with the plan's event, which covers all its steps."""
     broken, rounds = None, run.releases.shape[1]
     for client, entries in enumerate(run.entries):
         lines = [entry.round for entry in entries]
@@ -374,10 +374,10 @@ def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
 
 
 def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
-    """Whether in every pass each example is in one batch, in a plan's noise always the same one."""
+    """Whether each example is in one batch of a pass; the same one if noise is correlated."""
     broken, whole = None, target.steps
     length = -(-target.size // target.work.batch_of(target.size))
-    # A round may end within a pass; a pass that begins in it is then charged whole.
+    # Rounds that end within a pass are not checked: the pass is then charged as a whole.
     if not target.adapts and target.steps % length == 0:
         for client in draws:
             for first in range(0, len(client) - len(client) % length, length):

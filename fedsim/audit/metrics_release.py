@@ -1,4 +1,4 @@
-"""Audit evidence and checks of private evaluations: noise, sensitivity, lines in the ledger."""
+"""Evidence and checks of private evaluations: noise, sensitivity, lines in the ledger."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fedsim.strategies import DPFedAvg
 
 RUNS, ROUNDS = 4, 100
 EXTREMES = (math.inf, -math.inf, math.nan, 1e300, -1e300, 0.0, 1.0, 0.5)
-"""What a client may report."""
+"""Values that a client may report."""
 ROUNDING = 1e-6
-"""Relative error of a row that is rounded to the sum's grid."""
+"""Tolerance for rounding a row to the sum's grid."""
 
 
 @dataclass(frozen=True, eq=False)
 class MetricsEvidence:
-    """Releases of metrics without clients, or with a single client.
+    """Releases of metrics of no client, or of a single one.
 
     Parameters
     ----------
     strategies : callable
-        From a seed to a strategy with private metrics.
+        Makes a strategy with private metrics from a seed.
     seed : int
     """
 
@@ -41,13 +41,13 @@ class MetricsEvidence:
     seed: int
 
     def checks(self) -> Iterator[Gathered]:
-        """A release without clients is noise alone."""
+        """Samples and checks of a private evaluation."""
         yield lambda: self.noise, catalogue.NOISE
         yield lambda: self.evaluated, _EVALUATED
 
     @cached_property
     def noise(self) -> NoiseSample:
-        """Evaluations without replies, in standard deviations of their noise."""
+        """Releases without replies, which are noise alone, in standard deviations of it."""
         evaluations = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
         noise = [[e.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for e in evaluations]
         plan = evaluations[0].plan
@@ -59,7 +59,7 @@ class MetricsEvidence:
 
     @property
     def evaluated(self) -> tuple[DPFedAvg, list[Floats]]:
-        """A strategy, and how far one client moves its evaluations, by what it reports."""
+        """A strategy, and how one client moves its evaluations, for each of `EXTREMES`."""
         quiet, loud = _evaluation(self.strategies(self.seed)), self.strategies(self.seed)
         evaluation = _evaluation(loud)
         names = [one.name for one in evaluation.released.ranges]
@@ -78,17 +78,17 @@ def _evaluation(strategy: DPFedAvg) -> PrivateEvaluation:
 
 
 def moved_metrics(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
-    """Whether no client moves an evaluation by more than the sensitivity that its noise assumes."""
+    """Whether no client moves an evaluation by more than the assumed sensitivity."""
     norm = joint_norm(_evaluation(strategy).released.ranges)
     lengths = [float(np.linalg.norm(move)) for move in moves]
     most = max(lengths)
-    # Written so that NaN is a violation.
+    # Not `most > ...`: NaN must be a violation.
     broken = None if most <= norm * (1 + ROUNDING) else f"{most:.6g}"
     return invariant(f"{len(moves)} reports of one client", broken, f"at most {norm:.6g}")
 
 
 def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
-    """Whether each evaluation has one line in the ledger, with its cost."""
+    """Whether each evaluation has one line in the ledger, with its event."""
     event = _evaluation(strategy).plan.event()
     lines = [(entry.kind, entry.round, entry.event) for entry in strategy.ledger.entries]
     expected = [("evaluation", number, event) for number in range(1, len(moves) + 1)]

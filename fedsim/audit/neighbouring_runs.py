@@ -1,8 +1,8 @@
-"""Canaries: what they try, and runs of one seed with one, compared with runs without.
+"""Behaviours of a canary, and runs with each of them against runs of the same seed without it.
 
-With noise and cohorts equal, the difference of two releases is exact: it is what the canary
-added to the sum. In units of the released noise it may be as long as the ledger says, one over
-the noise multiplier, and not longer, whatever the canary sends; and nothing else may change.
+As noise and cohorts are equal, the difference of two releases is exactly what the canary added to
+the sum. In units of the released noise its length may be what the ledger says, one over the noise
+multiplier, and no more, whatever the canary sends; and nothing else may change.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from fedsim.rows.layout import PREFIX
 
 PAUSE, DEADLINE = 0.5, 0.25
 DENSE_LENGTHS = (0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
-"""Of rows, in units of their bound."""
+"""Lengths of rows, in units of their bound."""
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a canary does in a world.
+    """A behaviour of a canary in a world.
 
     Attributes
     ----------
     name : str
-        Follows "a canary that".
+        Words that follow "a canary that".
     world : World
     change : callable
-        From the world's federation to one in which the canary does it.
+        Function from the world's federation to one in which the canary behaves like this.
     harmless : bool
-        Whether its row can be used as it is: then its share of noise is used too.
+        Whether its row is usable, so that its share of the noise is used too.
     by_row : bool
-        Whether all that it does is in its row: so may an example.
+        Whether the behaviour is in its row alone, so that an example can have it too.
     adds : "something", "zeros" or "nothing"
-        To the sum: zeros count as a client that replied, and nothing is what one that fails adds.
+        What it adds to the sum: "zeros" for a usable row of zeros, "nothing" for a failure.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Behaviour:
 
 
 def behaviours(layers: Mapping[str, slice], scale: float, bounded: Tensor) -> list[Behaviour]:
-    """All of them, for a model of these layers.
+    """All behaviours, for a model with these layers.
 
     Parameters
     ----------
     layers : mapping of name to slice
         Columns of each layer.
     scale : float
-        Length of a coordinate that every bound shortens.
+        Size of a coordinate that every bound shortens.
     bounded : float64 ``[d]``
-        A row that is just as long as its bound, or as each of its bounds.
+        A row whose length is exactly its bound, or each of its bounds.
     """
 
     def full(value: float) -> Tensor:
@@ -96,7 +96,7 @@ def behaviours(layers: Mapping[str, slice], scale: float, bounded: Tensor) -> li
         Behaviour("sends the opposite of all others", OPPOSED, Canaries.changed),
         *(sends(f"moves {name} most", row, ALONE) for name, row in one_layer.items()),
         sends("moves one coordinate", scale * last),
-        # A little elsewhere: where a norm leaves a layer out, the rest must not be nothing.
+        # A little elsewhere: a norm that omits the last layer then sees a short, non-zero row.
         sends("moves one coordinate most", scale * last + 1e-3 * scale * (1 - last)),
         *(sends(f"sends {length:g} C", length * bounded) for length in DENSE_LENGTHS),
         sends("sends 1e200", full(1e200)),
@@ -134,16 +134,16 @@ REPLIES: Mapping[str, Reply] = {
     "replies empty parameters": lambda: _arrays(),
     "replies a setting": lambda: RecordDict({"config": ConfigRecord({"num-examples": "many"})}),
 }
-"""What a client may send instead of its parameters."""
+"""Replies that a client may send instead of its parameters."""
 
 
 class _TwiceGrid(LocalGrid):
-    """Brings every reply twice."""
+    """Delivers every reply twice."""
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Each reply, and all of them once more."""
+        """Return all replies, and all of them again."""
         replies = list(super().send_and_receive(messages, timeout=timeout))
         return [*replies, *replies]
 
@@ -155,16 +155,16 @@ def message_grid(
     last: Reply | Literal["rows", "fails"] = "rows",
     twice: bool = False,
 ) -> LocalGrid:
-    """A federation of ordinary Flower clients, whose updates come as messages.
+    """A federation of ordinary Flower clients, whose updates are sent as messages.
 
     Parameters
     ----------
     rows : Tensor ``[population, d]``, optional
-        Their updates; zeros if left out.
+        The clients' updates; zeros if omitted.
     last : callable, "rows" or "fails"
-        What the last client does: replies this, what the others do, or fails.
+        Behaviour of the last client: makes this reply, behaves like the others, or fails.
     twice : bool
-        Whether every reply comes twice.
+        Whether every reply is delivered twice.
     """
     app = ClientApp()
 
@@ -176,7 +176,7 @@ def message_grid(
                 raise RuntimeError("the canary has no answer")
             return Message(last(), reply_to=message)
         arrays = next(iter(message.content.array_records.values()))
-        # Clients of a private run do not send back the vectors that they receive with parameters.
+        # In a private run clients do not return the vectors that come with the parameters.
         arrays = ArrayRecord({k: v for k, v in arrays.items() if not k.startswith(PREFIX)})
         if rows is not None:
             server = tensors(arrays)
@@ -190,9 +190,9 @@ def message_grid(
 
 @dataclass(frozen=True)
 class _Length:
-    """How far one behaviour moved parameters and released scalars, in std of their noise.
+    """How far a behaviour moved parameters and released scalars, in std of their noise.
 
-    ``without_noise`` names a scalar that moved and has none.
+    ``without_noise`` is the name of a scalar without noise that moved, if any.
     """
 
     behaviour: str
@@ -202,7 +202,7 @@ class _Length:
 
 
 class Neighbours:
-    """Runs of one seed with a canary, against runs without; keeps the first fault of each kind.
+    """Compares runs of one seed with and without a canary; keeps the first fault of each kind.
 
     Attributes
     ----------
@@ -218,14 +218,14 @@ class Neighbours:
         self.looked_at = ""
 
     def try_behaviours(self, noise: MeasuredNoise, stds_of_scalars: Mapping[str, float]) -> None:
-        """Try every behaviour, and compare with a federation without the canary.
+        """Run every behaviour, and compare it with a federation without the canary.
 
         Parameters
         ----------
         noise : MeasuredNoise
-            Of releases of the same target.
+            Size of the noise in releases of the same target.
         stds_of_scalars : mapping of name to float
-            Of the noise of what the mechanism shows after the last round.
+            Standard deviations of the numbers that the mechanism shows after the last round.
         """
         target, without = self._target, dict[str, Observation]()
         bounded = longest_row(target.mechanism, target.layout)
@@ -240,10 +240,11 @@ class Neighbours:
             self.compare(culprit, absent, present)
             if self._leaves_no_trace(behaviour) and _moved(absent, present):
                 self.note("traces", f"the release changed with {culprit}")
-            # A share includes noise: where it is missing, the noise is another.
+            # A client's share includes noise: without the share, the noise differs too.
             if behaviour.harmless or not target.shares:
                 std = noise.of_round(absent, target.rounds - 1, target)
                 moves = np.linalg.norm((present.moves - absent.moves) / std, axis=1)
+                # What is not finite counts as infinitely long.
                 moved = float(np.nan_to_num(moves, nan=np.inf, posinf=np.inf).max())
                 scalars = scalars_moved(absent, present, stds_of_scalars)
                 self._lengths.append(_Length(behaviour.name, moved, *scalars))
@@ -255,27 +256,27 @@ class Neighbours:
     def _without_canary(self, world: World) -> Canaries:
         if not self._target.shares:
             return self._target.world(world, present=False)
-        # A client that has nothing to add still sends its share of the noise.
+        # A client with a row of zeros still sends its share of the noise.
         return self._target.world(world).last_sends(torch.zeros(self._target.layout.d))
 
     def _leaves_no_trace(self, behaviour: Behaviour) -> bool:
-        """Whether the release with such a canary must be the same as without one."""
+        """Whether the release with this behaviour must equal the one without a canary."""
         target = self._target
         if target.shares or target.adjacency == "replace-one":
             return False
-        # Bounds that learn may center rows, or count them.
+        # Adaptive bounds may center rows, or count them, so that zeros make a difference.
         plain = not target.adapts and not target.sides
         return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
 
     @property
     def moved(self) -> Finding:
-        """The longest move of parameters."""
+        """Finding on the longest move of parameters."""
         longest = max(self._lengths, key=lambda length: length.moves)
         return self._found(longest, longest.moves)
 
     @property
     def moved_together(self) -> Finding | None:
-        """The longest move of parameters and released scalars, where one moved."""
+        """Finding on the longest joint move of parameters and released scalars; None without."""
         bare = next((length for length in self._lengths if length.without_noise), None)
         if bare is not None:
             moves = f"'{bare.without_noise}' has no noise, and moves with one that {bare.behaviour}"
@@ -294,11 +295,11 @@ class Neighbours:
         return length_moved(self.looked_at, length, whose, allowed, self._noise, shares, SEEDS - 2)
 
     def note(self, kind: str, sentence: str) -> None:
-        """Keep what is wrong, if it is the first of its kind."""
+        """Keep a fault, if it is the first of its kind."""
         self.faults.setdefault(kind, sentence)
 
     def compare(self, culprit: str, without: Observation, present: Observation) -> None:
-        """Compare a run with a canary to one without."""
+        """Compare a run with a canary to one without, and note all faults."""
         rounds, canary = len(present.moves), self._target.population - 1
         if present.ended or present.released != rounds or len(present.statistics) != rounds:
             reason = f" ({present.ended})" if present.ended else ""
@@ -318,17 +319,17 @@ class Neighbours:
 
 
 class ClientNeighbours(Neighbours):
-    """Runs of a strategy, with clients that fail with all others, are slow, or send messages."""
+    """Adds what only a strategy's clients can do: fail together, be slow, send messages."""
 
     def __init__(self, target: StrategyTarget, seed: int) -> None:
         super().__init__(target, seed)
         self._small = target.with_model({name: t[:2] for name, t in target.start.items()})
 
     def fail_with_others(self) -> None:
-        """A round in which all other clients fail must be released too.
+        """Check that a round in which all other clients fail is released too.
 
-        Not so with secure aggregation, which has no sum of a few clients: its statement assumes
-        that dropping out does not depend on data.
+        With secure aggregation it is not checked, since there is no sum of a few clients: its
+        statement assumes that dropouts do not depend on data.
         """
         if self._small.template.secure is not None:
             return
@@ -342,7 +343,7 @@ class ClientNeighbours(Neighbours):
         self.compare("a canary where all others fail", without, present)
 
     def be_slow(self) -> None:
-        """A client that takes longer than the strategy waits must not exclude other clients."""
+        """Check that a client that misses the deadline does not exclude other clients."""
         single, seed = self._small.with_rounds(1), self._seed
         scale = reach(self._target.mechanism, self._target.layout)
         clients = single.world(OPPOSED, neighbour="zero-out", scale=scale)
@@ -350,13 +351,13 @@ class ClientNeighbours(Neighbours):
         slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.sampled[0], default=0)))
         quick = single.observe(clients.changed(), seed, timeout=DEADLINE + PAUSE)
         slow = single.observe(slowest, seed, timeout=DEADLINE)
-        # Its own row may be lost; with it the sum changes by one client's, not by all clients'.
+        # Only the slow client's own row may be lost.
         lost = len(quick.sampled[0]) - len(slow.sampled[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
             self.note("slowness", f"{lost} clients were left out with one that is slow")
 
     def send_messages(self) -> None:
-        """Over messages: a reply that cannot be read must be a failure and nothing more."""
+        """Check that an unreadable reply in a message counts as a failure of its client only."""
         target = self._small
         if target.shares or target.sides:
             return
@@ -374,7 +375,7 @@ class ClientNeighbours(Neighbours):
         self._send_rows(target.with_rounds(1))
 
     def _send_rows(self, single: StrategyTarget) -> None:
-        """Updates that come as messages, once or twice, add what those of blocks add."""
+        """Check that updates in messages, delivered once or twice, add the same as in blocks."""
         population, d = single.population, single.layout.d
         signs = np.random.default_rng(1).choice([-1.0, 1.0], (population, d))
         lengths = 0.75 * np.sqrt(2.0) ** (torch.arange(population) % 6)[:, None]
@@ -385,7 +386,7 @@ class ClientNeighbours(Neighbours):
         for twice in (False, True):
             grid = message_grid(population, rows, twice=twice)
             present = single.observe(clients, self._seed, grid=grid)
-            # A client's update is a difference of parameters in float64.
+            # A tolerance: a client's update is a difference of parameters in float64.
             size = np.abs(blocks.moves).max()
             if not np.allclose(blocks.moves, present.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""

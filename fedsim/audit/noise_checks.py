@@ -1,8 +1,8 @@
 """Checks of released noise: over a whole run it must be white, normal and never repeated.
 
-No test knows what bug it looks for: they ask whether rounds, coordinates, directions, layers and
-runs are independent, of one size, and of the right shape. A release lies on a grid of known step:
-its noise must be random down to that step, with low bits like fair coins, new in every round.
+Tests do not look for a particular bug. They ask whether rounds, coordinates, directions, layers
+and runs are independent, of the same size, and of the right distribution. A release lies on a grid
+of known step: its low bits must be like fair coins, and new in every round.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from fedsim.audit.checks import (
 )
 
 FEWEST_PRODUCTS = 4096
-"""Sums of fewer products are not yet normal enough for a tail of 1e-9."""
+"""Sums of fewer products are not normal enough for tails of 1e-9."""
 REPEAT_RESOLUTION = 1e8
 FEWEST_VALUES = 16
-"""Fewer values of each round, or of each coordinate, say nothing about pairs of them."""
+"""Correlations of fewer values are not tested."""
 FIELD = 8
-"""Bits that are tested together."""
+"""Number of bits that are tested together."""
 OFF_GRID = 0.02
-"""In grid steps: rounding of whole numbers in float64 after a division and a product."""
+"""Tolerance in grid steps: float64 rounding of a whole number after a division and a product."""
 
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """Releases that are noise alone.
+    """Releases that consist of noise only.
 
     Attributes
     ----------
     z : float64 ``[runs, rounds, d]``
-        Standard normal if the claim is true.
+        Noise, standard normal if the claim is true.
     layers : sequence of slice
+        Columns of each layer.
     looked_at : str
     sizes : float64 ``[runs, rounds]``, optional
-        Sizes of the cohorts, which the noise may not depend on.
+        Cohort sizes, on which the noise must not depend.
     """
 
     z: Floats
@@ -62,13 +63,13 @@ class NoiseSample:
 
     @classmethod
     def of(cls, z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> NoiseSample:
-        """With the words that say how much it is."""
+        """Make a sample with a description of its size."""
         runs, rounds, d = z.shape
         return cls(z, layers, f"{runs} x {rounds} rounds of {d:,} coordinates", sizes)
 
     @classmethod
     def of_steps(cls, steps: Floats, layers: Sequence[slice]) -> NoiseSample | None:
-        """Of releases ``[..., d]`` in steps of their grid, without rows of NaN."""
+        """Make a sample of releases ``[..., d]`` in grid steps, without rows of NaN."""
         rows = steps.reshape(-1, steps.shape[-1])
         rows = rows[np.isfinite(rows).all(-1)]
         looked = f"{len(rows)} releases of {rows.shape[-1]:,} coordinates"
@@ -76,12 +77,12 @@ class NoiseSample:
 
     @property
     def rows(self) -> Floats:
-        """All rounds, ``[n, d]``."""
+        """Rounds of all runs, ``[n, d]``."""
         return self.z.reshape(-1, self.z.shape[-1])
 
     @property
     def on_grid(self) -> NoiseSample | None:
-        """Itself, where ``z`` is in steps of a grid and lies on it."""
+        """Itself if ``z``, which is in grid steps, lies on the grid; else None."""
         return self if off_grid(self) <= OFF_GRID else None
 
 
@@ -99,12 +100,12 @@ def presence(units: Floats) -> Finding:
 
 
 def round_sizes(noise: NoiseSample) -> Finding:
-    """Whether noise is as large in every round."""
+    """Whether noise has the claimed size in every round."""
     return statistical(noise.looked_at, _size(noise.z, -1))
 
 
 def coordinate_sizes(noise: NoiseSample) -> Finding:
-    """Whether noise is as large along every coordinate."""
+    """Whether noise has the claimed size in every coordinate."""
     return statistical(noise.looked_at, _size(noise.z, (0, 1)))
 
 
@@ -114,7 +115,7 @@ def _size(z: Floats, axes: int | tuple[int, int]) -> Statistic:
 
 
 def layer_sizes(noise: NoiseSample) -> Finding:
-    """Whether noise is as large in every layer."""
+    """Whether noise has the claimed size in every layer."""
     z, layers = noise.z, noise.layers
     sums = np.stack([np.square(z[:, :, columns]).sum(-1) for columns in layers])
     counts = np.array([columns.stop - columns.start for columns in layers], dtype=np.float64)
@@ -128,10 +129,10 @@ def layer_sizes(noise: NoiseSample) -> Finding:
 
 
 def direction_sizes(noise: NoiseSample) -> Finding:
-    """Projections on directions that no coordinate shows: noise must be as large along each.
+    """Whether noise has the claimed size along directions that mix coordinates.
 
-    They are those of the cosine transform of all coordinates and of each layer's, and of the
-    Hadamard transform: sums, differences, alternating signs, blocks.
+    The directions are those of the cosine transform of all coordinates and of each layer's, and
+    of the Hadamard transform: sums, differences, alternating signs, blocks.
     """
     rows, layers = noise.rows, noise.layers
     transformed = [dct(rows, norm="ortho", axis=-1), _hadamard(rows)]
@@ -155,9 +156,9 @@ def _hadamard(rows: Floats) -> Floats:
 
 
 def covariance(noise: NoiseSample) -> Finding:
-    """Whether noise of few coordinates is as large in every direction there is.
+    """Whether noise of few coordinates has the same size in every direction.
 
-    A likelihood-ratio test of a covariance that is the identity times a number a layer, with
+    A likelihood-ratio test that the covariance is a multiple of the identity in each layer, with
     Bartlett's correction (Mauchly's test, for a known mean).
     """
     scaled = noise.rows.copy()
@@ -176,7 +177,7 @@ def covariance(noise: NoiseSample) -> Finding:
 
 
 def means(noise: NoiseSample) -> Finding:
-    """Whether the mean of noise is zero."""
+    """Whether the noise has mean zero."""
     runs, rounds, d = noise.z.shape
     scores = noise.z.sum((0, 1)) / math.sqrt(runs * rounds)
     return statistical(
@@ -188,7 +189,7 @@ def means(noise: NoiseSample) -> Finding:
 
 
 def accumulated(noise: NoiseSample) -> Finding:
-    """Sums over rounds: noise that cancels, or grows too fast, is not independent."""
+    """Whether sums over rounds grow as with independent rounds: nothing cancels or repeats."""
     _, rounds, d = noise.z.shape
     sums = np.square(np.cumsum(noise.z, axis=1)).sum(-1) / np.arange(1, rounds + 1)
     words = "a sum with a std of {} of that of independent rounds"
@@ -196,7 +197,7 @@ def accumulated(noise: NoiseSample) -> Finding:
 
 
 def extremes(noise: NoiseSample) -> Finding:
-    """The largest of N normals is neither too large nor too small."""
+    """Whether the largest values are neither too large nor too small for N normals."""
     z = noise.z
 
     def p(largest: Floats, _: object) -> Floats:
@@ -210,11 +211,11 @@ def extremes(noise: NoiseSample) -> Finding:
 
 
 def shape(noise: NoiseSample) -> Finding:
-    """Counts of values in bins, narrower in the tails."""
+    """Whether counts of values in bins, finer in the tails, fit a normal."""
     z = noise.z
     tails = np.array([1e-5, 1e-4, 1e-3, 5e-3, 1e-2])
     edges = np.concatenate([tails, np.linspace(0.02, 0.98, 49), 1 - tails[::-1]])
-    # Counts below ten are not yet normal.
+    # Bins with small expected counts are left out, as Pearson's statistic needs normal counts.
     edges = edges[np.minimum(edges, 1 - edges) * z.size >= 20]
     expected = np.diff(np.concatenate([[0.0], edges, [1.0]])) * z.size
     counts = np.bincount(np.searchsorted(ndtri(edges), z.ravel()), minlength=len(expected))
@@ -223,12 +224,12 @@ def shape(noise: NoiseSample) -> Finding:
 
 
 def repeats(values: Floats, looked_at: str) -> Finding:
-    """Three neighbouring values that occur in the same order elsewhere, whatever their signs."""
-    # By their mantissas: noise that is used again at half or twice the size is found too.
+    """Whether no three neighbouring values occur again, up to their signs."""
+    # Mantissas are compared, to find noise that is reused at half or twice the size too.
     mantissas = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
     if mantissas.shape[-1] < 3:
         mantissas = mantissas.reshape(*mantissas.shape[:-2], -1)
-    # Wrapping products of odd numbers: a hash of the triple.
+    # A hash of each triple: products with odd constants, modulo 2^64.
     factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
     width = mantissas.shape[-1] - 2
     keys = np.zeros(1, dtype=np.uint64)
@@ -240,31 +241,31 @@ def repeats(values: Floats, looked_at: str) -> Finding:
 
 
 def exact_repeats(noise: NoiseSample) -> Finding:
-    """Whether three neighbouring values of noise occur again."""
+    """Whether no three neighbouring values of noise occur again."""
     return repeats(noise.z, noise.looked_at)
 
 
 def round_pairs(noise: NoiseSample) -> Finding:
-    """Correlations of all pairs of rounds, one by one and together."""
+    """Whether all pairs of rounds are uncorrelated, each and together."""
     return pairs(noise.rows, noise.looked_at)
 
 
 def round_pairs_without_signs(noise: NoiseSample) -> Finding:
-    """Pairs of rounds without signs: noise reused with another sign, or of a common size.
+    """Whether absolute values are uncorrelated: finds reuse with other signs, or a common scale.
 
-    Sizes are made normal scores: correlations of what is skewed have another distribution.
+    They are made normal scores first: correlations of skewed values have another distribution.
     """
     scores = ndtri(1 - 2 * ndtr(-np.abs(noise.rows)))
     return pairs(np.clip(scores, -9.0, 9.0), noise.looked_at)  # none infinite
 
 
 def coordinate_pairs(noise: NoiseSample) -> Finding:
-    """Correlations of all pairs of columns: coordinates that share noise, in whatever order."""
+    """Whether all pairs of coordinates are uncorrelated; finds coordinates that share noise."""
     return pairs(noise.rows.T, noise.looked_at, "rounds to compare coordinates")
 
 
 def pairs(rows: Floats, looked: str, few: str = "coordinates to compare rounds") -> Finding:
-    """Correlations of all pairs of ``rows [n, d]``, one by one and together."""
+    """Whether all pairs of ``rows [n, d]`` are uncorrelated, each and together."""
     if rows.shape[1] < FEWEST_VALUES:
         return untested(looked, f"too few {few}")
     count = len(rows) * (len(rows) - 1) // 2
@@ -272,7 +273,7 @@ def pairs(rows: Floats, looked: str, few: str = "coordinates to compare rounds")
 
 
 def correlations_of_rows(rows: Floats) -> list[Statistic]:
-    """Of all pairs of ``rows [n, d]``: the largest, their squares together, and their sum."""
+    """Correlations of all pairs of ``rows [n, d]``: the largest, the sum of squares, the sum."""
     n, d = rows.shape
     pairs = n * (n - 1) // 2
     if not pairs:
@@ -294,10 +295,10 @@ def correlations_of_rows(rows: Floats) -> list[Statistic]:
 
 
 def shifts(noise: NoiseSample) -> Finding:
-    """Autocorrelation at every shift of rounds and of coordinates at once."""
+    """Whether noise is uncorrelated with itself at every shift of rounds and coordinates."""
     runs, rounds, d = noise.z.shape
-    # By the convolution theorem, padded with zeros to twice the size: without padding a shift
-    # would wrap around, and mix the last rounds with the first ones.
+    # Convolution theorem, with zero padding to twice the size: otherwise shifts would wrap around
+    # and mix the last rounds with the first.
     total = np.zeros((rounds, 2 * d))
     for run in noise.z:
         spectrum = np.fft.rfft2(run, s=(2 * rounds, 2 * d))
@@ -306,7 +307,7 @@ def shifts(noise: NoiseSample) -> Finding:
     overlap = np.maximum(d - np.minimum(shift, 2 * d - shift), 0)
     products = runs * (rounds - np.arange(rounds))[:, None] * overlap
     scores = total / np.sqrt(np.maximum(products, 1))
-    scores[0, d:] = 0  # within a round a negative shift is the same as a positive one
+    scores[0, d:] = 0  # within a round, a negative shift gives the same products as a positive one
     enough = products >= FEWEST_PRODUCTS
     enough[0, 0] = enough[0, d:] = False
     scores[~enough] = 0
@@ -314,7 +315,7 @@ def shifts(noise: NoiseSample) -> Finding:
     signed, count = int(step) - 2 * d * (step > d), int(enough.sum())
     words = f"{{}} standard errors at a shift of {lag} rounds and {signed} coordinates"
     one = replace(normal(words, [scores[lag, step]]), count=count)
-    # A value that is the same in every round is not seen at any single shift.
+    # A value that is the same in every round shows at all shifts of rounds, weakly at each.
     by_round = normal("{} standard errors at a shift of rounds", scores[1:, 0][enough[1:, 0]])
     return statistical(f"{noise.looked_at}, {count:,} shifts", *[one, by_round][: 2 * count])
 
@@ -327,13 +328,13 @@ def against_sizes(noise: NoiseSample) -> Finding:
     power = np.square(noise.z).sum(-1).ravel()
     power = (power - power.mean()) / max(float(power.std()), 1e-300)
     cohort = (sizes.ravel() - sizes.mean()) / sizes.std()
-    # Two means are estimated: as many degrees as n - 1 pairs with known ones.
+    # Both means are estimated, so the degrees are those of n - 1 pairs with known means.
     compared = correlations("correlation {}", [float((power * cohort).mean())], power.size - 1)
     return statistical(noise.looked_at, compared)
 
 
 def off_grid(grid: NoiseSample) -> float:
-    """How far noise in steps of the grid, ``z``, is from whole numbers of steps."""
+    """Largest distance of noise in grid steps, ``z``, from whole numbers."""
     return float(np.abs(grid.z - np.rint(grid.z)).max())
 
 
@@ -345,17 +346,17 @@ def rounding(grid: NoiseSample) -> Finding:
 
 
 def _steps(grid: NoiseSample) -> tuple[Ids, Floats]:
-    """Rounded steps ``[n, d]``, and their standard deviations ``[n, layers]``."""
+    """Whole grid steps ``[n, d]``, and their standard deviations ``[n, layers]``."""
     parts = [np.sqrt(np.square(grid.rows[:, c]).mean(-1)) for c in grid.layers]
     return np.rint(grid.rows).astype(np.int64), np.stack(parts, -1)
 
 
 def equal_values(grid: NoiseSample) -> Finding:
-    """How many pairs of values are equal: more than by chance, where noise has few values."""
+    """Whether no more pairs of values are equal than by chance; finds noise with few values."""
     whole, stds = _steps(grid)
     _, counts = np.unique(whole, return_counts=True)
     equal = float((counts * (counts - 1) // 2).sum())
-    # Two normals on the grid are equal with the density of their difference at zero.
+    # Two normals on the grid are equal with a probability that is their difference's density at 0.
     sizes = np.array([columns.stop - columns.start for columns in grid.layers], dtype=np.float64)
     groups, spread = np.broadcast_to(sizes, stds.shape).ravel(), np.square(stds).ravel()
     density = 1 / np.sqrt(2 * np.pi * np.maximum(spread[:, None] + spread, 1e-300))
@@ -369,7 +370,7 @@ def equal_values(grid: NoiseSample) -> Finding:
 
 
 def low_bits(grid: NoiseSample) -> Finding:
-    """Whether bits far below the standard deviation are as good as fair coins."""
+    """Whether bits far below the standard deviation are uniform."""
     fields = _low_bits(grid)
     return statistical(
         grid.looked_at,
@@ -381,16 +382,16 @@ def low_bits(grid: NoiseSample) -> Finding:
 
 
 def low_bits_of_pairs(grid: NoiseSample) -> Finding:
-    """Whether these bits are new in every round."""
+    """Whether bits far below the standard deviation are uncorrelated between rounds."""
     mean, std = (2**FIELD - 1) / 2, math.sqrt((4**FIELD - 1) / 12)
     largest = [correlations_of_rows((bits - mean) / std)[:1] for bits in _low_bits(grid).values()]
     return statistical(grid.looked_at, *(statistic for one in largest for statistic in one))
 
 
 def _low_bits(grid: NoiseSample) -> dict[str, Ids]:
-    """Fields of bits far below the standard deviation, by where they are."""
-    # A normal that is wider than 2^k grid steps is nearly uniform modulo 2^k, whatever is added to
-    # it: only fields of bits below half of the smallest standard deviation are tested.
+    """Fields of bits far below the standard deviation, by their positions."""
+    # A normal wider than 2^k grid steps is nearly uniform modulo 2^k, whatever is added to it: so
+    # only fields of bits below half of the smallest standard deviation are tested.
     whole, stds = _steps(grid)
     return {
         f" in bits {first} to {first + FIELD - 1}": (whole >> first) & (2**FIELD - 1)

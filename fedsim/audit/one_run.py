@@ -1,9 +1,9 @@
-"""One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023).
+"""Attack in one run with many canaries, each included by a coin flip.
 
-Of m canaries, k are guessed and c of these guesses are correct. Under f-DP the probabilities of c,
-c + 1, ... correct guesses bound one another; a recursion over them decides whether so many can
-occur with a given probability (Mahloujifar, Melis and Chaudhuri 2024). It is tighter than the bound
-for one (epsilon, delta), since it uses the whole trade-off curve.
+The attack is Steinke, Nasr and Jagielski's (2023). Of m canaries, k are guessed and c guesses are
+correct. Under f-DP the probabilities of c, c + 1, ... correct guesses bound one another; a
+recursion decides whether c can occur with a given probability (Mahloujifar, Melis and Chaudhuri
+2024). It is tighter than a bound for one (epsilon, delta), as it uses the whole trade-off curve.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ EPSILON_HALVINGS = 30
 
 @dataclass(frozen=True)
 class OneRun:
-    """How well the coins of one run were guessed.
+    """Result of guessing the coins of one run.
 
     Attributes
     ----------
     claim : Claim
-        What the run claims.
+        The run's claim.
     canaries, guesses, correct : int
+        Numbers of canaries, of guesses, and of correct guesses.
     p_value : float
-        Probability bound of so many correct guesses, if the claim is true.
+        Bound on the probability of this many correct guesses, if the claim is true.
     epsilon_bound : float
         Lower bound on epsilon at the claim's delta.
     """
@@ -59,19 +60,19 @@ class OneRun:
     name: ClassVar[str] = "one run"
 
     def errors(self, risk: float) -> tuple[str, str, str]:
-        """Nothing, wrong guesses, and how many of these ``risk`` allows, in words."""
+        """An empty string, the wrong guesses, and those that ``risk`` allows, in words."""
         most = most_correct(self.canaries, self.guesses, risk, self.claim)
         wrong = f"{self.guesses - self.correct} of {self.guesses} wrong"
         return "", wrong, f"{self.guesses - most} or more"
 
 
 def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun:
-    """A first run chooses how many coins to guess; a second one counts.
+    """Choose the number of guesses with a first run, and count correct ones in a second.
 
     Parameters
     ----------
     target : Target
-        With as many parameters as the next power of two from ``canaries``, or more.
+        The number of its parameters must be a power of two, at least ``canaries``.
     canaries : int
         At most the population.
     """
@@ -79,7 +80,7 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun
         _play(target, canaries, seed, run) for run in (0, 1)
     )
     common_claim((claim, fresh_claim))
-    # Whichever share would refute the claim most clearly in the first run.
+    # The share of coins that refutes the claim most clearly in the first run.
     share = min(
         SHARES, key=lambda share: refuted_p_value(canaries, *_guess(scores, coins, share), claim)
     )
@@ -96,14 +97,14 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun
 
 
 def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
-    """Guess "in" for the highest scores and "out" for the lowest; guesses and correct ones."""
+    """Guess "in" for the highest scores, "out" for the lowest: guesses made, and correct ones."""
     half = max(1, round(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
 
 
 def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Coins, Claim]:
-    """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
+    """Make a run; return the canaries' scores and coins, both ``[canaries]``, and the claim."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
     layout, population, adjacency = target.layout, target.population, target.adjacency
@@ -113,7 +114,8 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
             f"number of parameters, {layout.d}."
         )
     coins = draws.random(canaries) < 0.5
-    # Ids are arbitrary: canaries that are in come first, so that the grid can end after them.
+    # The order of ids is arbitrary. Included canaries come first, so that under add-remove the
+    # excluded ones can be left out at the end.
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
     rows = reach(target.mechanism, layout) * directions
@@ -134,7 +136,7 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
-    """Orthogonal rows of +-1, so that every coordinate of a row reaches its bound."""
+    """Random orthogonal rows of +-1; once scaled, every coordinate of a row reaches its bound."""
     size = 1 << (d.bit_length() - 1)
     if size != d:
         raise FedsimError(f"the model has {d} parameters; one run needs a power of two of them.")
@@ -146,20 +148,20 @@ def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
 def is_refuted(
     canaries: int, guesses: int, correct: int, risk: float, shrink: Callable[[float], float]
 ) -> bool:
-    """Whether so many correct guesses have probability below ``risk`` under the claim.
+    """Whether this many correct guesses have a probability below ``risk`` under the claim.
 
     Parameters
     ----------
     shrink : callable
-        ``f(1 - r)`` of the claim's curve f: an event of probability r under one neighbour has
-        at least that probability under the other.
+        ``f(1 - r)`` for the claim's curve f: an event of probability r under one neighbour has
+        at least this probability under the other.
     """
     if correct <= 0:
         return False
-    # Suppose that c or more correct guesses had probability `risk`. Then a guessed canary is among
-    # them, correct or wrong, with these probabilities; fewer correct guesses add to both, by at
-    # least as much as f-DP demands. If the sum passes the share of canaries that are guessed, which
-    # is the most that it can be, the supposition contradicts the claim.
+    # Suppose c or more correct guesses had probability `risk`. Then a canary is guessed in these
+    # cases, correctly or wrongly, with the two probabilities below. Each smaller number of correct
+    # guesses adds to both, at least as much as f-DP demands. If their sum exceeds the share of
+    # canaries that are guessed, its largest possible value, the supposition contradicts the claim.
     p_correct = risk * correct / canaries
     p_wrong = risk * (guesses - correct) / canaries
     for index in range(correct - 1, -1, -1):
@@ -188,7 +190,7 @@ def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> 
 
 
 def most_correct(canaries: int, guesses: int, risk: float, claim: Claim) -> int:
-    """So many correct guesses do not refute the claim at ``risk``."""
+    """Largest number of correct guesses that does not refute the claim at ``risk``."""
     more = range(guesses // 2 + 1, guesses + 1)
 
     def refutes(correct: int) -> bool:
@@ -200,16 +202,16 @@ def most_correct(canaries: int, guesses: int, risk: float, claim: Claim) -> int:
 def guesses_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Probability bound of so many correct guesses in one run, if it is (epsilon, delta)-DP.
+    """Bound on the probability of this many correct guesses in one (epsilon, delta)-DP run.
 
-    Of ``canaries`` clients, each in or out by a fair coin, ``guesses`` were guessed, and
-    ``correct`` of these guesses are true (Steinke, Nasr and Jagielski 2023, theorem 5.2).
+    Of ``canaries`` clients, each included by a fair coin, ``guesses`` were guessed, ``correct`` of
+    them correctly (Steinke, Nasr and Jagielski 2023, theorem 5.2).
     """
     if correct <= 0:
         return 1.0
     guessed = binom(guesses, 1 / (1 + math.exp(-epsilon)))
     tail, masses = float(guessed.sf(correct - 1)), guessed.pmf(np.arange(correct))
-    # P[v > W >= v - i] / i, the largest of them over i = 1 .. v.
+    # Maximum of P[v > W >= v - i] / i over i = 1 .. v, where v is the number of correct guesses.
     steepest = float((np.cumsum(masses[::-1]) / np.arange(1, correct + 1)).max())
     return min(1.0, tail + 2 * canaries * delta * steepest)
 

@@ -1,9 +1,9 @@
-"""Checks of the plan: nothing but the noisy sum may depend on what clients send, or come twice.
+"""Checks of the plan: only the noisy sum may depend on what clients send, and no draw may repeat.
 
-Metrics, numbers that describe a release, state that outlives a round, what clients are sent next:
-each number is tested in three ways. Federations whose clients differ but have the same bounded
-sum show the same number. A number that noise does not change, no canary changes. And a function
-of the released parameters where all clients send zeros is the same function with a canary.
+All other outputs (metrics, information about a release, state, what clients are sent next) are
+tested in three ways. Federations with different rows but equal bounded sums must give the same
+number. A number without noise must not change with a canary. A number that is a function of the
+released parameters if all clients send zeros must be the same function with a canary.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ OWN_ROUNDS, OWN_STEPS = 2, 2
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
 FUNCTION = 1e-8
-"""A number whose residual is at most this part of its spread is a function of the release."""
+"""A number whose residuals are at most this part of its spread is a function of the release."""
 BROKEN = 1e-5
 OUTLIER = 12.0
-"""Residual stds by which a number that only nearly follows from the release may be off."""
+"""How far, in residual stds, a number that nearly follows from the release may be off."""
 MOST_NUMBERS = 512
 NOISY = ("info.", "state.mechanism", "sent.")
-"""Numbers that may follow from released scalars too, or from released parameters in any way."""
+"""Prefixes of numbers that may depend on released scalars, or nonlinearly on the parameters."""
 
 
 @dataclass(frozen=True)
 class NoiseOnly:
-    """What leaves runs of clients that send zeros, at many seeds, with few parameters.
+    """Runs with many seeds in which all clients send zeros, with few parameters, and their outputs.
 
     Attributes
     ----------
     target : Target
-        With one parameter a layer.
+        The target, with one parameter in each layer.
     seed : int
-        Of the first run, and of runs with a canary.
+        Seed of the first run, and of runs with a canary.
     runs : sequence of Observation
     """
 
@@ -70,7 +70,7 @@ class NoiseOnly:
     def stds(self, index: int) -> dict[str, float]:
         """Standard deviations of the numbers that the mechanism shows after round ``index + 1``.
 
-        Less what the size of the cohort explains: clients that send zeros add to a number, too.
+        What the size of the cohort explains is removed, since zero rows may add to a number too.
         """
         statistics = [run.statistics[index] for run in self.runs if len(run.statistics) > index]
         if len(statistics) < len(self.runs) or not statistics[0]:
@@ -88,13 +88,14 @@ def _residuals(design: Floats, values: Floats) -> Floats:
 
 
 def participations(sampled: Sampled) -> Finding:
-    """Whether rows are in no more and no closer rounds than the plan's sensitivity assumes."""
+    """Whether rows take part as rarely, and as far apart, as the plan's sensitivity assumes."""
     plan, first, broken = sampled.participation, 0, None
     assert plan is not None
     for length in sampled.lengths:
         members = sampled.membership[first : first + length]
         first += length
         most = int(members.sum(0).max(initial=0))
+        # Prefix sums, whose differences count a row's rounds within each window.
         inside = np.cumsum(np.concatenate([np.zeros((1, members.shape[1])), members]), axis=0)
         width = min(plan.separation, length)
         if (inside[width:] - inside[: len(inside) - width]).max(initial=0) > 1:
@@ -106,12 +107,12 @@ def participations(sampled: Sampled) -> Finding:
 
 
 def what_leaves(noise_only: NoiseOnly) -> Finding:
-    """Whether everything that leaves a round follows from what was released.
+    """Whether all outputs of a round are functions of what was released.
 
     Parameters
     ----------
     noise_only : NoiseOnly
-        Of one round more than the first one in which the canary is sampled.
+        Its runs have one round more than the first that samples the canary.
     """
     broken = _unprotected(noise_only) or _unexplained(noise_only)
     names = len(noise_only.runs[0].outputs[-1]) if noise_only.runs[0].outputs else 0
@@ -120,7 +121,7 @@ def what_leaves(noise_only: NoiseOnly) -> Finding:
 
 
 def _unprotected(noise_only: NoiseOnly) -> str | None:
-    """Clients' metrics leave a private round only where a setting says so."""
+    """Name of a client metric in a round's outputs that no setting allows; None without."""
     if noise_only.target.template.shows_clients:
         return None
     for run in noise_only.runs:
@@ -137,16 +138,15 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     if reference is None:
         return "not the same numbers leave every round"
     names, values = reference
-    # The runs without a canary show how each number follows from the release: by a linear
-    # regression on moves, their squares and norms. A number is then constant, a function of the
-    # release (its residuals are rounding), or has noise of its own; a canary may change none of
-    # these three relations.
+    # A linear regression over runs without a canary, on moves, their squares and norms, finds how
+    # each number depends on the release. It is then constant, a function of the release (residuals
+    # are rounding errors), or has noise of its own. A canary must change none of these relations.
     designs = np.stack([_design(run) for run in noise_only.runs])
     coefficients = np.linalg.lstsq(designs, values, rcond=None)[0]
     spread = values.std(0)
     freedom = len(values) - np.linalg.matrix_rank(designs)
     residuals = np.sqrt(np.square(values - designs @ coefficients).sum(0) / max(freedom, 1))
-    # A canary that may move a release by several standard deviations is no small deviation.
+    # If a row may move a release by several stds, nonlinear numbers may be off by more.
     small = allowed_length(target.event) <= 1
     for world in (ALONE, OPPOSED):
         clients = target.world(world, neighbour="zero-out")
@@ -170,7 +170,7 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
 
 
 def _table(runs: Sequence[Observation]) -> tuple[list[str], Floats] | None:
-    """Every number after the last round ``[runs, numbers]``, with names; None if they differ."""
+    """Names and values ``[runs, numbers]`` after the last round; None if runs have other names."""
     rows: list[list[float]] = []
     names: list[str] = []
     for run in runs:
@@ -193,14 +193,14 @@ def _flat(numbers: Mapping[str, Floats]) -> dict[str, float]:
 
 
 def _design(run: Observation) -> Floats:
-    """What may explain a number: released moves, their squares and norms, sizes of cohorts."""
+    """Regressors for a number: released moves, their squares and norms, and cohort sizes."""
     moves = run.moves
     scale = np.maximum(np.linalg.norm(moves, axis=1), 1e-300)
     return np.concatenate([[1.0], run.sizes, moves.ravel(), np.square(moves).ravel(), scale])
 
 
 def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Observation]:
-    """Runs of two federations whose bounded rows have the same sums."""
+    """Runs of two federations with different rows whose bounded rows have the same sums."""
     target = target.with_model(parameters(64))
     bounded = longest_row(target.mechanism, target.layout)
     rows = torch.stack([4 * bounded, 16 * bounded])
@@ -211,7 +211,7 @@ def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Obse
 
 
 def nothing_but_sums(first: Observation, second: Observation) -> Finding:
-    """Whether federations with the same bounded sums show the same, to the last bit."""
+    """Whether federations with the same bounded sums have the same outputs, bit for bit."""
     looked = f"{len(first.moves)} rounds of two federations with the same sums of other rows"
     broken = difference(first.outputs, second.outputs)
     if not np.array_equal(first.moves, second.moves):
@@ -222,7 +222,7 @@ def nothing_but_sums(first: Observation, second: Observation) -> Finding:
 def difference(
     first: Sequence[Mapping[str, Floats]], second: Sequence[Mapping[str, Floats]]
 ) -> str | None:
-    """How what leaves the rounds of one run differs from what leaves those of another."""
+    """First difference between the outputs of two runs, in words; None if they are equal."""
     for before, after in zip(first, second, strict=False):
         if before.keys() != after.keys():
             return "other numbers leave a round"
@@ -233,7 +233,7 @@ def difference(
 
 
 def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
-    """Whether the same clients are sampled whatever they send."""
+    """Whether the sampled clients do not depend on what clients send."""
     pairs = enumerate(zip(nobody.sampled, moving.sampled, strict=True), 1)
     first = next((n for n, (a, b) in pairs if not np.array_equal(np.sort(a), np.sort(b))), None)
     broken = f"other clients in round {first} when clients sent something else" if first else None
@@ -242,11 +242,12 @@ def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
 
 
 def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
-    """Whether the release is the same however many clients fail, and in whatever way.
+    """Whether the release does not depend on the way in which several clients fail.
 
     Parameters
     ----------
-    moves : mapping of what clients do to float64 ``[rounds, d]``
+    moves : mapping of str to float64 ``[rounds, d]``
+        Releases by way of failing.
     """
     (first, reference), *others = moves.items()
     rounds, released = len(reference), int((reference != 0).any(1).sum())
@@ -263,7 +264,7 @@ def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
 
 
 def same_after_resume(observed: Observation, whole: Observation) -> Finding:
-    """Whether a run that is stopped and resumed releases what it would have, and draws it once."""
+    """Whether a run that is stopped and resumed makes the same releases, each charged once."""
     rounds = len(observed.moves)
     if observed is whole:
         return untested(f"{rounds} rounds", "too few rounds to stop in between")
@@ -281,7 +282,7 @@ def same_after_resume(observed: Observation, whole: Observation) -> Finding:
 
 
 def system_noise(values: Floats, looked_at: str, entropies: set[str]) -> Finding:
-    """Whether no two rounds with entropy from the system have noise in common."""
+    """Whether noise with system entropy never repeats, and the ledger records that entropy."""
     again = repeats(values, looked_at)
     broken = None if again.p_value else again.measured
     if entropies != {"system"}:
@@ -290,10 +291,10 @@ def system_noise(values: Floats, looked_at: str, entropies: set[str]) -> Finding
 
 
 def system_cohorts(cohorts: Sequence[bytes], population: int, rate: float) -> Finding:
-    """Nor whether a cohort is sampled twice, where the population is large enough to tell."""
+    """Whether no cohort with system entropy repeats, if the population is large enough to tell."""
     looked = f"{len(cohorts):,} rounds"
-    # Independent cohorts are equal with this probability at most: each client is in both or in
-    # neither. Only where no two of so many can be expected to be equal is one a violation.
+    # Upper bound on the log probability that two independent cohorts are equal (each client is in
+    # both or in neither). A repeat is only a violation if none is expected among all pairs.
     log_p = population * np.log(rate * rate + (1 - rate) ** 2) + np.log(population)
     if log_p + 2 * np.log(max(len(cohorts), 2)) >= np.log(1e-12):
         return untested(looked, "too few clients to tell")
@@ -303,7 +304,7 @@ def system_cohorts(cohorts: Sequence[bytes], population: int, rate: float) -> Fi
 
 
 def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
-    """Whether no random number is used twice."""
+    """Whether no address of random numbers is used twice."""
     twice = [address for address, times in Counter(addresses).items() if times > 1]
     broken = None
     if twice:
@@ -318,7 +319,7 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
 
 @contextmanager
 def watched() -> Iterator[list[Address]]:
-    """The addresses that are drawn from within, in order, without those repeated on purpose."""
+    """Record the addresses of random draws made in this context, without intended repeats."""
     addresses: list[Address] = []
     before = Randomness.watch
     Randomness.watch = addresses.append
@@ -329,8 +330,8 @@ def watched() -> Iterator[list[Address]]:
 
 
 def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
-    """Addresses that a run's first rounds, made here and written nowhere, draw from."""
-    # A random allocation has so many rounds for each participation, if it is in blocks.
+    """Addresses that a run's first rounds draw from, and their number; nothing is written."""
+    # With random allocation in blocks, rounds must be a multiple of a block.
     participations = cohort(config).gaussians(1)
     changes: dict[str, str | int] = {
         "rounds": min(participations * -(-OWN_ROUNDS // participations), config.rounds),

@@ -1,4 +1,4 @@
-"""A verdict for a terminal, and as a picture."""
+"""Shows a verdict on a terminal and as a figure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LEAST = 1e-3
 def tabulate(
     verdict: Verdict, assumptions: Mapping[str, str], *, everything: bool = False
 ) -> RenderableType:
-    """What was assumed, tables of tests and attacks, and the verdict in a sentence.
+    """Assumptions, tables of checks and attacks, and the verdict in one sentence.
 
-    Of tests, a line for each part of a release and those that found something or could not look;
-    ``everything`` shows all of them.
+    Checks are summed up by part of a release; listed are those that found a violation or could not
+    be made, or all with ``everything``.
     """
     facts = Table.grid(padding=(0, 2))
     for attack in verdict.two_worlds:
@@ -77,7 +77,7 @@ def _table(caption: str, *names: str) -> Table:
 
 
 def _parts(verdict: Verdict) -> Table:
-    """A line for each part of a release."""
+    """Table with one line for each part of a release."""
     risk = _p(verdict.risk_of_check)
     table = _table(
         f"A test detects a violation where p is at most {risk}, its share of the risk.",
@@ -96,7 +96,7 @@ def _parts(verdict: Verdict) -> Table:
 
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
-    """How small a violation this many runs detect."""
+    """Sentence on the smallest violation that this number of runs detects."""
     if not verdict.two_worlds:
         return ""
     runs = 2 * verdict.two_worlds[0].box.trials
@@ -132,7 +132,7 @@ def _by_part(findings: Sequence[Finding]) -> list[Finding]:
 
 def _attacks(verdict: Verdict) -> Table:
     table = _table(f"An attack detects a violation where p is at most {_p(verdict.risk)}.")
-    # Names wrap, so that all of it fits into 80 columns.
+    # Names may wrap, so that the table fits into 80 columns.
     table.add_column("attack")
     for heading in ("false pos.", "false neg.", "allowed", "p", "epsilon at least", "claimed"):
         table.add_column(heading, justify="right")
@@ -153,8 +153,8 @@ def _p(value: float) -> str:
 
 
 def draw(verdict: Verdict, title: str) -> Figure:
-    """The claim's trade-off curve with the measured boxes, on plain and logarithmic axes."""
-    # A line of text for each bar.
+    """Figure of the claim's trade-off curve and the measured boxes, on linear and log axes."""
+    # Room for a line of text for each bar.
     height = max(5.6, 1.5 + 0.125 * len(verdict.checks))
     figure = Figure(figsize=(16 if verdict.checks else 11, height), layout="constrained")
     widths = [5, 5, 5] if verdict.checks else [5, 5]
@@ -173,7 +173,7 @@ def draw(verdict: Verdict, title: str) -> Figure:
             _box(axes, attack, colour, low)
         axes.set_xlabel("false positive rate", color=INK)
     plain.set_ylabel("false negative rate", color=INK)
-    # Where attacks seldom are.
+    # The lower left corner is seldom reached by attacks.
     logarithmic.legend(loc="lower left", frameon=False, fontsize=9)
     figure.supxlabel(
         "dots: error rates as counted; squares: their upper bounds, a violation in the shaded area",
@@ -194,7 +194,7 @@ def _curve(axes: Axes, claim: Claim, low: float) -> None:
 
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
-    """How unlikely each finding is by chance; a bar beyond the line is a violation."""
+    """Bars of the findings' p-values; a bar beyond the line is a violation."""
     checks = _by_part(verdict.checks)
     digits = [-np.log10(max(check.p_value, 1e-12)) for check in checks]
     colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in checks]

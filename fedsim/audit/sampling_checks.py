@@ -1,9 +1,9 @@
-"""Checks of draws: who was sampled, round by round, against the event that was charged.
+"""Checks of sampling: the clients sampled in each round against the charged event.
 
-The samples are those that clients took part in, not the sampler's: what is tested is what
-happened. Where probabilities differ by client and by round, each row is in independently with one
-of its own, so that centred indicators add up to numbers that Bernstein's inequality bounds. A
-sampler that fedsim does not ship is, besides, drawn from many times on its own.
+The tested cohorts are those that took part in a run, not the sampler's own output. If sampling
+probabilities differ by client and round, clients are independent, and Bernstein's inequality
+bounds sums of their centred indicators. A sampler that fedsim does not ship is also drawn from
+many times on its own.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from fedsim.privacy.laws import Inclusion, Participation
 from fedsim.randomness import Draws, Randomness
 
 FEWEST = 25.0
-"""Expected counts below this are not approximated by a normal."""
+"""Smallest expected count that is approximated by a normal."""
 
 MOST_HEAVY = 104.0
-"""So many draws, times the kurtosis, make a sum whose tails are normal at seven standard errors."""
+"""Rounds per unit of kurtosis from which a sum's tails are normal up to seven std errors."""
 
 REPEATED_DRAWS, REPEATED_ROUNDS = 500, 3
-"""Of a sampler that fedsim does not ship: independent draws, of so many rounds each."""
+"""Numbers of independent draws, and of rounds of each, of a sampler that fedsim does not ship."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Who was in, in all rounds of several runs.
+    """Cohorts of all rounds of several runs.
 
     Attributes
     ----------
     membership : float64 ``[rounds, population]``
-        1 or 0.
+        1 if the client was sampled in the round, else 0.
     lengths : sequence of int
-        Of the runs.
+        Numbers of rounds of the runs.
     event : Event
-        What each round was charged as.
+        Charged event of a round.
     looked_at : str
     broken : str or None
-        Why these are no samples of the population.
+        Why a cohort is no sample of the population, if any is not.
     law : Inclusion or None
-        What the event says of inclusion.
+        Inclusion probabilities of the event's law, if it declares them.
     probabilities : float64 ``[rounds, population]``, optional
-        Of an `InclusionSampler`.
+        Probabilities of an `InclusionSampler`.
     participation : Participation or None
-        In which of a run's rounds a row can be.
+        Which rounds of a run a row can be in.
     """
 
     membership: Floats
@@ -88,12 +88,12 @@ class Sampled:
         probabilities: Floats | None = None,
         participation: Participation | None = None,
     ) -> Sampled:
-        """From the ids of all runs' rounds, and probabilities ``[rounds, population]`` of one run.
+        """Make it from the ids of all runs' rounds, and one run's ``[rounds, population]``.
 
         Parameters
         ----------
         rows : str
-            What is drawn, in the plural.
+            Plural noun for what is sampled.
         """
         rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
         broken, membership = None, np.zeros((len(rounds), population))
@@ -113,31 +113,31 @@ class Sampled:
 
     @property
     def planned(self) -> Sampled | None:
-        """Itself, where a row cannot be in every round."""
+        """Itself if the plan limits the rounds that a row can be in; else None."""
         plan = self.participation
         limited = plan is not None and plan.participations < plan.rounds
         return self if limited and not self.broken else None
 
     @property
     def known(self) -> Sampled | None:
-        """Itself, where it can be held against a law or probabilities."""
+        """Itself if there is a law or there are probabilities to test; else None."""
         silent = self.law is None and self.probabilities is None
         return None if self.broken or silent or not len(self.membership) else self
 
     @property
     def at_random(self) -> Sampled | None:
-        """Itself, where not all are sampled in every round."""
+        """Itself unless all clients are sampled in every round; else None."""
         everyone = self.probabilities is None and self.law is not None and self.law.one == 1
         return None if everyone else self.known
 
     @property
     def alike(self) -> Sampled | None:
-        """Itself, where all have the same probability."""
+        """Itself if all clients have the same probability; else None."""
         return self.at_random if self.probabilities is None else None
 
     @property
     def unequal(self) -> Sampled | None:
-        """Itself, where each has a probability of its own."""
+        """Itself if each client has its own probability; else None."""
         return None if self.probabilities is None else self
 
     @property
@@ -147,19 +147,20 @@ class Sampled:
         return self.law
 
     def independent(self, sums: str, of: str) -> Finding | None:
-        """Sums of centred indicators by Bernstein's inequality, where probabilities differ.
+        """Test sums of centred indicators by Bernstein's inequality; None for equal probabilities.
 
         Parameters
         ----------
         sums : str
-            For `numpy.einsum`, over one or two arrays ``[rounds, population]``.
+            Subscripts for `numpy.einsum`, of one or two arrays ``[rounds, population]``.
         of : str
-            What each sum is of, in the plural.
+            Plural noun for what each sum is about.
         """
         if self.probabilities is None:
             return None
         p = self.probabilities
         arrays = (1 + sums.count(",")) * [self.membership - p]
+        # The variance of a product of independent centred terms is the product of variances.
         variances = (1 + sums.count(",")) * [p * (1 - p)]
         of_each, spread = (np.einsum(sums, *terms, optimize=True) for terms in (arrays, variances))
         if of_each.ndim > 1:
@@ -175,12 +176,12 @@ class Sampled:
 
 
 def ids(sampled: Sampled) -> Finding:
-    """Whether nobody is sampled twice in a round, and nobody outside the population."""
+    """Whether no client is sampled twice in a round, and none from outside the population."""
     return invariant(sampled.looked_at, sampled.broken, "none twice, all of the population")
 
 
 def charged_rate(sampled: Sampled) -> Finding:
-    """Whether no probability is above the rate that is charged."""
+    """Whether no probability exceeds the charged rate."""
     assert sampled.probabilities is not None
     highest, rate = float(sampled.probabilities.max()), sampled.event.law.rate
     broken = f"a probability of {highest:.4g}" if highest > rate * (1 + 1e-12) else None
@@ -188,7 +189,7 @@ def charged_rate(sampled: Sampled) -> Finding:
 
 
 def sizes(sampled: Sampled) -> Finding:
-    """Whether samples are as large as the law says."""
+    """Whether cohort sizes follow the law."""
     if finding := sampled.independent("ij->i", "rounds"):
         return finding
     law, (rounds, n) = sampled.inclusion, sampled.membership.shape
@@ -204,7 +205,7 @@ def sizes(sampled: Sampled) -> Finding:
 
 
 def spread(sampled: Sampled) -> Finding:
-    """Whether sizes vary as those of independent clients do: no less, and no more."""
+    """Whether sizes vary as much as with independently sampled clients, no less and no more."""
     law, (rounds, n) = sampled.inclusion, sampled.membership.shape
     if law.size is not None:
         return invariant(sampled.looked_at, None, "none")
@@ -215,7 +216,7 @@ def spread(sampled: Sampled) -> Finding:
 
 
 def frequencies(sampled: Sampled) -> Finding:
-    """Whether each is sampled as often as the law says."""
+    """Whether each client is sampled as often as the law says."""
     if finding := sampled.independent("ij->j", "clients"):
         return finding
     rounds, n = sampled.membership.shape
@@ -230,7 +231,7 @@ def frequencies(sampled: Sampled) -> Finding:
 
 
 def together(sampled: Sampled) -> Finding:
-    """Whether pairs are sampled together too often, or never."""
+    """Whether pairs of clients are sampled together as often as the law says."""
     if finding := sampled.independent("ij,ik->jk", "pairs"):
         return finding
     rounds, n = sampled.membership.shape
@@ -240,7 +241,7 @@ def together(sampled: Sampled) -> Finding:
 
 
 def overlaps(sampled: Sampled) -> Finding:
-    """What two rounds have in common, of one run or of two: a draw may not be used again."""
+    """Whether any two rounds, of one or two runs, have more clients in common than by chance."""
     rounds, n = sampled.membership.shape
     if rounds < 2:
         return untested(sampled.looked_at, "only one round")
@@ -258,7 +259,7 @@ def overlaps(sampled: Sampled) -> Finding:
 
 
 def succession(sampled: Sampled) -> Finding:
-    """Whether being sampled now changes the odds of being sampled some rounds later."""
+    """Whether being sampled in a round changes the odds of being sampled some rounds later."""
     law, n = sampled.inclusion, sampled.membership.shape[1]
     q = law.one
     centred = (sampled.membership - q) / math.sqrt(q * (1 - q))
@@ -266,13 +267,13 @@ def succession(sampled: Sampled) -> Finding:
     start = 0
     for length in sampled.lengths:
         run = centred[start : start + length]
-        gram = run @ run.T
+        gram = run @ run.T  # its diagonal at a lag has the products of rounds that far apart
         for lag in range(1, length):
             totals[lag] += np.trace(gram, lag)
             products[lag] += (length - lag) * n
         start += length
     enough = products * q**2 >= FEWEST
-    # Under a fixed size the clients of a round are slightly dependent: 1 / (n - 1) apart.
+    # In cohorts of fixed size clients have a correlation of -1 / (n - 1), which adds variance.
     factor = 1.0 if law.size is None else n / max(n - 1, 1)
     scores = totals[enough] / np.sqrt(products[enough] * factor)
     looked = f"{sampled.looked_at}, {int(enough.sum())} lags"
@@ -280,16 +281,16 @@ def succession(sampled: Sampled) -> Finding:
 
 
 def periodicity(sampled: Sampled) -> Finding:
-    """Whether a client is sampled periodically: every second round, say, at twice the rate."""
+    """Whether a client is sampled periodically, such as in every second round at twice the rate."""
     q = sampled.inclusion.one
     length, variance = max(sampled.lengths), q * (1 - q)
-    # Sums of few rare draws have heavier tails than normal ones, by their kurtosis.
+    # The tails of sums of few rare draws are heavier than normal, depending on kurtosis.
     if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
         return untested(sampled.looked_at, "too few rounds")
     stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
     runs = [sampled.membership[stop - length : stop] for stop in stops]
-    # Of independent draws a run's spectrum has at each frequency a chi-square of two degrees, at
-    # the highest (every second round) of one.
+    # For independent draws, the power at each frequency is a chi-square with two degrees; with one
+    # at the highest frequency (every second round).
     spectra = [np.square(np.abs(np.fft.rfft(run - q, axis=0)))[1:] for run in runs]
     degrees = np.full((len(spectra[0]), 1), 2.0 * len(runs))
     if length % 2 == 0:
@@ -308,7 +309,7 @@ def periodicity(sampled: Sampled) -> Finding:
 
 
 def _binomial(words: str, counts: npt.ArrayLike, trials: int, rate: float) -> Statistic:
-    """Binomial counts."""
+    """Statistic of binomial counts."""
     return counted(words, counts, lambda k: _binomial_p(k, trials, rate), trials * rate)
 
 
@@ -318,8 +319,8 @@ def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
 
 
 def _hypergeometric_p(counts: Ids, n: int, m: int) -> Floats:
-    """Two-sided p-values of what two draws of m out of n have in common."""
-    # Each is a sum, and there are many pairs of few values.
+    """Two-sided p-values of the overlap of two samples of m out of n."""
+    # Computed once for each of the few values: there are many pairs, and each p-value is a sum.
     p_values = _two_sided(hypergeom(n, m, m), np.arange(m + 1))
     return np.asarray(np.where(counts <= m, p_values[np.clip(counts, 0, m)], 0.0))
 
@@ -329,9 +330,9 @@ def _two_sided(law: Any, counts: npt.NDArray[Any]) -> Floats:
 
 
 def _dispersion(words: str, ratio: float, count: int, variance: float, rate: float) -> Statistic:
-    """A mean of ``count`` squared standardised binomials, matched by a chi-square.
+    """Statistic of a mean of ``count`` squared standardised binomials, as a chi-square.
 
-    A binomial of small variance has heavier squares than a normal, which costs degrees.
+    Binomials of small variance have heavier squares than normals: the degrees are reduced.
     """
     excess = (1 - 6 * rate * (1 - rate)) / variance
     degrees = 2 * count / (2 + excess) if excess > -2 else float(count)
@@ -339,7 +340,7 @@ def _dispersion(words: str, ratio: float, count: int, variance: float, rate: flo
 
 
 def _bernstein(sums: Floats, variances: Floats) -> Floats:
-    """Two-sided bounds on the p-values of sums of independent terms, none larger than one."""
+    """Bounds on two-sided p-values of sums of independent terms of size at most one."""
     distance = np.abs(sums)
     with np.errstate(divide="ignore", invalid="ignore"):
         exponent = np.square(distance) / (2 * (variances + distance / 3))
@@ -347,20 +348,20 @@ def _bernstein(sums: Floats, variances: Floats) -> Floats:
 
 
 def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Finding:
-    """Whether a sampler that fedsim does not ship draws rows as often as its law declares.
+    """Whether a sampler that fedsim does not ship samples rows as often as its law declares.
 
-    A run has few rounds, and its rounds may depend on one another: the sampler itself is drawn
-    from many times, each from its beginning and with other random numbers. A law that says nothing
-    of inclusion says at least its rate, which no row may be above.
+    A run has few rounds, which may depend on each other. So the sampler itself is drawn from many
+    times, each time from its start and with new random numbers. A law that does not declare
+    inclusion probabilities has at least a rate, which no row may exceed.
 
     Parameters
     ----------
     sampler : Cohort
-        With a population; its own state is left as it is.
+        The sampler, with a population; its state is not changed.
     event : Event
-        What a round is charged as.
+        Charged event of a round.
     rounds : int
-        Of a run, of which the first few are drawn.
+        Rounds of a run, of which the first few are drawn.
     """
     population, rounds = sampler.population or 0, min(rounds, REPEATED_ROUNDS)
     membership = np.zeros((REPEATED_DRAWS, rounds, population))
@@ -376,7 +377,7 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
 
     def p_of(counts: Floats) -> Floats:
         p_values = _binomial_p(counts, REPEATED_DRAWS, rate)
-        # Without marginals the rate is an upper bound: fewer draws are no violation.
+        # Without declared probabilities the rate is only an upper bound: fewer are no violation.
         return np.where((counts <= rate * REPEATED_DRAWS) & (inclusion is None), 1.0, p_values)
 
     words = f"one client in {{}} of {REPEATED_DRAWS} draws of a round"

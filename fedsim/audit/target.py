@@ -1,4 +1,4 @@
-"""What is audited, and what one run of it lets an observer see."""
+"""Targets of an audit, and what an observer sees of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Parameters = Mapping[str, Tensor]
 
 
 def parameters(d: int) -> dict[str, Tensor]:
-    """A model of ``d`` parameters in layers of unequal size, all zero: at most four."""
+    """A model of ``d`` parameters, all zero, in two or four layers of unequal size."""
     sizes = [d // 16, d // 8, d // 16] if d >= 64 else [d // 2]
     names = ("first.bias", "second.weight", "third.weight") if d >= 64 else ("first.weight",)
     layers = dict(zip(names, sizes, strict=True)) | {"last.weight": d - sum(sizes)}
@@ -47,7 +47,7 @@ PARAMETERS = parameters(8)
 
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
-    """What is audited: so many rounds of something that releases noisy sums of rows.
+    """What is audited: a number of rounds of something that releases noisy sums of rows.
 
     Attributes
     ----------
@@ -68,32 +68,32 @@ class Target(ABC):
     @property
     @abstractmethod
     def plan(self) -> ReleasePlan[Any]:
-        """What it says that it releases: its bound is a `Mechanism`."""
+        """The claimed release plan; its bound is a `Mechanism`."""
 
     @property
     @abstractmethod
     def delta(self) -> float:
-        """Where its epsilon is reported."""
+        """Delta at which epsilon is reported."""
 
     @abstractmethod
     def observe(self, clients: SyntheticClients, seed: int | None) -> Observation:
-        """Run once, with rows that are made up; without a seed the system's entropy is used."""
+        """Run once with synthetic rows; without a seed the system's entropy is used."""
 
     def with_rounds(self, rounds: int) -> Self:
-        """The same for another number of rounds."""
+        """The same target with another number of rounds."""
         return replace(self, rounds=rounds)
 
     def at_most(self, rounds: int) -> Self:
-        """The same for its first rounds, if it has more."""
+        """The same target with at most this number of rounds."""
         return replace(self, rounds=min(self.rounds, rounds))
 
     def with_model(self, start: Parameters) -> Self:
-        """The same on another model."""
+        """The same target with another model."""
         return replace(self, start=start)
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the parameters in a row."""
+        """Layout of the parameters in a row."""
         return Layout.of(self.start)
 
     @property
@@ -102,31 +102,31 @@ class Target(ABC):
         return {entry.name: slice(entry.start, entry.stop) for entry in self.layout.entries}
 
     def whitened(self, rounds: Floats) -> Floats:
-        """Rounds ``[T, width]`` in units in which noise of different rounds is independent.
+        """Transform rounds ``[T, width]`` so that the noise of different rounds is independent.
 
-        A row then moves its own round and, where noise is correlated, later ones.
+        With correlated noise a row then also moves later rounds than its own.
         """
         noise = self.plan.noise
         return noise.matrix(len(rounds)) @ rounds if isinstance(noise, Correlated) else rounds
 
     @property
     def columns(self) -> list[slice]:
-        """Columns of each layer."""
+        """Columns of each layer, in order."""
         return list(self.layers.values())
 
     @property
     def population(self) -> int:
-        """Declared number of rows; the canary's is the last of them."""
+        """Declared number of rows; the canary's is the last."""
         return declared_population(self.plan.sampler)
 
     @property
     def shares(self) -> bool:
-        """Whether clients add the noise, a share each."""
+        """Whether each client adds a share of the noise."""
         return False
 
     @property
     def adjacency(self) -> Adjacency:
-        """What it means that the canary does not take part."""
+        """Adjacency: what happens when the canary does not take part."""
         return self.plan.sampler.adjacency
 
     @property
@@ -137,17 +137,17 @@ class Target(ABC):
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Scalars that clients report beside their updates, and that are released."""
+        """Names of scalars that clients report and that are released in addition to updates."""
         return self.mechanism.side_names
 
     @cached_property
     def event(self) -> Event:
-        """What the plan says that one round costs."""
+        """Event of one round, from the plan."""
         return self.plan.event()
 
     @property
     def adapts(self) -> bool:
-        """Whether the bound of a round depends on what was released before."""
+        """Whether a round's bound depends on earlier releases."""
         return bool(self.mechanism.init(self.layout))
 
     def silent_clients(self) -> Canaries:
@@ -162,7 +162,7 @@ class Target(ABC):
         neighbour: Adjacency | None = None,
         scale: float | None = None,
     ) -> Canaries:
-        """A world's clients, whose rows every bound shortens; parameters as `World.trainer`'s."""
+        """A world's clients, by default with rows longer than every bound; see `World.trainer`."""
         return world.trainer(
             self.population,
             self.layout.d,
@@ -175,31 +175,31 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class Observation:
-    """What one run showed.
+    """What an observer sees of one run.
 
     Attributes
     ----------
     moves : float64 ``[rounds, d]``
-        By how much each round moved the parameters; zero for a round that was not released.
+        Change of the parameters in each round; zero for a round that was not released.
     statistics : sequence of mapping of name to float
-        The numbers that the mechanism shows after each round.
+        Numbers that the mechanism shows after each round.
     sampled : sequence of int64 arrays
-        Clients that were sampled in each round, in the order in which they answered; empty where
-        that is not seen.
+        Ids of the clients sampled in each round, in the order of their answers; empty if the
+        cohort is not visible.
     entries : tuple of Entry
         The ledger's lines.
     charged : int ``[rounds]``
-        Number of lines when each round's parameters could be seen.
+        Number of lines at the time when each round's parameters became visible.
     states : sequence of State
         The mechanism's state before each round.
     ended : str
-        "" for a run that made all its rounds; else why it did not.
+        Why the run did not make all its rounds; empty if it did.
     error : Exception or None
-        What was raised, if that was why.
+        The exception that ended it, if any.
     delta : float
     outputs : sequence of mapping of name to float64 ``[n]``
-        Everything that leaves each round beside the parameters, where it was requested: metrics,
-        what the release says of itself, state, and what clients are sent.
+        If requested, all other outputs of each round: metrics, information about the release,
+        state, and what clients are sent.
     """
 
     moves: Floats
@@ -224,7 +224,7 @@ class Observation:
         return np.array([len(ids) for ids in self.sampled], dtype=np.float64)
 
     def table(self) -> Floats:
-        """Moves and statistics, side by side: float64 ``[rounds, d + k]``."""
+        """Moves and statistics in one table: float64 ``[rounds, d + k]``."""
         width = max((len(round_statistics) for round_statistics in self.statistics), default=0)
         numbers = np.zeros((len(self.moves), width))
         for row, round_statistics in zip(numbers, self.statistics, strict=False):
@@ -234,13 +234,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class StrategyTarget(Target):
-    """A strategy on this machine's engine, whatever the seed.
+    """A strategy as a target, run on this machine's engine.
 
     Attributes
     ----------
     strategy : callable
-        From a seed to a fresh strategy. The seed must decide its cohorts and noise; None
-        leaves them to the operating system.
+        Makes a fresh strategy from a seed, which must determine its cohorts and noise; None
+        stands for the system's entropy.
     """
 
     row: ClassVar[str] = "client"
@@ -249,22 +249,22 @@ class StrategyTarget(Target):
 
     @cached_property
     def template(self) -> DPFedAvg:
-        """One of the strategies, which is never run."""
+        """A strategy that is only inspected, never run."""
         return self.strategy(1)
 
     @property
     def plan(self) -> ReleasePlan[Any]:
-        """The strategy's."""
+        """The strategy's plan."""
         return self.template.plan
 
     @property
     def delta(self) -> float:
-        """The strategy's."""
+        """The strategy's delta."""
         return self.template.delta
 
     @property
     def shares(self) -> bool:
-        """Whether its noise is placed there."""
+        """Whether the strategy lets clients add the noise."""
         return self.template.placement == "client"
 
     def observe(
@@ -282,13 +282,13 @@ class StrategyTarget(Target):
         Parameters
         ----------
         grid : LocalGrid, optional
-            What the strategy talks to, if not `LocalGrid`'s blocks.
+            Grid for the strategy; by default a `LocalGrid` of the clients.
         timeout : float
             Seconds that the strategy waits for a round.
         outputs : bool
-            Whether to record everything that leaves a round.
+            Whether to record all outputs of a round.
         resume_after : int
-            Stop after so many rounds, and resume in a new strategy; 0: one strategy runs them all.
+            Stop after this number of rounds and resume with a new strategy; 0 for no stop.
         """
         strategy, layout = self.strategy(seed), self.layout
         vector = layout.flatten(self.start)
@@ -320,7 +320,7 @@ class StrategyTarget(Target):
             strategy.start(
                 grid, arrays, self.rounds, timeout=timeout, state=state, on_round=record_round
             )
-        except Exception as raised:  # a run that fails is something to be seen too
+        except Exception as raised:  # an observer sees a failure too
             error = raised
         nobody = [np.empty(0, dtype=np.int64)]
         return Observation(
@@ -340,9 +340,9 @@ class StrategyTarget(Target):
 
 
 class _RecordingGrid(LocalGrid):
-    """Notes what a strategy sends to all clients beside the parameters.
+    """Records what a strategy sends to all clients in addition to the parameters.
 
-    The run's name is left out, which is drawn before anything is trained.
+    It leaves out the run's random name, which differs from run to run but tells nothing of data.
     """
 
     def __init__(self, trainer: SyntheticClients, run: str) -> None:
@@ -353,7 +353,7 @@ class _RecordingGrid(LocalGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Replies to the messages, whose shared part is noted."""
+        """Record the messages' shared part, and return the replies."""
         if isinstance(messages, Instructions):
             config = dict(item for item in messages.config.items() if item != self._name)
             self.sent = dict(_numbers("", {**config, **messages.records}))
@@ -363,10 +363,10 @@ class _RecordingGrid(LocalGrid):
 def _outputs(
     strategy: DPFedAvg, server_round: int, result: Result, sent: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """All numbers that an observer may see after a round, but for the parameters.
+    """All numbers that an observer may see after a round, without the parameters.
 
-    Other checks look at the ledger; how many clients failed is known to the operator, as a
-    statement says. What cohort and noise keep over rounds is shown to nobody.
+    Left out are the ledger, which has its own checks; the number of failures, which a statement
+    declares to be the operator's; and the secret state of cohort and noise.
     """
     report = strategy.report
     others = ("ledger", "failures", "round", "stopped", "cohort", "noise")
@@ -383,7 +383,7 @@ def _outputs(
 
 
 def _numbers(prefix: str, tree: object) -> Iterator[tuple[str, Floats]]:
-    """The numbers of nested mappings, lists and arrays, by their paths; of text, a checksum."""
+    """Yield all numbers of nested mappings and arrays by path; other values as a checksum."""
     if isinstance(tree, Mapping):
         for name, entry in tree.items():
             yield from _numbers(f"{prefix}.{name}" if prefix else str(name), entry)

@@ -1,7 +1,7 @@
-"""Two worlds: many runs with the canary, as many without, and a test that distinguishes them.
+"""Attack in two worlds: many runs with the canary, as many without, and a test between them.
 
-All scores are fitted on the first half of the runs and used on the other: a better score detects
-more, and none raises a false alarm.
+Scores are fitted to the first half of the runs and errors counted on the second. So a better score
+detects more, and no score causes false alarms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedsim.randomness import Purpose, Randomness
 Counts = npt.NDArray[np.int64]
 Tick = Callable[[int], None]
 Score = Callable[[Floats], Floats]
-"""From what runs released, ``[runs, rounds, width]``, to a number each."""
+"""Function from releases ``[runs, rounds, width]`` to one number for each run, ``[runs]``."""
 
 MOST_THRESHOLDS = 64
 HANDICAP = 5.0
@@ -50,19 +50,19 @@ class TwoWorlds:
     Attributes
     ----------
     name : str
-        Of the world.
+        Name of the world.
     claim : Claim
-        What each of the runs claims.
+        Claim of each run.
     score : str
-        Which of the scores the first half of the runs chose.
+        Name of the score that was best on the first half of the runs.
     box : Box
         Error rates on the second half.
     p_value : float
-        Probability bound of a box so far below the claim's curve, if the claim is true.
+        Bound on the probability of a box this far below the claim's curve, if the claim is true.
     epsilon_bound : float
-        Lower bound on epsilon at the claim's delta, from a threshold of its own.
+        Lower bound on epsilon at the claim's delta, from a test chosen for it.
     moves : float64 ``[runs, rounds, d]``
-        What all runs released.
+        Releases of all runs.
     """
 
     name: str
@@ -74,7 +74,7 @@ class TwoWorlds:
     moves: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)), repr=False, compare=False)
 
     def errors(self, risk: float) -> tuple[str, str, str]:
-        """False positives, false negatives, and how many of these ``risk`` allows, in words."""
+        """False positives, false negatives, and the false negatives allowed at ``risk``."""
         counts, trials = self.box, self.box.trials
         fewest = fewest_misses(counts.false_positives, trials, self.claim, risk)
         return (
@@ -87,14 +87,14 @@ class TwoWorlds:
 def attack(
     target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick
 ) -> TwoWorlds:
-    """Run ``runs`` times without and ``runs`` times with the canary, and compare.
+    """Make ``runs`` runs without and ``runs`` runs with the canary, and test between them.
 
     Parameters
     ----------
     risk : float
         Probability with which the box and the bound may each be wrong.
     tick : callable
-        Called with the number of runs made, now and then.
+        Called with the number of runs just made.
     """
     d = target.layout.d
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run")
@@ -116,7 +116,7 @@ def attack(
 
 
 def errors_allowed(attacked: TwoWorlds, looked_at: str) -> Finding:
-    """Whether an attack's error rates are allowed by the claim's trade-off curve."""
+    """Whether the claim's trade-off curve allows an attack's error rates."""
     box, score = attacked.box, f", by {attacked.score}"
     alarms, missed = (np.array([n]) for n in (box.false_positives, box.false_negatives))
     allowed = missed_statistic(alarms, missed, box.trials, attacked.claim, score)
@@ -124,7 +124,7 @@ def errors_allowed(attacked: TwoWorlds, looked_at: str) -> Finding:
 
 
 def _stacked(tables: list[Floats]) -> Floats:
-    """``[runs, rounds, width]``: a run in which no round succeeded has shown fewer numbers."""
+    """Stack tables to ``[runs, rounds, width]``; runs without a successful round are padded."""
     width = max(table.shape[1] for table in tables)
     return np.stack([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
 
@@ -132,13 +132,13 @@ def _stacked(tables: list[Floats]) -> Floats:
 def distinguish(
     name: str, without: Floats, present: Floats, direction: Floats, claim: Claim, risk: float
 ) -> TwoWorlds:
-    """Choose score and thresholds on the first half of the runs, count on the second.
+    """Choose score and thresholds on the first half of the runs, and count errors on the second.
 
     Parameters
     ----------
     without, present : float64 ``[runs, rounds, width]``
     direction : float64 ``[d]``
-        Of the canary's row.
+        Direction of the canary's row.
     """
     half = len(without) // 2
     if half < 1 or len(without) != len(present):
@@ -168,7 +168,7 @@ class _Test:
 def _choose(
     scores: Mapping[str, Score], without: Floats, present: Floats, claim: Claim, risk: float
 ) -> tuple[_Test, _Test]:
-    """The test that best refutes the claim, and the one that proves the largest epsilon."""
+    """The test that refutes the claim best, and the one with the largest bound on epsilon."""
     trials = len(without)
     refuting, proving = [], []
     for name, score in scores.items():
@@ -177,8 +177,9 @@ def _choose(
         fp, fn = _errors(x, y, thresholds)
         p_values = box_p_value(fp, fn, trials, claim)
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
-        # A fitted score separates the runs that it was fitted to better than it does others.
+        # A fitted score separates the runs that it was fitted to better than new ones.
         handicap = HANDICAP if name in FITTED else 0.0
+        # By p-value; equal ones, as at `LEAST_P`, by the number of errors.
         best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
         evidence = math.log(p_values[best]) + handicap
@@ -189,7 +190,7 @@ def _choose(
 
 
 def _thresholds(x: Floats, y: Floats) -> Floats:
-    """Quantiles of all scores, half way between neighbours."""
+    """Thresholds half way between neighbouring scores; at most `MOST_THRESHOLDS` of them."""
     values = np.unique(np.concatenate([x, y]))
     middles = (values[1:] + values[:-1]) / 2 if len(values) > 1 else values
     if len(middles) <= MOST_THRESHOLDS:
@@ -205,10 +206,10 @@ def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:
 
 
 def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
-    """Smallest of `FACTORS` by which noise could be too small and be detected every time.
+    """Smallest of `FACTORS` such that noise too small by this factor is always detected.
 
-    An ideal canary on the claimed Gaussians, with that much less noise, is audited a few
-    times; None if even the largest factor is not detected.
+    Found by auditing an ideal canary on the claimed Gaussians with less noise, a few times. None
+    if even the largest factor is not detected.
     """
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=9)
     return next(
@@ -235,7 +236,7 @@ def _caught(
 
 
 def _sensitivity(event: Event) -> float:
-    """In standard deviations, of a row that is in."""
+    """How far a sampled row moves a release, in standard deviations of the noise."""
     z = event.total_noise_multiplier
     mu: float | None = event.law.gaussian(z)
     return (2.0 if event.adjacency == "replace-one" else 1.0) / z if mu is None else mu
@@ -244,16 +245,16 @@ def _sensitivity(event: Event) -> float:
 def fitted_scores(
     without: Floats, present: Floats, direction: Floats, rate: float
 ) -> dict[str, Score]:
-    """Candidates by name.
+    """Candidate scores by name, fitted to these runs.
 
     Parameters
     ----------
     without, present : float64 ``[runs, rounds, width]``
-        What was seen without and with the canary.
+        Releases without and with the canary.
     direction : float64 ``[d]``
-        Of the canary's row; ``d <= width``.
+        Direction of the canary's row; ``d <= width``.
     rate : float
-        Probability of the canary taking part in a round.
+        Probability that the canary takes part in a round.
     """
     d, rounds = len(direction), without.shape[1]
 
@@ -286,7 +287,7 @@ def _window(projected: Score, window: slice) -> Score:
 
 
 def _nearest(moves: Floats) -> Floats:
-    """Distance of the two rounds of a run that are nearest to each other."""
+    """Smallest squared distance between two rounds of each run."""
     squares = np.square(moves).sum(2)
     inner = np.einsum("rsd,rtd->rst", moves, moves)
     distances = squares[:, :, None] + squares[:, None, :] - 2 * inner
@@ -296,13 +297,13 @@ def _nearest(moves: Floats) -> Floats:
 
 
 def _likelihood_ratio(without: Floats, present: Floats, projected: Score, rate: float) -> Score:
-    """Of Gaussians that the canary shifts in a round with probability ``rate``."""
+    """Log likelihood ratio for Gaussians that the canary shifts in a round at this rate."""
     mean, std = without.mean(0), np.maximum(without.std(0), 1e-300)
     shift = np.clip((present.mean(0) - mean) / std / rate, -30.0, 30.0)
 
     def score(moves: Floats) -> Floats:
         u = np.clip((projected(moves) - mean) / std, -100.0, 100.0)
-        # log(1 - rate + rate * exp(...)), each round.
+        # log(1 - rate + rate * exp(...)) in each round.
         terms = np.logaddexp(
             np.log1p(-rate) if rate < 1 else -np.inf, np.log(rate) + shift * (u - shift / 2)
         )
@@ -324,7 +325,7 @@ def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
     x, y = features(without), features(present)
     variance = x.var(0) + y.var(0)
     difference = y.mean(0) - x.mean(0)
-    # Without a floor, a feature that is constant without and with the canary has infinite weight.
+    # Without a floor, features that are constant in both worlds would have infinite weights.
     floor = max(1e-12 * float(variance.max()), 1e-24 * float((difference**2).max()), 1e-300)
     weights = difference / np.maximum(variance, floor)
 

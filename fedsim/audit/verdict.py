@@ -1,4 +1,4 @@
-"""The audit: attack a strategy's claim from several sides, and say whether it is violated."""
+"""The audit: attacks and checks of a strategy's claim, and the verdict that follows."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget
 from fedsim.audit.two_world import TwoWorlds, attack
 from fedsim.errors import FedsimError
 
-# Attacks are bounded from above and seldom use their share of the risk; the p-values of tests
-# are exact, and far smaller than their share where there is what they look for.
+# Checks get a small share: where there is a violation, their exact p-values are far below it.
+# Attacks need more, as their bounds are conservative.
 SHARE_OF_CHECKS = 0.1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit found.
+    """Result of an audit.
 
     Attributes
     ----------
     claim : Claim
-        Of the runs of the first attack.
+        Claim of the first attack's runs.
     two_worlds : tuple of TwoWorlds
         Attacks in two worlds.
     checks : tuple of Finding
-        Of whole runs: noise, draws, what one client moves, what is charged.
+        Checks of whole runs: noise, sampling, one client's influence, charges.
     confidence : float
-        Probability with which a true claim is accepted, at least.
+        Lower bound on the probability that a true claim is accepted.
     one_run : OneRun or None
         The attack in one run.
     """
@@ -54,29 +54,29 @@ class Verdict:
 
     @property
     def attacks(self) -> tuple[TwoWorlds | OneRun, ...]:
-        """All of them."""
+        """All attacks."""
         return self.two_worlds if self.one_run is None else (*self.two_worlds, self.one_run)
 
     @property
     def risk(self) -> float:
-        """Of each attack: they share the verdict's equally (Bonferroni)."""
+        """Risk of each attack: they share the attacks' part of the risk equally (Bonferroni)."""
         return risk_of_attack(self.confidence, len(self.attacks), bool(self.checks))
 
     @property
     def risk_of_check(self) -> float:
-        """Of each check: together they have a tenth of the risk, and all of it without attacks."""
+        """Risk of each check: together they have a tenth of the risk, without attacks all."""
         share = SHARE_OF_CHECKS if self.attacks else 1.0
         return (1 - self.confidence) * share / max(len(self.checks), 1)
 
     @property
     def refuting(self) -> tuple[str, ...]:
-        """Attacks and checks that detected a violation."""
+        """Names of the attacks and checks that detected a violation."""
         names = [attack.name for attack in self.attacks if attack.p_value <= self.risk]
         return (*names, *map(str, self.failed))
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """Checks whose p-value is too small for chance."""
+        """Checks that detected a violation."""
         return tuple(check for check in self.checks if check.refutes(self.risk_of_check))
 
     @property
@@ -86,11 +86,11 @@ class Verdict:
 
     @property
     def epsilon_bound(self) -> float:
-        """Largest lower bound on epsilon that an attack in two worlds proved."""
+        """Largest lower bound on epsilon of the attacks in two worlds."""
         return max((attack.epsilon_bound for attack in self.two_worlds), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """What it says, as JSON has it."""
+        """The verdict for JSON."""
         return {
             "accepted": self.accepted,
             "verdict": str(self),
@@ -121,7 +121,7 @@ class Verdict:
 
 
 def risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
-    """The share of each attack in the risk that a verdict is wrong."""
+    """Each attack's share of the risk that a true claim is rejected."""
     return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
@@ -142,43 +142,43 @@ def audit(
     deep: bool = False,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> Verdict:
-    """Attack the claim that a strategy's own ledger makes, and test what it takes for granted.
+    """Attack the claim of a strategy's ledger, and test the assumptions behind it.
 
-    *Checks* examine whole runs: is released noise white, normal and new in every round, are
-    clients drawn as the ledger says, how far does one client move the sum, whatever it sends,
-    does it decide anything else, is every release charged. *Two worlds*: the strategy is run
-    ``runs`` times without and ``runs`` times with a canary client, on a `LocalGrid`; score and
-    threshold are chosen on one half and errors counted on the other. *One run*: every canary
-    is in or out by a coin, and the coins are guessed.
+    *Checks* examine whole runs: whether released noise is white, normal and new in every round;
+    whether clients are sampled as the ledger says; how far one client can move the sum, and
+    whether it influences anything else; whether every release is charged. *Two worlds*: the
+    strategy is run ``runs`` times without and ``runs`` times with a canary client, on a
+    `LocalGrid`; score and threshold are chosen on one half, and errors counted on the other.
+    *One run*: each canary is included by a coin flip, and the coins are guessed.
 
     Parameters
     ----------
     strategy : callable
-        From a seed, or None for the system's entropy, to a fresh `DPFedAvg`.
+        Makes a fresh `DPFedAvg` from a seed, or from None for the system's entropy.
     rounds : int
-        Of each run of the two worlds; mechanisms that adapt show it from the second.
+        Rounds of each run in two worlds; mechanisms that adapt do so from the second.
     worlds : sequence of World
     canaries : int
-        Of the one run, at most; 0 leaves it out.
+        Largest number of canaries in the one run; 0 leaves that attack out.
     one_run, full : StrategyTarget, optional
-        What the one run and the checks do, if not the same: they can afford more rounds.
+        Other targets for the one run and for the checks, which can afford more rounds.
     checks : bool
-        Whether to test whole runs.
+        Whether to check whole runs.
     extra : sequence of Finding
-        Of more checks, made by the caller, that share the risk.
+        Findings of the caller's own checks, which share the risk.
     confidence : float
-        Probability with which a true claim is accepted, at least.
+        Lower bound on the probability that a true claim is accepted.
     seed : int
-        Of all runs; another seed makes another audit.
+        Seed of all runs; another seed makes another audit.
     deep : bool
-        Whether checks take ten times the releases where few seeds would show.
+        Whether to make ten times the releases in checks for too few seeds.
     tick : callable
-        Called with a number of runs made, now and then.
+        Called now and then with the number of runs just made.
 
     Raises
     ------
     FedsimError
-        If the ledger claims nothing (its epsilon is infinite), or an argument is impossible.
+        If the ledger claims nothing (its epsilon is infinite), or an argument is not allowed.
     """
     if not 0 < confidence < 1:
         raise FedsimError(f"confidence is {confidence}; it must lie strictly between 0 and 1.")
@@ -200,7 +200,7 @@ def audit(
         results = list(extra)
         if checks:
             evidence = ClientEvidence(full or target, seed, deep)
-            # Before any run: without a claim there is nothing to check.
+            # Raises before any run if there is no claim to check.
             evidence.claim.curve(0.5)
             whole = replace(evidence, target=with_whole_model(evidence.target))
             results += findings(whole.checks())
@@ -219,9 +219,10 @@ def audit(
 
 
 def _differences(target: StrategyTarget, worlds: Sequence[TwoWorlds]) -> tuple[Floats, str]:
-    """Differences of coordinates of the first layer: a world's rows are the same at each.
+    """Differences of neighbouring coordinates of the first layer, and a description.
 
-    So there is noise alone in them, and each run has a seed of its own.
+    A world's rows are equal along these, so that the differences are noise alone. Each run has
+    its own seed.
     """
     d, layer = target.layout.d, target.columns[0]
     moves = np.concatenate([attack.moves.reshape(-1, d) for attack in worlds])
@@ -232,7 +233,7 @@ def _differences(target: StrategyTarget, worlds: Sequence[TwoWorlds]) -> tuple[F
 
 @contextmanager
 def silenced_logs() -> Iterator[None]:
-    """Without a line for each round, and warnings of clients that fail on purpose."""
+    """Silence logs of rounds, and warnings about clients that fail on purpose."""
     logs = [logging.getLogger(name) for name in ("fedsim", "flwr")]
     levels = [log.level for log in logs]
     for log in logs:
@@ -245,7 +246,7 @@ def silenced_logs() -> Iterator[None]:
 
 
 def _same_names(start: Parameters, d: int) -> Parameters:
-    """``d`` parameters under the same names."""
+    """A model of ``d`` parameters with the same names."""
     sizes = [d // len(start)] * len(start)
     sizes[0] += d - sum(sizes)
     return {

@@ -1,4 +1,4 @@
-"""The one description of a run: a TOML file of tables, read, checked and resolved."""
+"""Configs: a run described by a TOML file of tables, which is read and checked here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config may say: in words, as a file to start from, as Flower's table, as a JSON schema."""
+"""Describes a config's keys: in words, as a template, as Flower's table, as a JSON schema."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Key:
     Attributes
     ----------
     name : str
-        With dots.
+        Dotted name.
     belongs_to : tuple of str
-        The choices of its table beside which it stands; empty for all.
+        The choices of its table that have this key; empty for all.
     type, allowed : str
-        In words; ``allowed`` is empty if anything of the type is.
+        In words; ``allowed`` is empty if every value of the type is allowed.
     default : object
-        As a config writes it.
+        Default value as a config writes it.
     doc : str
     """
 
@@ -51,12 +51,12 @@ class Key:
 
 
 def keys() -> list[Key]:
-    """Every key that some config has, table by table."""
+    """All keys of all possible configs, table by table."""
     return list(_keys(RunConfig))
 
 
 def choices_of(kind: str) -> list[tuple[str, str]]:
-    """Names of a kind, with the first line of each one's docstring."""
+    """Names of a kind, each with the first line of its docstring."""
     described = []
     for name in registry.names(kind):
         doc = registry.find(kind, name, kind).__doc__ or ""
@@ -66,7 +66,7 @@ def choices_of(kind: str) -> list[tuple[str, str]]:
 
 
 def choice_in(table: str, name: str) -> str:
-    """The line on what a table may name; empty where it may not name such a thing."""
+    """Docstring's first line of a thing that a table may name; empty if it may not."""
     kinds = [t.kind for t in _tables(RunConfig) if issubclass(t, Choice) and t.table == table]
     return dict(choices_of(kinds[0])).get(name, "") if kinds else ""
 
@@ -111,7 +111,7 @@ def _key(name: str, names: Sequence[str], setting: Setting) -> Key:
 
 
 def _shared(of_things: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
-    """Keys of the things that may be named: those of one description and default together."""
+    """Keys of several things; those with the same name, description and default are one."""
     shared: dict[tuple[str, ...], list[str]] = {}
     first: dict[tuple[str, ...], Setting] = {}
     for name, settings in of_things.items():
@@ -124,7 +124,7 @@ def _shared(of_things: Mapping[str, Sequence[Setting]], table: str) -> Iterator[
 
 
 def template(config: RunConfig) -> str:
-    """A config as commented TOML that reads as the same config."""
+    """A config as TOML with comments, which reads as the same config."""
     described: dict[str, list[Key]] = {}
     for key in keys():
         described.setdefault(key.name, []).append(key)
@@ -158,9 +158,9 @@ def _template_of(
 
 
 def flower_table() -> dict[str, Any]:
-    """The table of an app's defaults: Flower lets a run change those keys that stand in one.
+    """An app's table of defaults; Flower lets a run change only keys that are in it.
 
-    Settings of the things that tables name are the empty string: each has its own defaults.
+    Settings of things that tables name are the empty string, since defaults depend on the thing.
     """
     return _flower_table(RunConfig, RunConfig().to_tree())
 
@@ -179,7 +179,7 @@ def _flower_table(table: type[ConfigTable], tree: dict[str, Any]) -> dict[str, A
 def schema() -> dict[str, Any]:
     """The JSON schema, draft 2020-12, by which an editor completes and checks a TOML file.
 
-    A table has the keys of the thing that it names.
+    A table's allowed keys depend on the thing that it names.
     """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -227,7 +227,7 @@ _JSON_LIMITS = {
 
 
 def _property(setting: Setting) -> dict[str, Any]:
-    """A setting as JSON schema; what a `Text` reads may be of any type."""
+    """A setting as JSON schema; a setting with a `Text` may have any type."""
     described: dict[str, Any] = {
         "description": setting.doc,
         "default": setting.write(setting.default),
@@ -247,6 +247,6 @@ def _property(setting: Setting) -> dict[str, Any]:
             limited[word] = getattr(entry, attribute)
         elif isinstance(entry, Between):
             limited |= {"minimum": entry.low, "maximum": entry.high}
-    if options:  # or None, which a config writes as the empty string
+    if options:  # None is allowed too, which a config writes as the empty string
         return {"anyOf": [limited, {"const": ""}], **described}
     return {**limited, **described}

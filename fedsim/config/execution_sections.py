@@ -1,4 +1,4 @@
-"""Config tables of how a run is carried out: engine, checkpoints, early ends, logs."""
+"""Config tables on a run's execution: engine, checkpoints, early stopping, logs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointSection(ConfigTable, table="checkpoint"):
 
 @dataclass(frozen=True, init=False)
 class StopSection(ConfigTable, table="stop"):
-    """When a run ends before its last round."""
+    """When a run stops before its last round."""
 
     metric: Annotated[
         str, Doc("The column of the metrics that must improve, or the run stops; empty for none.")
@@ -47,7 +47,7 @@ class StopSection(ConfigTable, table="stop"):
 
 @dataclass(frozen=True, init=False)
 class LogSection(ConfigTable, table="log"):
-    """Where a run's rows go as they come, beside its directory."""
+    """Where a run's rows are sent, in addition to its directory."""
 
     to: Annotated[
         str,
@@ -99,7 +99,7 @@ class EngineSection(ConfigTable, table="engine"):
         Doc("The folder of a federation that is up; empty brings one up for this run."),
     ] = ""
     timeout: Annotated[float, Gt(0), Le(1e8), Doc("Seconds that a round may take.")] = 3600.0
-    # Starting ten virtual clients on two busy cores has taken more than a minute.
+    # Starting ten virtual clients on two busy cores took more than a minute.
     node_timeout: Annotated[
         float, Gt(0), Le(1e8), Doc("Seconds to wait for nodes to be there.")
     ] = 180.0

@@ -1,4 +1,4 @@
-"""What a config says of its releases: samplers, noise, local work; without torch."""
+"""Release plans and other privacy objects made from a config, without importing torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _DEVICES = (
 
 
 def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
-    """What the server releases, with the noise that the config says or its target needs.
+    """The server's release plan, with the config's noise or noise calibrated to its target.
 
-    A target epsilon decides in this order: how many groups and bands there are; the noise of the
-    private evaluations, from their share of the target; and that of the rounds, the least with
-    which both together cost the target.
+    A target epsilon determines, in this order: the number of groups and bands; the noise of private
+    evaluations, from their share of the target; and the noise of the rounds, the least for which
+    both together cost the target.
     """
     config = with_best_groups(config)
     plan = uncalibrated_plan(config, bound)
@@ -51,20 +51,20 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
 
 
 GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
-"""How many groups, of one band each, are compared."""
+"""Candidate numbers of groups, with as many bands."""
 
 
 def with_best_groups(config: RunConfig) -> RunConfig:
-    """A config whose ``noise.bands`` are ``auto``, with as many bands and groups as are best.
+    """Replace ``noise.bands = "auto"`` by the best number of bands and groups.
 
     With more groups more rounds can be correlated, but a round samples a larger share of its group,
-    which amplifies less. Candidates have the config's target epsilon and expected cohort size; the
-    one whose sums over rounds have the least error is taken.
+    which amplifies less. All candidates have the config's target epsilon and expected cohort size;
+    the one with the least error of sums over rounds is chosen.
 
     Raises
     ------
     FedsimError
-        If the cohort has no groups, or no epsilon is aimed at.
+        If the cohort has no groups, or there is no target epsilon.
     """
     noise = made_noise(config.noise)
     if not isinstance(noise, Banded) or noise.bands != AUTO:
@@ -87,7 +87,7 @@ def with_best_groups(config: RunConfig) -> RunConfig:
             "cohort.rate": min(1.0, groups * rate),
         }
         changed = config.replace(**changes)
-        # Its bands are a number: nothing is chosen within the choice.
+        # `changed` has a number of bands, so that this call does not come back here.
         noise = release_plan(changed, config.mechanism.make()).noise
         assert isinstance(noise, Banded)
         candidates.append((noise.error(), changed))
@@ -95,7 +95,7 @@ def with_best_groups(config: RunConfig) -> RunConfig:
 
 
 def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
-    """What the server releases, with a noise multiplier of 0 where a target decides it."""
+    """The server's release plan; its noise multiplier is 0 if a target determines it."""
     privacy, secagg = config.privacy, config.secagg
     selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
     plan = ReleasePlan(
@@ -105,7 +105,7 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         noise=made_noise(with_added_noise(config).noise),
         rounds=config.rounds,
         selection=selected or None,
-        # The server knows the sampled clients: against it sampling amplifies nothing.
+        # With secure aggregation the server knows who is sampled: no amplification against it.
         cohort_known=secagg.threshold > 0 and secagg.observer == "server",
     )
     if secagg.threshold:
@@ -120,16 +120,16 @@ def cohort(config: RunConfig) -> Cohort:
 
 
 def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
-    """The noise that a table names, with a multiplier of 0 where none is set."""
+    """Make the noise that a table names; its multiplier is 0 if none is set."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
 
 
 def with_added_noise(config: RunConfig) -> RunConfig:
-    """The same run, configured by the noise that is added.
+    """The same run with `noise.multiplier` set to the noise that is really added.
 
-    The noise of a larger cohort on the mean (``noise.cohort-size``) is less noise on the sum over
-    the cohort that is drawn: by the one's expected size over the other's size.
+    To give the mean the noise of a larger cohort (``noise.cohort-size``), the sum over the sampled
+    cohort gets less noise: times its expected size over the larger cohort's size.
     """
     noise = config.noise
     if not noise.cohort_size:
@@ -146,15 +146,15 @@ def with_added_noise(config: RunConfig) -> RunConfig:
 
 
 def evaluation_events(config: RunConfig) -> list[Event]:
-    """What all of a run's private evaluations cost."""
+    """Event of all of a run's private evaluations; empty without any."""
     event = evaluation_event(config)
     return [] if event is None else [event.times(config.rounds // config.evaluate.clients_every)]
 
 
 def evaluation_event(config: RunConfig) -> Event | None:
-    """What one private evaluation costs; None without private evaluations.
+    """Event of one private evaluation; None without private evaluations.
 
-    Its noise is the config's, or calibrated to the config's share of the target epsilon.
+    Its noise is the config's, or calibrated to its share of the target epsilon.
     """
     evaluate, noise = config.evaluate, config.noise
     if not evaluate.private:
@@ -172,12 +172,12 @@ def evaluation_event(config: RunConfig) -> Event | None:
 
 
 def planned_delta(config: RunConfig) -> float:
-    """Where all planned rounds are accounted for."""
+    """Delta at which all planned rounds are accounted for."""
     return Stopping(times=declares_stops(config.to_run_config())).planned_delta(config.noise.delta)
 
 
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
-    """What so many releases would cost with the larger cohort whose noise is simulated, if any."""
+    """Cost of the releases with the larger cohort whose noise is simulated; None without one."""
     noise = config.noise
     if not noise.cohort_size:
         return None
@@ -188,10 +188,10 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
 
 
 def entropy(config: RunConfig) -> Literal["config", "system"]:
-    """Where all draws of a run come from but its partition and its initial model.
+    """Source of all draws of a run except its partition and its initial model.
 
-    By default from the system in a deployment that draws any noise, a guarantee's or not, and from
-    the seed elsewhere: without noise there is nothing to hide, and runs of one seed compare.
+    The default is "system" in a deployment with any noise, for a guarantee or not, and "config"
+    (the seed) elsewhere: without noise nothing is secret, and runs of one seed can be compared.
     """
     noisy = config.noise.adds_noise or config.client.mechanism.name != "none"
     deployed = config.engine.name == "deployment"
@@ -199,16 +199,16 @@ def entropy(config: RunConfig) -> Literal["config", "system"]:
 
 
 def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stopping:
-    """How far a run was to go, and whether what it has released may end it before.
+    """The planned length of a run, and whether its releases may end it earlier.
 
     Parameters
     ----------
     flat : mapping
-        Its config by dotted keys.
+        The run's config by dotted keys.
     made : int
-        Rounds that it has made.
+        Rounds made so far.
     ended : str
-        As in `RunResult`, once it has.
+        How it ended, as in `RunResult`; empty before its end.
     """
     declared, rounds = declares_stops(flat), flat.get("rounds")
     if not isinstance(rounds, int) or not (declared or ended in _BY_WHAT_IS_RELEASED):
@@ -229,7 +229,7 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
 
 
 def whole_run(config: RunConfig) -> Stopping:
-    """All that a run may come to release: its rounds and its private evaluations."""
+    """All planned releases of a run: its rounds and its private evaluations."""
     return Stopping(
         left=config.rounds,
         evaluation=evaluation_event(config),
@@ -238,17 +238,17 @@ def whole_run(config: RunConfig) -> Stopping:
 
 
 def declares_stops(flat: Mapping[str, Scalar]) -> bool:
-    """Whether a config by dotted keys says that what is released may end the run."""
+    """Whether a flat config declares that releases may end the run."""
     return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
 
 
 def with_config_figures(
     flat: Mapping[str, Scalar], statement: Statement, ledger: Path | None
 ) -> Statement:
-    """A statement of the server's releases, with the figures and assumptions of the config.
+    """The server's statement with the config's figures (groups, larger cohort) and assumptions.
 
-    The config of a run of another version is read only where one of its dotted keys needs it; its
-    file lies in the directory of the ``ledger``.
+    The full config, which may be another version's, is read only if one of these needs it; its
+    file is in the directory of the ``ledger``.
 
     Raises
     ------
@@ -265,14 +265,14 @@ def with_config_figures(
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:
-    """Whether a config by dotted keys has a model of devices, or of clients' work."""
+    """Whether a flat config simulates devices or different amounts of work."""
     usual = DevicesSection().to_tree()
     modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
     return modelled or bool(flat.get("client.work"))
 
 
 def local_work(config: RunConfig) -> LocalWork:
-    """How a client goes through its examples."""
+    """Batch size, and epochs or steps, of a client's round."""
     client = config.client
     return LocalWork(
         client.batch_size, None if client.steps else client.epochs, client.steps or None

@@ -1,4 +1,4 @@
-"""The tables about privacy, and which metrics are released: bounds, noise, promises, evaluation."""
+"""Config tables on privacy: bounds, noise, secure aggregation, statement, evaluation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Te
 Multiplier: TypeAlias = Annotated[
     float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
 ]
-"""A noise multiplier, 0 for no noise, or unset."""
+"""Type of a noise multiplier: 0 for no noise, or unset."""
 
 TargetEpsilon: TypeAlias = Annotated[
     float | None, Constraint(lambda epsilon: 1e-6 <= epsilon <= 1e6, "from 1e-6 to 1e6")
 ]
-"""The epsilon that noise is calibrated to, or unset."""
+"""Type of the epsilon that noise is calibrated to, or unset."""
 
 
 @dataclass(frozen=True, init=False)
 class BoundingSection(Choice):
-    """How rows are bounded before they enter one noisy sum, at either level."""
+    """How rows are bounded before they are summed, at client or example level."""
 
     name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
     per_layer: Annotated[
@@ -34,12 +34,12 @@ class BoundingSection(Choice):
 
     @property
     def gives_none(self) -> bool:
-        """Whether it is a bound that protects nobody, whatever the noise."""
+        """Whether it gives no privacy, with any noise."""
         return self.is_robust or bool(getattr(self, "unsafe_non_private_raw_statistics", False))
 
     @property
     def is_robust(self) -> bool:
-        """Whether it is no bound of rows in a sum, but a mean that needs them all."""
+        """Whether it is a robust mean, which needs all rows, rather than a bound of single rows."""
         if self.name not in registry.names(self.kind):
             return False
         thing = registry.find(self.kind, self.name, self.key("name"))
@@ -48,7 +48,7 @@ class BoundingSection(Choice):
 
 @dataclass(frozen=True, init=False)
 class MechanismSection(BoundingSection, table="mechanism"):
-    """How an update is bounded before it enters the one noisy sum."""
+    """How a client's update is bounded before it is added to the noisy sum."""
 
     private_scalar: Annotated[
         str,
@@ -71,7 +71,7 @@ class MechanismSection(BoundingSection, table="mechanism"):
 
 @dataclass(frozen=True, init=False)
 class NoiseSection(Choice, table="noise"):
-    """Which noise a release carries, how much of it, and what privacy it must give."""
+    """Kind and amount of a release's noise, and the privacy that it must give."""
 
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: Annotated[str, Doc("What is added to the sum.")] = "independent"
@@ -125,13 +125,13 @@ class NoiseSection(Choice, table="noise"):
 
     @property
     def adds_noise(self) -> bool:
-        """Whether any noise is asked for."""
+        """Whether the config asks for any noise."""
         return self.target_epsilon is not None or bool(self.multiplier)
 
 
 @dataclass(frozen=True, init=False)
 class SecAggSection(ConfigTable, table="secagg"):
-    """Secure aggregation: the server learns the sum of clients' noisy shares, and no share."""
+    """Secure aggregation: the server learns only the sum of clients' noisy shares."""
 
     threshold: Annotated[
         int,
@@ -165,7 +165,7 @@ class SecAggSection(ConfigTable, table="secagg"):
 
 @dataclass(frozen=True, init=False)
 class PrivacySection(ConfigTable, table="privacy"):
-    """What the privacy statement reports beside the guarantee of one client."""
+    """What the privacy statement reports in addition to the guarantee of one client."""
 
     group: Annotated[
         int,
@@ -247,12 +247,12 @@ _RANGE = re.compile(r"([^()\s]+) *\(([^(),]+),([^(),]+)\)")
 
 
 def read_ranges(text: str) -> dict[str, Ends]:
-    """Lower and upper ends by names, of ``"loss(0,5), rmse(0,10)"``.
+    """Parse ranges such as ``"loss(0,5), rmse(0,10)"``: lower and upper ends by name.
 
     Raises
     ------
     NotAllowedError
-        If it is of another form, or a range is empty.
+        If the text has another form, or a range is empty.
     """
     return dict(map(_read_range, filter(None, split_top_level(text))))
 
@@ -272,7 +272,7 @@ def _read_range(part: str) -> tuple[str, Ends]:
 
 
 def _evenly(value: object) -> str:
-    """Ranges in canonical form, so that equal ranges are equal strings."""
+    """Ranges in a canonical form, so that equal ranges are equal strings."""
     if not isinstance(value, str):
         raise NotAllowedError("a string")
     return ", ".join(
@@ -282,7 +282,7 @@ def _evenly(value: object) -> str:
 
 @dataclass(frozen=True, init=False)
 class EvaluateSection(ConfigTable, table="evaluate"):
-    """How often the model is evaluated."""
+    """How often and by whom the model is evaluated, and which metrics are released."""
 
     every: Annotated[
         int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")

@@ -1,4 +1,4 @@
-"""What single keys of a config decide: releases, whose examples are whose, which code runs."""
+"""Which keys of a config determine releases, the split of examples, training, and code run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedsim.settings import settings_of
 def release_digest(config: RunConfig) -> str:
     """Digest of a config whose noise multipliers and entropy are resolved.
 
-    Two configs of one digest release the same, and draw the same noise for it. Where the
-    examples are stored and what they are, and the code of the user's own classes, are outside.
+    Two configs with the same digest release the same values with the same noise. It does not cover
+    the examples, where they are stored, and the code of the user's own classes.
 
     Raises
     ------
     FedsimError
-        If something is not resolved, as `fedsim.runs.resolve` does it.
+        If the config is not resolved by `fedsim.runs.resolve`.
     """
     for key, value, wanted in (
         ("noise.target-epsilon", config.noise.target_epsilon, None),
@@ -38,18 +38,20 @@ def release_digest(config: RunConfig) -> str:
         if value != wanted:
             raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
     outside, flat = keys_outside_release(), config.to_run_config()
-    if config.adapter.name == "none":  # as before there were any: such runs keep their noise
+    # Without an adapter its keys are left out, as in versions that had none: the digest keys the
+    # noise, which must stay the same.
+    if config.adapter.name == "none":
         flat = {key: value for key, value in flat.items() if not key.startswith("adapter.")}
     return digest_of({key: value for key, value in flat.items() if key not in outside})
 
 
 def keys_outside_release() -> frozenset[str]:
-    """The dotted keys that no release depends on, which a resumed run may therefore change."""
+    """Dotted keys that no release depends on, so that a resumed run may change them."""
     return frozenset(_outside_release(RunConfig))
 
 
 def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator[str]:
-    """Dotted keys below a table whose declaration, or whose table's, is marked so."""
+    """Dotted keys below a table that are marked `OUTSIDE_RELEASE`, or whose table is."""
     for setting in settings_of(table):
         outside = marked or OUTSIDE_RELEASE in setting.metadata
         if is_table(setting):
@@ -59,10 +61,10 @@ def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator
 
 
 def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
-    """What decides which example is whose, by dotted keys.
+    """Settings that determine which client has which examples, by dotted key.
 
-    Releases of two runs are about the same clients, and add up, only where it is the same. In a
-    deployment there is no partition: examples are the nodes' own.
+    Only if they are equal are two runs about the same clients, so that their costs add up. In a
+    deployment it is empty: nodes have their own examples.
     """
     if config.engine.name == "deployment":
         return ()
@@ -75,14 +77,14 @@ def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
 
 
 def training_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
-    """What decides how a client trains on its examples, by dotted keys."""
+    """Settings that determine how a client trains on its examples, by dotted key."""
     outside = {s.key for s in settings_of(RunConfig) if OUTSIDE_TRAINING in s.metadata}
     flat = config.to_run_config().items()
     return tuple((key, value) for key, value in flat if key.partition(".")[0] not in outside)
 
 
 def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
-    """A table and those within it, the innermost first."""
+    """A table and all tables in it, innermost first."""
     for setting in settings_of(type(table)):
         value = getattr(table, setting.name)
         if isinstance(value, ConfigTable):
@@ -91,7 +93,7 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
+    """Code outside of fedsim that a config names: its key, its name and its module."""
     named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):
         if isinstance(table, Choice):

@@ -1,4 +1,4 @@
-"""The rules of a config that are about several keys, each once and in the order of their tables."""
+"""Rules of a config that involve several keys."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
 
-# A `fedsim.config.RunConfig`: its module checks every config by these rules, and imports them.
+# Stands for `fedsim.config.RunConfig`, whose module imports this one.
 RunConfig: TypeAlias = Any
 
 Refused: TypeAlias = Iterator[tuple[str, str]]
-"""Keys that must be changed, and what each must be."""
+"""Keys that break a rule, each with what it must be."""
 
 
 def check_rules(config: RunConfig) -> None:
-    """Refuse a config whose keys do not go together.
+    """Refuse a config whose keys contradict each other.
 
     Raises
     ------
     FedsimError
-        By the first rule that does not hold: ``key = value; it must be allowed``.
+        For the first broken rule: ``key = value; it must be ...``.
     """
     for key, allowed in chain.from_iterable(rules(config) for rules in RULES):
         value = attrgetter(key.replace("-", "_"))(config)
@@ -34,7 +34,7 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _start(c: RunConfig) -> Refused:
-    """Draws, data, the model that a run starts from."""
+    """Seed, data, initial model."""
     if not 0 <= c.seed < 2**63:
         yield "seed", "an integer from 0 to 2^63 - 1"
     if c.data.validation >= 1 and c.data.validation != int(c.data.validation):
@@ -52,7 +52,7 @@ def _start(c: RunConfig) -> Refused:
 
 
 def _alternation(c: RunConfig) -> Refused:
-    """What an adapter whose factors are trained in turns does not go with."""
+    """What an adapter with alternating factors excludes."""
     if getattr(c.adapter, "factors", "") != "alternating":
         return
     if c.client.state != "reset":
@@ -76,7 +76,7 @@ def _alternation(c: RunConfig) -> Refused:
 
 
 def _clients(c: RunConfig) -> Refused:
-    """What clients do."""
+    """Clients' training."""
     client, bound = c.client, c.client.mechanism.name
     if not (client.epochs or client.steps):
         yield "client.epochs", "at least 1 unless client.steps is set"
@@ -102,7 +102,7 @@ def _clients(c: RunConfig) -> Refused:
 
 
 def _examples(c: RunConfig) -> Refused:
-    """How clients protect their examples."""
+    """Clients' protection of their examples."""
     bound, noise = c.client.mechanism.name, c.client.noise
     if c.client.mechanism.is_robust:
         yield (
@@ -142,7 +142,7 @@ def _examples(c: RunConfig) -> Refused:
 
 
 def _noise(c: RunConfig) -> Refused:
-    """How much noise a release has."""
+    """Amount of a release's noise."""
     noise = c.noise
     if noise.multiplier is not None and noise.target_epsilon is not None:
         yield (
@@ -186,7 +186,7 @@ def _devices(c: RunConfig) -> Refused:
 
 
 def _bounds(c: RunConfig) -> Refused:
-    """Noise goes with a bound that gives a guarantee, and with no other."""
+    """Noise is allowed only with a bound that gives a guarantee, which needs it."""
     bound, noise = c.mechanism, c.noise
     for key, amount in (
         ("noise.multiplier", noise.multiplier),
@@ -248,7 +248,7 @@ def _secure_aggregation(c: RunConfig) -> Refused:
 
 
 def _guarantee(c: RunConfig) -> Refused:
-    """What a guarantee, or its absence, does not go with."""
+    """What a guarantee, or the lack of one, excludes."""
     clients = c.partition.clients
     if c.privacy.group != 1 and not (c.private and c.privacy.group <= clients):
         yield (
@@ -270,7 +270,7 @@ def _guarantee(c: RunConfig) -> Refused:
 
 
 def _larger_cohort(c: RunConfig) -> Refused:
-    """The noise of a larger cohort, which a simulation adds."""
+    """Simulation of a larger cohort's noise."""
     size, population = c.noise.cohort_size, c.noise.cohort_population
     clients = c.partition.clients
     if size and c.engine.name == "deployment":
@@ -297,7 +297,7 @@ def _larger_cohort(c: RunConfig) -> Refused:
 
 
 def _evaluation(c: RunConfig) -> Refused:
-    """Who evaluates, and what of it may be seen."""
+    """Who evaluates, and which metrics may be shown."""
     evaluate = c.evaluate
     if c.model.personal and evaluate.every:
         yield (
@@ -315,7 +315,7 @@ def _evaluation(c: RunConfig) -> Refused:
 
 
 def _private_evaluation(c: RunConfig) -> Refused:
-    """What evaluations that are released with noise do not go with."""
+    """What private evaluations exclude."""
     evaluate = c.evaluate
     if not evaluate.private:
         return
@@ -354,7 +354,7 @@ def _private_evaluation(c: RunConfig) -> Refused:
 
 
 def _whole_run(c: RunConfig) -> Refused:
-    """Selections, clients' state and devices, beside a guarantee or an engine."""
+    """Selections, clients' state and devices in private runs and on engines."""
     if c.privacy.selection and not (c.private and not c.client.private):
         yield (
             "privacy.selection",
@@ -393,4 +393,4 @@ RULES = (
     *(_start, _alternation, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
     *(_guarantee, _larger_cohort, _evaluation, _private_evaluation, _whole_run),
 )
-"""In the order in which they are checked."""
+"""All rules, in the order in which they are checked."""

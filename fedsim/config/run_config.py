@@ -1,8 +1,8 @@
-"""RunConfig: the one description of a run.
+"""RunConfig: the complete description of a run.
 
-A config is a TOML file of tables with kebab-case keys. Flattened with dots it is a Flower
-run-config, which has neither lists nor nulls: lists are strings (``"256,256"``) and the
-empty string means unset.
+A config is a TOML file of tables with kebab-case keys. Flattened with dotted keys it is a Flower
+run-config. That has neither lists nor nulls, so lists are strings (``"256,256"``) and the empty
+string means unset.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class RunConfig(ConfigTable):
             "repeated: model=, data=, partition=, strategy=. Empty, the tables say all."
         ),
     ] = ""
-    # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
+    # Outside of release: schedules have explicit lengths, and a resolved config has the calibrated
+    # noise multiplier, so that no release depends on the number of rounds.
     rounds: Annotated[
         int,
         OUTSIDE_RELEASE,
@@ -141,13 +142,13 @@ class RunConfig(ConfigTable):
         path : path
         overrides : iterable of str
         allow_code : iterable of str
-            Modules and packages that configs may name from now on in this process, besides those
-            of `fedsim.allowed_code`. Nothing is imported here.
+            Modules and packages that configs may name from now on in this process, in addition to
+            those of `fedsim.allowed_code`. Nothing is imported here.
 
         Raises
         ------
         FedsimError
-            If the file cannot be read or anything in it is wrong, in one sentence.
+            If the file cannot be read or anything in it is not allowed.
         """
         allow(allow_code)
         return cls._changed(_read(path), _parse_overrides(overrides))
@@ -166,7 +167,7 @@ class RunConfig(ConfigTable):
         Raises
         ------
         FedsimError
-            Naming the key, its value and what is allowed.
+            If a value is not allowed; the message names its key, the value and what is allowed.
         """
         return cls(**tree)
 
@@ -182,8 +183,9 @@ class RunConfig(ConfigTable):
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``.
 
-        Where a change names another thing, what the old one had at its defaults goes with it; where
-        it unsets a key, what needs that one.
+        If a change chooses another thing in a table (such as another mechanism), the old thing's
+        settings are dropped if they are at their defaults. If a change unsets a key, keys that need
+        it are dropped.
         """
         return self._changed(self.to_tree(), changes)
 
@@ -195,12 +197,12 @@ class RunConfig(ConfigTable):
         return cls.parse(tree)
 
     def to_tree(self) -> dict[str, Any]:
-        """As of any table; without ``objects`` where there are none."""
+        """Nested mapping as for any table; ``objects`` is left out if it is empty."""
         tree = super().to_tree()
         return tree if self.objects else {k: v for k, v in tree.items() if k != "objects"}
 
     def to_run_config(self) -> dict[str, Scalar]:
-        """Flat mapping with dotted keys, as Flower wants it; options of one's own are a string."""
+        """Flat mapping with dotted keys, for Flower; a table of options becomes a string."""
         return _flatten(self.to_tree())
 
     def to_toml(self) -> str:
@@ -215,26 +217,26 @@ class RunConfig(ConfigTable):
 
     @property
     def protects(self) -> bool:
-        """Whether it claims privacy at either level."""
+        """Whether the run claims privacy at client or example level."""
         return self.private or self.client.private
 
 
 def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConfig:
-    """The config of a run that has begun, perhaps by another version of fedsim.
+    """The config of an earlier run, perhaps one of another version of fedsim.
 
-    Keys that there were not yet when it began have their defaults.
+    Keys that did not exist when it began get their defaults.
 
     Parameters
     ----------
     path : path
         The run's config.toml.
     flat : mapping of str to Scalar, optional
-        What to read in its place, from a checkpoint.
+        Flat config from a checkpoint, to use instead of the file.
 
     Raises
     ------
     FedsimError
-        If this version of fedsim cannot read it; it says what to do.
+        If this version of fedsim cannot read it.
     """
     try:
         return RunConfig.load(path) if flat is None else RunConfig.from_run_config(flat)
@@ -246,7 +248,7 @@ def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConf
 
 
 def read_config(path: Path) -> dict[str, Scalar]:
-    """A config by dotted keys as it stands in its file, of whatever version.
+    """Read a config file of any version by dotted keys, without checking it.
 
     Raises
     ------
@@ -257,7 +259,7 @@ def read_config(path: Path) -> dict[str, Scalar]:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The tree of a TOML file."""
+    """Read a TOML file as a nested mapping."""
     try:
         with open(path, "rb", opener=regular_files.opener) as file:
             content = file.read(LARGEST_FILE + 1)
@@ -268,10 +270,10 @@ def _read(path: str | Path) -> dict[str, Any]:
     if len(content) > LARGEST_FILE:
         raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors begin with a mark
+        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
     except RecursionError:
         raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
-    except ValueError as error:  # of its syntax, of its encoding, of an endless number
+    except ValueError as error:  # bad syntax, bad encoding, or an integer with too many digits
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
 
 
@@ -304,7 +306,7 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a config by dotted keys."""
+    """Nested mapping of a flat config with dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         _assign(tree, key, value)

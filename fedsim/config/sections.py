@@ -1,7 +1,7 @@
-"""The tables about data, model, task, clients and server: what each key is, and what it means.
+"""Config tables on data, model, task, clients and server.
 
-What a table's own thing brings along (a model its widths, an algorithm its rates) stands in that
-thing's file.
+Settings of the thing that a table names (a model's widths, an algorithm's rates) are declared in
+that thing's file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Range: TypeAlias = Annotated[
         "a range such as '10000:' or ':10000', or ''",
     ),
 ]
-"""Where a range of examples begins and ends: ``10000:``, ``:500``, or empty for all."""
+"""Type of a range of examples: ``10000:``, ``:500``, or empty for all."""
 
 
 WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
@@ -43,17 +43,17 @@ Work: TypeAlias = Annotated[
     str,
     Constraint(_is_work, "whole(low,high) with whole numbers from 1 on, the path of a file, or ''"),
 ]
-"""How much each client does: ``whole(1,5)``, a file, or empty for the same for all."""
+"""Type of clients' amounts of work: ``whole(1,5)``, a file, or empty for equal work."""
 
 
 def _read_metrics(value: Any) -> str:
-    """Names with commas between, evenly spaced, so that equal ones are equal; or a list of them.
+    """Read metric names, from a list or separated by commas, and return them in canonical form.
 
     Raises
     ------
     FedsimError
-        If one is unknown or has options that it does not take; the user's own are only looked at
-        where they are made.
+        If a name is unknown, or has options that it does not take. A user's own metrics are
+        checked later, when they are made.
     """
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = ", ".join(value)
@@ -72,7 +72,7 @@ def _read_metrics(value: Any) -> str:
 
 @dataclass(frozen=True, init=False)
 class DataSection(Choice, table="data"):
-    """Which examples there are."""
+    """The data set, and which of its examples are used."""
 
     filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
     note: ClassVar[str] = (
@@ -115,13 +115,13 @@ class DataSection(Choice, table="data"):
 
     @classmethod
     def registered(cls, name: str) -> str:
-        """A name that is no data set's is a path to files."""
+        """A name that is not a data set's is a path to files."""
         return name if ":" in name or name in registry.names("data") else "files"
 
 
 @dataclass(frozen=True, init=False)
 class PartitionSection(Choice, table="partition"):
-    """Whose examples they are."""
+    """How examples are divided among clients."""
 
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
     name: Annotated[str, Doc("How the training examples are divided among clients.")] = "iid"
@@ -138,7 +138,7 @@ class PartitionSection(Choice, table="partition"):
 
 @dataclass(frozen=True, init=False)
 class ModelSection(Choice, table="model"):
-    """What is trained."""
+    """The model that is trained."""
 
     name: Annotated[str, Doc("The model.")] = "softmax"
     dtype: Annotated[
@@ -173,7 +173,7 @@ class ModelSection(Choice, table="model"):
 
 @dataclass(frozen=True, init=False)
 class AdapterSection(Choice, table="adapter"):
-    """A few weights in the model that are trained in its place."""
+    """An adapter: a few added weights that are trained instead of the model's own."""
 
     name: Annotated[
         str,
@@ -190,7 +190,7 @@ class AdapterSection(Choice, table="adapter"):
 
 @dataclass(frozen=True, init=False)
 class TaskSection(Choice, table="task"):
-    """What is learnt: the loss, and what is measured."""
+    """The loss, and the metrics of evaluations."""
 
     kind: ClassVar[str] = "loss"
     selector: ClassVar[str] = "loss"
@@ -206,13 +206,13 @@ class TaskSection(Choice, table="task"):
     ] = "accuracy"
 
     def named_metrics(self) -> list[tuple[str, dict[str, Any]]]:
-        """Names of the metrics, each with the options that it is given."""
+        """Names of the metrics, each with its options."""
         return read_named(self.metrics, "task.metrics")
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class ClientSection(Choice, table="client"):
-    """What a client does with its examples."""
+    """How a client trains on its examples."""
 
     name: Annotated[str, Doc("The local algorithm.")] = "sgd"
     batch_size: Annotated[
@@ -295,13 +295,13 @@ class ClientSection(Choice, table="client"):
 
     @property
     def private(self) -> bool:
-        """Whether clients claim privacy for their examples."""
+        """Whether clients claim example-level privacy."""
         return self.mechanism.name != "none" and not self.mechanism.gives_none
 
 
 @dataclass(frozen=True, init=False)
 class CohortSection(Choice, table="cohort"):
-    """Who takes part in a round."""
+    """How the clients of a round are sampled."""
 
     filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
     name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
@@ -309,7 +309,7 @@ class CohortSection(Choice, table="cohort"):
 
 @dataclass(frozen=True, init=False)
 class ServerSection(Choice, table="server"):
-    """What the server does with the noisy mean update."""
+    """How the server applies the noisy mean update."""
 
     selector: ClassVar[str] = "optimizer"
     optimizer: Annotated[
@@ -337,7 +337,7 @@ class ServerSection(Choice, table="server"):
 
 @dataclass(frozen=True, init=False)
 class DevicesSection(ConfigTable, table="devices"):
-    """What devices clients are, in a simulation: drawn from the seed, never from data."""
+    """Simulated devices of clients, drawn from the seed, never from data."""
 
     availability: Annotated[
         float,

@@ -1,9 +1,9 @@
 """Tables of a config: dataclasses of settings, read from TOML or Flower and written back.
 
-A `ConfigTable` is a frozen dataclass whose fields say their type, range and meaning
+A `ConfigTable` is a frozen dataclass whose fields declare type, range and meaning
 (`fedsim.settings`) or are tables themselves. It is made from a tree of kebab-case keys, which it
-checks; a `Choice` has, besides, the settings of the thing that it names: ``[client]`` with
-``name = "adam"`` has the keys that every client has, and those of Adam's dataclass.
+checks. A `Choice` also has the settings of the thing that it names: ``[client]`` with
+``name = "adam"`` has the keys of every client, and those of Adam's dataclass.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from fedsim.synonyms import closest_key
 
 @dataclass(frozen=True)
 class Beside:
-    """Marks a key that has a meaning only where its table's ``name`` is one of ``names``."""
+    """Marks a key that has an effect only if its table's ``name`` is one of ``names``."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Marks a key that has a meaning only where another key of its table is set."""
+    """Marks a key that has an effect only if another key of its table is set."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class NamesOf:
-    """Marks a key whose value is names of things of a kind, each with its options."""
+    """Marks a key whose value is a list of names of a kind, each with its options."""
 
     kind: str
 
 
 OUTSIDE_RELEASE = object()
-"""Marks a key, or a table, no change of which changes what a run releases."""
+"""Marks a key or a table whose changes never change what a run releases."""
 
 OUTSIDE_TRAINING = object()
-"""Marks one that no trainer reads: clients of runs that differ in it train in common blocks.
+"""Marks a key or a table that no trainer reads.
 
-They are numbered by run, and their examples are those of its partition.
+Clients of runs that differ only in such keys can train in common blocks.
 """
 
 
@@ -60,12 +60,12 @@ class ConfigTable:
     Attributes
     ----------
     table : str
-        Its name in a config, with dots; empty for the whole.
+        Dotted name of the table; empty for the whole config.
 
     Raises
     ------
     FedsimError
-        If a key or a value is not allowed, in one sentence.
+        If a key or a value is not allowed.
     """
 
     table: ClassVar[str] = ""
@@ -88,18 +88,18 @@ class ConfigTable:
 
     @classmethod
     def key(cls, key: str) -> str:
-        """One of its keys, with dots."""
+        """Dotted name of one of the table's keys."""
         return f"{cls.table}.{key}".lstrip(".")
 
     @classmethod
     def tables(cls) -> dict[str, type[ConfigTable]]:
-        """The tables in it, by their keys."""
+        """The tables in this table, by key."""
         return {s.key: s.type for s in settings_of(cls) if is_table(s)}
 
     def to_tree(self) -> dict[str, Any]:
-        """Nested mapping with kebab-case keys, complete; unset is the empty string.
+        """Complete nested mapping with kebab-case keys; the empty string means unset.
 
-        Keys that belong to another choice than its own are left out.
+        Keys without effect, which belong to another choice, are left out.
         """
         tree = {}
         for setting in settings_of(type(self)):
@@ -115,7 +115,7 @@ class ConfigTable:
         return not names or getattr(self, "name", "") in names
 
     def _require_effect(self, setting: Setting) -> None:
-        """Refuse a setting that would silently do nothing: that is a mistake."""
+        """Refuse a setting that would silently have no effect."""
         value = getattr(self, setting.name)
         if value != setting.default and not self._is_used(setting):
             raise FedsimError(
@@ -142,22 +142,22 @@ class ConfigTable:
 
 @dataclass(frozen=True, init=False)
 class Choice(ConfigTable):
-    """A table that names a thing of a kind, and has its settings for keys.
+    """A table that names a thing of a kind, and has that thing's settings as keys.
 
     Attributes
     ----------
     kind : str
-        As `fedsim.registry` calls it; what the table is called, if nothing else is said.
+        Kind in `fedsim.registry`; by default the last part of the table's name.
     selector : str
         The key that names the thing.
     filled : tuple of str
-        Fields of such things that other keys of a config say.
+        Fields of such things that other keys of a config determine.
     note : str
-        What a refusal of another thing's key ends with.
+        End of the message that refuses a key of another thing.
     own : mapping of str to value
-        The settings of the thing, by Python's names; they are attributes of the table too.
+        Settings of the thing, by Python name; they are also attributes of the table.
     options : mapping of str to Scalar
-        In their place those of ``module:name``, which describes none.
+        Instead of ``own``, for a thing that does not declare its settings (``module:name``).
     """
 
     kind: ClassVar[str]
@@ -176,14 +176,14 @@ class Choice(ConfigTable):
     def __init__(self, /, **tree: Any) -> None:
         name = self.name_in(tree)
         settings, options = self._settings_and_options(name, tree)
-        # Flower has no null and an app's table every key: the empty string is none given.
+        # Flower has no null, and an app's table has every key: the empty string means not given.
         given = {s.key: v for s in settings if (v := tree.pop(s.key, "")) != ""}
         object.__setattr__(self, "own", read_settings(settings, given, self.table))
         object.__setattr__(self, "options", options)
         super().__init__(**tree)
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is no field comes here; while an object is unpickled nothing is.
+        # Called only for names that are no fields. While unpickling, even `own` is missing.
         try:
             return vars(self)["own"][name]
         except KeyError:
@@ -191,39 +191,39 @@ class Choice(ConfigTable):
 
     @property
     def chosen(self) -> str:
-        """The name of the thing."""
+        """Name of the chosen thing."""
         name: str = getattr(self, self.selector)
         return name
 
     def find(self) -> Callable[..., Any]:
-        """The class or function that is named."""
+        """Import the chosen class or function."""
         name = self.registered(self.chosen)
         return registry.find(self.kind, name, self.key(self.selector))
 
     def settings_for(
         self, thing: Callable[..., Any], filled: Collection[str] = ()
     ) -> Mapping[str, Any]:
-        """What it is called with, by Python's names; options are checked here.
+        """Keyword arguments of the chosen thing, by Python name; checks options.
 
         Raises
         ------
         FedsimError
-            If these are not what it takes, or one is ``filled`` by other keys.
+            If options do not fit the thing, or one is ``filled`` by other keys.
         """
         if not self.has_options(self.chosen):
             return self.own
         return read_options_of(thing, self.chosen, self.options, self.key("options"), filled)
 
     def make(self, **filled: Any) -> Any:
-        """The thing, which of what other tables say, ``filled``, gets what it takes.
+        """Make the chosen thing, with those of the arguments ``filled`` that it takes.
 
         Raises
         ------
         FedsimError
-            If there is none, it is of another kind, or its options are not what it takes. Errors of
-            the user's own code come through as they are.
+            If there is none, it is of another kind, or its options do not fit it. Errors raised by
+            the user's own code are passed on unchanged.
         """
-        # fedsim's own are found without the directory, whose search costs more than the rest.
+        # fedsim's own need no search of the directory, which would cost more than all the rest.
         place = registry.current_directory_importable() if ":" in self.chosen else nullcontext()
         key = self.key(self.selector)
         with place:
@@ -235,7 +235,7 @@ class Choice(ConfigTable):
         return made
 
     def to_tree(self) -> dict[str, Any]:
-        """As of any table: what it names stands first, and the settings of that next."""
+        """Nested mapping as for any table: first the selector, then the thing's settings."""
         tree = super().to_tree()
         own = {s.key: s.write(self.own[s.name]) for s in self.own_settings(self.chosen)}
         first = {self.selector: tree.pop(self.selector)}
@@ -244,12 +244,12 @@ class Choice(ConfigTable):
 
     @classmethod
     def registered(cls, name: str) -> str:
-        """What a thing is called in the registry, by what a config calls it."""
+        """Name in the registry of the thing that a config calls ``name``."""
         return name
 
     @classmethod
     def has_options(cls, name: str) -> bool:
-        """Whether what a thing is made with are options, and no keys: it does not describe them."""
+        """Whether a thing takes undeclared options rather than declared settings."""
         if ":" in name:
             return True
         name = cls.registered(name)
@@ -260,7 +260,7 @@ class Choice(ConfigTable):
 
     @classmethod
     def own_settings(cls, name: str) -> tuple[Setting, ...]:
-        """What a thing brings to the table, less what other keys say; none of ``module:name``."""
+        """Settings that a thing adds to the table, without ``filled``; none for ``module:name``."""
         name, key = cls.registered(name), cls.key(cls.selector)
         if name not in registry.names(cls.kind) or cls.has_options(name):
             return ()
@@ -276,7 +276,7 @@ class Choice(ConfigTable):
 
     @classmethod
     def takers(cls, key: str) -> list[str]:
-        """Names of the things of its kind that have this key."""
+        """Names of the kind's things that have this key."""
         return [
             name
             for name in registry.names(cls.kind)
@@ -285,7 +285,7 @@ class Choice(ConfigTable):
 
     @classmethod
     def name_in(cls, tree: Mapping[str, Any]) -> str:
-        """The name of the thing that a tree chooses.
+        """Name of the thing that a tree chooses.
 
         Raises
         ------
@@ -302,7 +302,7 @@ class Choice(ConfigTable):
     def _settings_and_options(
         self, name: str, given: dict[str, Any]
     ) -> tuple[tuple[Setting, ...], Mapping[str, Scalar]]:
-        """What the thing takes; options that are settings become keys of ``given``."""
+        """Settings and options of a thing; options that are settings become keys of ``given``."""
         options, key = given.pop("options", ""), self.key("options")
         if isinstance(options, str):
             options = read_options(options, key)
@@ -322,7 +322,7 @@ class Choice(ConfigTable):
             _check_option(f"{key}.{option}", value)
         known = {setting.key for setting in settings} | common
         for other in [k for k, value in given.items() if k not in known]:
-            # Settings of another choice may stand there empty, as in an app's table of defaults.
+            # An app's table of defaults has settings of all choices, which are empty strings.
             if given[other] == "" and self.takers(other):
                 del given[other]
             else:
@@ -347,21 +347,21 @@ class Choice(ConfigTable):
 
 
 def is_table(setting: Setting) -> bool:
-    """Whether a field is a table in a table."""
+    """Whether a field is a nested table."""
     return isinstance(setting.type, type) and issubclass(setting.type, ConfigTable)
 
 
 def belongs_to(setting: Setting) -> tuple[str, ...]:
-    """The names of its table beside which alone a key has a meaning; none for any."""
+    """Values of the table's ``name`` with which a key has an effect; empty for all."""
     return next((entry.names for entry in setting.metadata if isinstance(entry, Beside)), ())
 
 
 def drop_switched(
     table: type[ConfigTable], tree: dict[str, Any], changes: Mapping[str, Any]
 ) -> None:
-    """Drop from a tree what a change leaves without effect.
+    """Drop keys from a tree that changes leave without effect.
 
-    That is what needs a key which it unsets, and what it no longer chooses, where at its default.
+    These need a key that is unset, or are defaults of a thing that is no longer chosen.
     """
     for key, inner in table.tables().items():
         if isinstance(tree.get(key), dict):

@@ -1,4 +1,4 @@
-"""Values as they are typed: after ``--set``, on an axis of a sweep, in a string of options."""
+"""Parses values that users type: after ``--set``, on a sweep's axis, in a string of options."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedsim.settings import read_settings, settings_of
 Scalar = bool | int | float | str
 
 OBJECTS = ("model", "data", "partition", "strategy")
-"""What of a run may be an object from Python, in the place of what a config's tables name."""
+"""Parts of a run that may be Python objects instead of what a config's tables name."""
 
-# Numbers as people type them, and TOML does not.
+# Numbers that people type but TOML does not allow.
 _BARE_POINT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def read_value(text: str) -> Any:
-    """What TOML makes of it, a number such as ``.5`` or ``1.``, or the text itself."""
+    """Read a TOML value, or a number such as ``.5`` or ``1.``; otherwise the text itself."""
     text = text.strip()
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -32,7 +32,7 @@ def read_value(text: str) -> Any:
 
 
 def split_top_level(text: str) -> list[str]:
-    """What stands between commas, but for those within quotes or brackets."""
+    """Split at commas that are not within quotes or brackets."""
     parts, depth, quote, start = [], 0, "", 0
     for index, sign in enumerate(text):
         if quote:
@@ -48,12 +48,12 @@ def split_top_level(text: str) -> list[str]:
 
 
 def read_options(text: str, key: str) -> dict[str, Any]:
-    """``"a=1, b=word"`` by name.
+    """Parse options such as ``"a=1, b=word"``: values by name.
 
     Raises
     ------
     FedsimError
-        If a part has no ``=``, or a name comes twice.
+        If a part has no ``=``, or a name is given twice.
     """
     options: dict[str, Any] = {}
     for part in filter(None, split_top_level(text)):
@@ -67,7 +67,7 @@ def read_options(text: str, key: str) -> dict[str, Any]:
 
 
 def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and the options of each, from ``"accuracy, top-k(k=3)"``.
+    """Parse names with options, such as ``"accuracy, top-k(k=3)"``.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def write_options(options: Mapping[str, Scalar]) -> str:
-    """A string that `read_options` reads."""
+    """Write options as a string that `read_options` reads."""
     written = (f"{k}={json.dumps(value, ensure_ascii=False)}" for k, value in options.items())
     return ",".join(written)
 
@@ -99,25 +99,24 @@ def read_options_of(
     table: str,
     filled: Collection[str] = (),
 ) -> Mapping[str, Any]:
-    """What a class or function without keys of its own is called with, by Python's names.
+    """Check the options of a class or function; return its keyword arguments by Python name.
 
     Parameters
     ----------
     thing : callable
     name : str
-        What a config calls it.
+        Its name in the config.
     options : mapping of key to value
-        In kebab-case, or as Python writes them.
+        Options by key, in kebab-case or snake_case.
     table : str
-        Where they stand.
+        Dotted name of the options' table, for messages.
     filled : collection of str
-        What it gets from elsewhere.
+        Arguments that other keys determine, which may not be given.
 
     Raises
     ------
     FedsimError
-        If they are not what it takes, by their types and ranges where it is a dataclass and by
-        their names where it is not.
+        If an option is unknown or missing or, for a dataclass, has a wrong type or range.
     """
     given = {key.replace("-", "_"): value for key, value in options.items()}
     for key in filled:
@@ -145,6 +144,6 @@ def read_options_of(
 def objects_in(mark: str) -> list[str]:
     """The names in `RunConfig.objects`, as in ``model=Linear 1f09a2c4, strategy=FedAdam 90ab12cd``.
 
-    Each has the object's class and the start of a digest of what may be known of it.
+    A name's value is the object's class and the start of a digest of its public properties.
     """
     return [given.partition("=")[0] for given in mark.split(", ")] if mark else []

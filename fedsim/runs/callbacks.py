@@ -1,4 +1,4 @@
-"""Callbacks: called in a run's rounds, on every engine alike, and may stop it; early stopping."""
+"""Callbacks, which are called in each round on every engine and may stop a run; early stopping."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _log = logging.getLogger("fedsim")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run has reached, as callbacks see it.
+    """Status of a run, passed to callbacks.
 
     Attributes
     ----------
     config : RunConfig
-        Resolved.
+        The resolved config.
     round : int
-        The last one that was made; 0 is the initial model's.
+        The last finished round; 0 is the initial model's.
     row : mapping of str to number
-        The round's row of metrics.csv. The counts of clients and times in it are the operator's:
-        in a private run they are not covered by the guarantee, and must decide nothing.
+        The round's row of metrics.csv. Its counts of clients and its times are for the operator:
+        in a private run the guarantee does not cover them, and no decision may depend on them.
     arrays : ArrayRecord
-        The parameters.
+        The current shared parameters.
     protects : bool
-        Whether the run claims privacy, at whichever level.
+        Whether the run claims privacy at any level.
     uncovered : tuple of str
         Subjects of the row's columns that no noise protects in a private run, such as "train".
     directory : RunDirectory or None
-        Where the artefacts are.
+        The run's directory; None if nothing is written.
     ended : "finished", "budget", "stopped", "interrupted" or None
-        How the run has ended; None before its end, and at the end of one that failed.
+        How the run ended; None before its end, and at the end of one that failed.
     why : str
-        One sentence, where it ended early.
+        One sentence if it ended early; else empty.
     """
 
     config: RunConfig
@@ -62,12 +62,12 @@ class RunStatus:
 
     @property
     def metrics(self) -> dict[str, float | int]:
-        """Those of the row that may decide something: in a private run, what is covered."""
+        """Columns of the row that decisions may depend on: in a private run, the covered ones."""
         if not self.protects:
             return dict(self.row)
         hidden = {"operator", *self.uncovered}
         covered = {key: value for key, value in self.row.items() if subject(key) not in hidden}
-        # What examples have cost tells who took part, which is covered where clients are.
+        # The example-level cost reveals which clients took part, which client level protects.
         if "epsilon" in covered:
             covered.pop("example-epsilon", None)
         return covered
@@ -76,13 +76,13 @@ class RunStatus:
 class Callback:
     """Called at the start of a run, after each of its rounds, and at its end.
 
-    What it raises is its own failure: it is logged, and the run continues. What its
-    `state` returns is saved in checkpoints, and given to `restore` when the run is resumed.
+    If it raises, the error is logged and the run continues. What `state` returns is saved in
+    checkpoints, and passed to `restore` when the run is resumed.
 
     Raises
     ------
     FedsimError
-        By a subclass, where it is defined, with a method like a hook that there is not.
+        When a subclass is defined with an ``on_...`` method that is no hook.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -98,37 +98,37 @@ class Callback:
                 )
 
     def on_start(self, status: RunStatus) -> str | bool | None:
-        """Before the first round, or the first one after a resume; may stop as `on_round` may."""
+        """Called before the first round, also after a resume; may stop the run like `on_round`."""
 
     def on_round(self, status: RunStatus) -> str | bool | None:
-        """After a round; True, or a sentence that says why, makes it the last.
+        """Called after a round; return True, or a sentence that says why, to stop the run.
 
-        The initial model's evaluation, where there is one, is round 0.
+        The evaluation of the initial model, if there is one, is round 0.
         """
 
     def on_end(self, status: RunStatus) -> None:
-        """When the run has ended, whatever has ended it."""
+        """Called when the run has ended, also after an error."""
 
     def state(self) -> Tree:
-        """What outlives the process: tensors, what JSON can say, and mappings of such."""
+        """State for checkpoints: a mapping of tensors, JSON values and nested mappings."""
         return {}
 
     def restore(self, state: Tree) -> None:
-        """Go on from what `state` gave."""
+        """Take back a state that `state` returned."""
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, in order; none of them can fail the run or another one.
+    """Calls several callbacks in order; an error of one stops neither the run nor the others.
 
     Parameters
     ----------
     callbacks : mapping of str to Callback
-        What one keeps is given back to the one of the same name.
+        Callbacks by name; a state is restored to the callback of the same name.
 
     Attributes
     ----------
     stopped : str or None
-        Why one of them has stopped the run.
+        Why a callback has stopped the run; None if none has.
     """
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
@@ -138,28 +138,28 @@ class Callbacks(Callback):
 
     @classmethod
     def numbered(cls, callbacks: Iterable[Callback]) -> Self:
-        """Named by their places."""
+        """Make it from a list, each callback named by its position."""
         return cls({str(place): callback for place, callback in enumerate(callbacks)})
 
     def on_start(self, status: RunStatus) -> str | None:
-        """Call all of them; why one has stopped the run, if one has."""
+        """Call all callbacks; return why one has stopped the run, or None."""
         return self._ask(lambda callback: callback.on_start(status))
 
     def on_round(self, status: RunStatus) -> str | None:
-        """Call all of them; why one has stopped the run, if one has."""
+        """Call all callbacks; return why one has stopped the run, or None."""
         return self._ask(lambda callback: callback.on_round(status))
 
     def on_end(self, status: RunStatus) -> None:
-        """Call all of them."""
+        """Call all callbacks."""
         self._ask(lambda callback: callback.on_end(status))
 
     def state(self) -> Tree:
-        """The state of each that has one, by its name."""
+        """State of each callback that has one, by name."""
         states = {name: self._call(name, _state_of) for name in self._callbacks}
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Tree) -> None:
-        """Give each its state."""
+        """Restore each callback's state by its name."""
         for name in self._callbacks:
             if state.get(name) is not None:
                 self._call(name, methodcaller("restore", state[name]))
@@ -173,7 +173,7 @@ class Callbacks(Callback):
         return self.stopped
 
     def _call(self, name: str, function: Callable[[Callback], Any]) -> Any:
-        """What a callback gives; None where it fails, which is said once."""
+        """Result of a callback's method; None if it fails, which is logged once."""
         callback = self._callbacks[name]
         try:
             return function(callback)
@@ -190,18 +190,18 @@ class Callbacks(Callback):
 
 def _state_of(callback: Callback) -> Tree:
     state = callback.state()
-    split_tree(state or {})  # what no checkpoint can hold fails its callback alone
+    split_tree(state or {})  # raises here if a checkpoint could not hold it: only this one fails
     return state
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What rounds or runs are compared by.
+    """Metric by which rounds or runs are compared.
 
     Attributes
     ----------
     name : str
-        Of a metric, or of a column of metrics.csv.
+        Name of a metric, or of a column of metrics.csv.
     higher_is_better : bool
     """
 
@@ -210,13 +210,13 @@ class Measure:
 
     @classmethod
     def of_column(cls, resolved: Resolved, key: str, column: str) -> Measure:
-        """By a column that the config names under ``key``.
+        """Make it for a column that the config names under ``key``.
 
         Raises
         ------
         FedsimError
-            If the run has no such metric, if it is of the test examples, which nothing is chosen
-            by, or in a private run of clients' own.
+            If the run has no such metric; if it is a test metric, since nothing may be chosen by
+            test examples; or, in a private run, if it is one of clients' data without noise.
         """
         config = resolved.config
         evaluated = {"loss": False}
@@ -227,7 +227,7 @@ class Measure:
         if config.evaluate.clients_every:
             released = private_metrics(config)
             names["clients"] = [r.name for r in released.ranges] if released else evaluated
-        # What may be shown all the same (evaluate.unprotected) may still decide nothing.
+        # evaluate.unprotected allows showing these, not basing decisions on them.
         for examples in resolved.uncovered:
             names.pop(examples, None)
         known = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
@@ -243,11 +243,11 @@ class Measure:
         return cls(column, known[column])
 
     def score(self, value: float) -> float:
-        """A value so that higher is better, and back."""
+        """The value with its sign changed so that higher is better; also the inverse of that."""
         return value if self.higher_is_better else -value
 
     def improves(self, row: Mapping[str, float | int], best: float | None) -> bool:
-        """Whether a row has the column, better than the best so far."""
+        """Whether a row's value in the column is better than the best so far."""
         value = row.get(self.name)
         if value is None or math.isnan(value):
             return False
@@ -255,13 +255,13 @@ class Measure:
 
 
 class EarlyStopping(Callback):
-    """Stops a run whose metric has not become better for ``patience`` rounds.
+    """Stops a run whose metric has not improved for ``patience`` rounds.
 
     Parameters
     ----------
     measure : Measure
     patience : int
-        Rounds; one without the metric is not judged.
+        Number of rounds. A round without the metric is not judged, but counts.
     """
 
     def __init__(self, measure: Measure, patience: int) -> None:
@@ -271,11 +271,11 @@ class EarlyStopping(Callback):
         self._round = 0
 
     def on_start(self, status: RunStatus) -> str | None:
-        """A resumed run may have reached its end already."""
+        """Judge at once: a resumed run may already have had its last round."""
         return self._verdict(status)
 
     def on_round(self, status: RunStatus) -> str | None:
-        """Judge the round; a sentence if the run should stop."""
+        """Judge the round; return a sentence if the run should stop."""
         metrics = status.metrics
         if self._measure.name not in metrics:
             return None
@@ -292,9 +292,9 @@ class EarlyStopping(Callback):
         )
 
     def state(self) -> Tree:
-        """The best value so far, and its round."""
+        """State: the best value so far, and its round."""
         return {"best": self._best, "round": self._round}
 
     def restore(self, state: Tree) -> None:
-        """Resume from them."""
+        """Restore the best value and its round."""
         self._best, self._round = state["best"], state["round"]

@@ -1,7 +1,7 @@
-"""Callbacks across processes: a run that is driven elsewhere on this machine asks for them here.
+"""Callbacks across processes: a run driven by another process of this machine calls them here.
 
-What goes over the channel is pickled, by processes of one user, over a socket whose directory and
-key are that user's alone.
+Messages are pickled. Both processes are one user's, and only that user can read the socket's
+directory and key, so that nobody else can send a pickle.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 
 CHANNEL = "FEDSIM_CALLBACKS"
-"""Environment variable: the key and the socket of the process that has a run's callbacks."""
+"""Environment variable: key and socket of the process that has a run's callbacks."""
 
 
 class CallbackServer(Closed):
-    """Answers, in a thread of its own, for the callbacks of a run in another process.
+    """Calls callbacks, in a thread of its own, for a run in another process.
 
     Attributes
     ----------
@@ -50,12 +50,12 @@ class CallbackServer(Closed):
         return self
 
     def close(self) -> None:
-        """Answer no more."""
+        """Close the socket and remove its directory."""
         self._listener.close()
         self._directory.cleanup()
 
     def end(self) -> None:
-        """Let the current round be the run's last one."""
+        """Ask the run to end after its current round."""
         self.asked_to_end = True
 
     def _serve(self) -> None:
@@ -74,12 +74,12 @@ class CallbackServer(Closed):
 
 
 class DistantCallback(Callback):
-    """Asks a `CallbackServer` in another process.
+    """Forwards every call to a `CallbackServer` in another process.
 
     Attributes
     ----------
     asked_to_end : bool
-        Whether the process that has the callbacks has asked the run to end, as of its last answer.
+        Whether the other process has asked the run to end; known from its last answer.
     """
 
     def __init__(self, channel: str) -> None:
@@ -88,26 +88,26 @@ class DistantCallback(Callback):
         self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
 
     def on_start(self, status: RunStatus) -> str | None:
-        """Ask the callbacks in the other process."""
+        """Call the callbacks in the other process."""
         answer: str | None = self._ask("on_start", status)
         return answer
 
     def on_round(self, status: RunStatus) -> str | None:
-        """Ask the callbacks in the other process."""
+        """Call the callbacks in the other process."""
         answer: str | None = self._ask("on_round", status)
         return answer
 
     def on_end(self, status: RunStatus) -> None:
-        """Ask the callbacks in the other process."""
+        """Call the callbacks in the other process."""
         self._ask("on_end", status)
 
     def state(self) -> Tree:
-        """Get their state."""
+        """State of the callbacks in the other process."""
         state: Tree = self._ask("state")
         return state
 
     def restore(self, state: Tree) -> None:
-        """Send them their state."""
+        """Restore the state of the callbacks in the other process."""
         self._ask("restore", state)
 
     def _ask(self, *question: Any) -> Any:
@@ -116,8 +116,8 @@ class DistantCallback(Callback):
         return answer
 
 
-# Not `Connection.send`: torch would have it share a tensor's memory, by a file that only one of the
-# two processes may open.
+# Not `Connection.send`: with torch's reducers it would send a handle to a tensor's shared memory,
+# which the other process may not be able to open, instead of the tensor's bytes.
 def _send(connection: Connection, *message: Any) -> None:
     connection.send_bytes(pickle.dumps(message))
 
@@ -127,5 +127,5 @@ def _receive(connection: Connection) -> Any:
 
 
 def distant_callback() -> DistantCallback | None:
-    """That of the process that has started this one, if it has one."""
+    """Callback of the process that started this one; None if that has none."""
     return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None

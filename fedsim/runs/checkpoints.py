@@ -1,14 +1,14 @@
-"""Checkpoints: the state of a run after a round, on the disk whole or not at all.
+"""Checkpoints: the state of a run after a round, written atomically.
 
 ::
 
     checkpoint/round-20/SHA256.safetensors      the last two
     checkpoint/round-10/SHA256.safetensors
-    checkpoint/best-12/SHA256.safetensors       where `checkpoint.best` names a metric
+    checkpoint/best-12/SHA256.safetensors       if `checkpoint.best` names a metric
 
-One is a directory that is written beside, synced and renamed. The file in it has its digest for
-a name, so that a file that a crash of the machine has cut off, or an editor has changed, is
-recognised. Clients' state is in it, which nobody else may read: directories are the owner's alone.
+A checkpoint is a directory that is written under a temporary name, synced and renamed. Its file is
+named by its digest, so that a file that was truncated by a crash of the machine, or edited, is
+recognised. It has clients' state, so that only the owner can read the directories (0700).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
 
 FORMAT = 2
-"""Since 2, what a server optimiser keeps has the names that torch gives it."""
+"""Version of the format. Since 2 the server optimizer's state has torch's own names."""
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Of the packages whose arithmetic a run's bytes depend on."""
+    """Versions of the packages whose arithmetic a run's bytes depend on."""
     return {"torch": torch.__version__} | {
         name: importlib.metadata.version(name) for name in ("numpy", "flwr")
     }
@@ -65,41 +65,40 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run after a round: all that resuming it needs.
+    """State of a run after a round: all that is needed to resume it.
 
-    Its parts are given by `state` and taken by `restore` of those whose they are; how independent
-    noise and fedsim's own cohorts are drawn is a function of seed, release digest and round, and
-    has no state.
+    Each part comes from the `state` of an object and goes back to its `restore`. Independent noise
+    and fedsim's own cohorts need no state: they are functions of seed, release digest and round.
 
     Attributes
     ----------
     round : int
-        The last one whose release was made.
+        The last round whose release was made.
     parameters : mapping of name to Tensor
-        Reached after it: the run's arrays.
+        Shared parameters after that round.
     strategy : Tree
-        Of `DPFedAvg`: sampler, mechanism and noise, server optimiser, means of the clients' state,
-        failures, budget.
+        State of `DPFedAvg`: sampler, mechanism and noise, server optimizer, means of the
+        clients' state, failures, budget.
     clients : mapping of name to Tensor
-        What clients keep: `BlockTrainer.state`.
+        State of the clients: `BlockTrainer.state`.
     ledger_head : str
-        Hash of the ledger's last line; a ledger that continues it has it among its hashes.
+        Hash of the ledger's last line. A ledger that continues this one contains it.
     ledger_length : int
-        Lines.
+        Number of lines in the ledger.
     metrics_length : int
-        Rows of metrics.csv up to and with this round's.
+        Number of rows of metrics.csv, including this round's.
     metrics_code : str
-        HMAC of the rows before it, under the run's key.
+        HMAC of the rows before this round's, under the run's key.
     row : mapping of str to number
-        This round's, which may not have been written yet.
+        This round's row, which may not be in metrics.csv yet.
     config : mapping of str to scalar
-        The resolved config, flat: what a resumed run is held against.
+        The resolved config, flattened; a resumed run's must match it.
     client_ledgers : mapping of client id to mapping
-        `Ledger.state` of those that protect their examples, where their ledgers are at hand.
+        `Ledger.state` of clients that protect their examples, if their ledgers are here.
     callbacks : Tree
-        Of those that keep anything, by their places; and why one of them has stopped the run.
+        State of the callbacks that have any, by name.
     versions : mapping of str to str
-        Of the packages that arithmetic depends on.
+        Versions of the packages whose arithmetic the run's bytes depend on.
     """
 
     round: int
@@ -117,17 +116,17 @@ class RunState:
     versions: Mapping[str, str] = field(default_factory=versions)
 
     def parted(self) -> tuple[dict[str, Tensor], str]:
-        """Its tensors, by names of their own, and JSON for the rest."""
+        """Split the state into named tensors and JSON for the rest."""
         return split_tree({"format": FORMAT, **vars(self)})
 
     @classmethod
     def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
-        """What `split_tree` took apart.
+        """Make the state from the tensors and JSON of `parted`.
 
         Raises
         ------
         ValueError
-            If it was written by a version whose format is another.
+            If it was written in another format, or has missing or unknown parts.
         """
         tree = join_tree(tensors, text)
         if (written := tree.pop("format", None)) != FORMAT:
@@ -146,31 +145,36 @@ class Checkpoints:
     Parameters
     ----------
     path : Path
-        Made with the first checkpoint.
+        Directory, which is created with the first checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def rounds(self, name: Name = "round") -> list[int]:
-        """Of the checkpoints of this name that are there, ascending."""
+        """Rounds of the existing checkpoints of this name, ascending."""
         if not self.path.is_dir():
             return []
         names = (re.fullmatch(rf"{name}-(\d{{1,12}})", entry.name) for entry in self.path.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def save(self, state: RunState, name: Name = "round") -> None:
-        """Keep a state as the last one, beside the last but one, or as the best.
+        """Write a state as the latest checkpoint, or as the best, and remove older ones.
+
+        Of the latest, the previous one is kept too.
 
         Raises
         ------
         OSError
-            If it cannot be written; the others are untouched.
+            If it cannot be written; the existing checkpoints are untouched then.
         """
         self.writing(state, name)()
 
     def writing(self, state: RunState, name: Name = "round") -> Callable[[], None]:
-        """What `save` has left to do once the state, which may change then, has been read."""
+        """Serialise the state now, and return the function that writes it to disk.
+
+        The state may change before the function is called, in another thread.
+        """
         tensors, text = state.parted()
         content = save(tensors, metadata={_STATE: text})
         return partial(self._write, content, name, state.round)
@@ -182,21 +186,22 @@ class Checkpoints:
         self.path.mkdir(mode=0o700, exist_ok=True)
         draft.mkdir(mode=0o700)
         _write_synced(draft / f"{hashlib.sha256(content).hexdigest()}{_SUFFIX}", content)
-        if target.exists():  # of a round that has been done before
+        if target.exists():  # the run was resumed from an earlier round and has made this one again
             target.rename(self.path / f"{_DRAFT}old-{target.name}")
-        # Names are not synced: a crash of the machine that loses this one leaves the one before.
+        # The rename is not synced: if the machine crashes and loses it, the previous checkpoint is
+        # still there.
         draft.rename(target)
         self._clear_drafts()
         for old in self.rounds(name)[: -_KEEP[name]]:
             shutil.rmtree(self.path / f"{name}-{old}")
 
     def keep_newest(self) -> None:
-        """Remove those before the last one."""
+        """Remove all checkpoints but the last."""
         for old in self.rounds()[:-1]:
             shutil.rmtree(self.path / f"round-{old}")
 
     def newest(self) -> RunState | None:
-        """The last state that is whole; None if there is no checkpoint at all.
+        """Read the latest intact state; None if there is no checkpoint at all.
 
         Raises
         ------
@@ -219,7 +224,7 @@ class Checkpoints:
         return None
 
     def best(self) -> RunState | None:
-        """The state that was best by `checkpoint.best`; None if there is none."""
+        """Read the state that was best by `checkpoint.best`'s metric; None if there is none."""
         rounds = self.rounds("best")
         return self._read(self.path / f"best-{rounds[-1]}") if rounds else None
 
@@ -241,7 +246,7 @@ class Checkpoints:
             raise FedsimError(f"checkpoint {path} cannot be read: {error}") from None
 
     def _clear_drafts(self) -> None:
-        """Remove what a run that was killed has left half-written."""
+        """Remove half-written checkpoints of a run that was killed."""
         if self.path.is_dir():
             for entry in self.path.iterdir():
                 if entry.name.startswith(_DRAFT):
@@ -260,22 +265,26 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 class Checkpointing:
-    """Saves a session's state when that is due, in a thread: rounds do not wait for the disk.
+    """Saves a session's state when a checkpoint is due, in a thread, so that rounds do not wait.
+
+    All writes go through one thread in order, and each first checks that the one before succeeded:
+    metrics.csv is synced, then the checkpoint is written, then the round's row is appended. If the
+    rows before a checkpoint were not on disk, a resumed run would lack them.
 
     Parameters
     ----------
     resolved : Resolved
     directory : RunDirectory
     state : callable
-        Gives the state to save.
+        Returns the state to save.
     done : int
-        The round after which the run begins or is resumed.
+        Round after which the run starts or is resumed.
 
     Attributes
     ----------
     train_config : ConfigRecord or None
-        Sent to clients in each round, where they keep state of their own: since which round they
-        must keep it, because the run may be resumed from there.
+        Sent to clients in each round if they keep state: the round since which they must keep it,
+        because the run may be resumed from there.
     """
 
     def __init__(
@@ -307,7 +316,7 @@ class Checkpointing:
         Raises
         ------
         OSError
-            If that cannot be done, or an earlier save has failed.
+            If it cannot be written, or an earlier save has failed.
         """
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
@@ -316,7 +325,7 @@ class Checkpointing:
         if self._settings.every and number:
             if self._measure is not None and self._measure.improves(row, self._best):
                 self._best = row[self._measure.name]
-                # No run resumes from it, so it need not hold the noise's secret.
+                # Runs are never resumed from the best, so it need not hold the noise's secret key.
                 best = replace(self._state(), strategy={})
                 tasks.append(self._checkpoints.writing(best, "best"))
             waited = time.monotonic() - self._since
@@ -325,11 +334,11 @@ class Checkpointing:
                 self._saved, self._since = number, time.monotonic()
                 self._set_keep_since()
         if tasks:
-            # A checkpoint counts on the rows before it.
+            # The rows before a checkpoint must be on disk before it is.
             tasks.insert(0, self._metrics.sync)
         tasks.append(partial(self._metrics.append, row))
         if self._pending:
-            # After a failed one nothing may be written: it would refer to what is missing.
+            # If an earlier write failed, this one must not happen: it would rely on missing rows.
             tasks.insert(0, self._pending[-1].result)
         if len(tasks) > 1:
             self._pending.append(self._thread.submit(_call_all, tasks))
@@ -337,18 +346,18 @@ class Checkpointing:
             tasks[0]()
 
     def save(self, done: int) -> None:
-        """Save the last round, unless it is saved already."""
+        """Save the state after the last round, unless it is saved already."""
         self.wait()
         if self._settings.every and done != self._saved:
             self._metrics.sync()
             self._checkpoints.save(self._state())
             self._saved = done
         if self._correlated and done >= self._planned:
-            # With the noise state of earlier ones, noise could be subtracted from releases.
+            # Earlier checkpoints have the key of the noise, by which it could be subtracted.
             self._checkpoints.keep_newest()
 
     def wait(self) -> None:
-        """Wait until every save is on the disk.
+        """Wait until every save is on disk.
 
         Raises
         ------

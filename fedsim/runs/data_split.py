@@ -1,4 +1,4 @@
-"""A run's examples, and whose they are: loaded, held out, split among clients."""
+"""Loads a run's examples, holds some out, and splits the others among clients."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from fedsim.training import ClientData
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """The examples of a run, or of one of its clients, and whose they are.
+    """The examples of a run, or of one of its clients, and their assignment to clients.
 
     Attributes
     ----------
     dataset : Dataset
-        On the run's device.
+        The data set, on the run's device.
     parts : list of int64 arrays
-        Positions of each client's training examples.
+        Indices of each client's training examples.
     held_out : int64 array
-        Training examples that no client trains on; empty where none are held out.
+        Indices of training examples held out for validation; may be empty.
     test_parts : list of int64 arrays, or None
-        Each client's test examples, where the data say whose they are.
+        Indices of each client's test examples; None if test examples have no owners.
     of_clients : tuple of str
-        Which of ``test`` and ``validation`` are clients' own examples, in a private run: metrics of
-        them are not covered by its guarantee.
+        In a private run, which of ``test`` and ``validation`` are clients' own examples: its
+        guarantee does not cover metrics on them.
     all_sizes : collection of int, optional
-        Numbers of examples of all clients, where these are the data of one of them.
+        All clients' numbers of examples, if ``parts`` has one client's data only.
     """
 
     dataset: Dataset
@@ -51,12 +51,12 @@ class RunData:
 
     @property
     def sizes(self) -> set[int]:
-        """Numbers of training examples that clients have here, but for 0."""
+        """The different numbers of training examples that clients have here, without 0."""
         return {len(indices) for indices in self.parts if len(indices)}
 
     @property
     def planned_sizes(self) -> Collection[int]:
-        """Those that noise with a target epsilon must be enough for: all clients'."""
+        """Sizes of all clients, for which noise is calibrated to a target epsilon."""
         return self.sizes if self.all_sizes is None else self.all_sizes
 
 
@@ -66,20 +66,21 @@ def resolve_data(
     *,
     load: Callable[[RunConfig], Dataset] | None = None,
 ) -> RunData:
-    """The examples that a run has, and which client has which.
+    """Load a run's examples and split them among its clients.
 
     Parameters
     ----------
     config : RunConfig
     overrides : ObjectOverrides, optional
     load : callable, optional
-        In the place of `load_dataset`.
+        Function to use instead of `load_dataset`.
 
     Raises
     ------
     FedsimError
-        If there are none, they cannot be split this way, or a private run would find or show what
-        it must not; or if the config is of a run with objects that are not given.
+        If there are no examples, or they cannot be split this way; if a private run would derive
+        something from protected examples, or show it; if the config's run had Python objects
+        that are not given.
     """
     overrides = overrides or ObjectOverrides()
     overrides.refuse_missing(config)
@@ -114,13 +115,13 @@ def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
 
 
 def partitioner(config: RunConfig) -> Partition:
-    """The partitioner, seeded."""
+    """Make the config's partitioner, with its seed."""
     made: Partition = config.partition.make(clients=config.partition.clients, seed=config.seed)
     return made
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Where a run trains.
+    """Device on which a run trains.
 
     Raises
     ------
@@ -134,30 +135,30 @@ def device_of(config: RunConfig) -> torch.device:
 
 
 def client_data(dataset: Dataset, split: Split, parts: list[Indices]) -> ClientData:
-    """Examples of a data set's split, and whose they are, normalised as the data set says."""
+    """Examples of a data set's split with their clients' indices and the data's normalisation."""
     unusable = split.columns.get(UNUSABLE)
     return ClientData(split.x, split.y, parts, *input_statistics(dataset), split.mask, unusable)
 
 
 def all_test_examples(dataset: Dataset) -> ClientData:
-    """All of a data set's test examples, as one client's."""
+    """All of a data set's test examples, assigned to one client."""
     return client_data(dataset, dataset.test, [np.arange(len(dataset.test), dtype=np.int64)])
 
 
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
-    """Mean and standard deviation of inputs ``[C, 1, 1]`` or ``[features]``, or None."""
+    """Mean and standard deviation of inputs, ``[C, 1, 1]`` or ``[features]``; None without."""
     images = dataset.train.x.dim() == 4
     found = []
     for numbers in (dataset.mean, dataset.std):
         values = None if numbers is None else torch.tensor(numbers, dtype=torch.float64)
-        # One number a channel, so that it broadcasts over [C, H, W].
+        # One number for each channel, which broadcasts over [C, H, W].
         found.append(values.view(-1, 1, 1) if values is not None and images else values)
     mean, std = found
     return mean, std
 
 
 def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
-    """A data set of that shape without an example: all that building a model asks for."""
+    """A data set of these shapes without examples, which is enough to build a model."""
     x, y = (
         torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
         for key in ("x", "y")
@@ -168,7 +169,7 @@ def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
 
 
 def load_dataset(config: RunConfig) -> Dataset:
-    """The examples that a config names."""
+    """Load the data set that a config names."""
     data = config.data
     return datasets.load(
         data.name,
@@ -183,7 +184,7 @@ def load_dataset(config: RunConfig) -> Dataset:
 
 
 def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData:
-    """Hold examples out, and split the others among clients."""
+    """Hold out validation examples, and split the others among clients."""
     train, test = dataset.train, dataset.test
     if config.evaluate.every and not len(test):
         raise FedsimError(
@@ -210,19 +211,19 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
-    # Nobody evaluates on one whose label is none.
+    # Examples without a usable label are left out of validation.
     held_out = held_out[~train.columns.get(UNUSABLE, np.zeros(len(train), np.bool_))[held_out]]
     tests = partition.test_indices(columns, test.columns)
     return RunData(dataset, parts, held_out, tests, of_clients)
 
 
 def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
-    """Splits for evaluation whose examples belong to a private run's clients.
+    """Which of "test" and "validation" have examples that belong to a private run's clients.
 
     Raises
     ------
     FedsimError
-        If their metrics, which have no noise, would be shown and may not.
+        If metrics on them, which have no noise, would be shown without `evaluate.unprotected`.
     """
     columns = _owner_columns(partition, dataset)
     if not columns:
@@ -248,7 +249,7 @@ def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tu
 
 
 def refuse_found(dataset: Dataset, partition: Partition) -> None:
-    """Refuse what was found in clients' examples, where a private run protects these.
+    """Refuse properties of a data set that were found in examples which a private run protects.
 
     Raises
     ------
@@ -282,7 +283,7 @@ _FOUND_IN_TABLES = {
 
 
 def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
-    """The columns that may say whose an example is: all, for a user's partition that names none."""
+    """Columns that may name an example's owner: all, for a user's partition that names none."""
     of_train = [name for name in dataset.train.columns if name != UNUSABLE]
     if of_user(partition) and not hasattr(partition, "column"):
         return of_train
@@ -290,7 +291,7 @@ def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
 
 
 def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
-    """The first of these columns in which a test example has a training example's owner, or ""."""
+    """First of these columns in which test and training examples share an owner; else ""."""
     for name in columns:
         owners, theirs = (split.columns.get(name) for split in (dataset.train, dataset.test))
         if owners is not None and theirs is not None and np.isin(theirs, owners).any():

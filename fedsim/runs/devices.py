@@ -1,9 +1,10 @@
-"""A model of clients' devices: their availability, their amount of work, and its duration.
+"""Simulated devices of clients: their availability, amount of work, and time taken.
 
-A simple model, drawn from a seed and a client's id and never from data: a device is there with
-a fixed probability a round, or when a trace says so; it drops out with another; it takes its own
-seconds an example and has its own bandwidth, log-normal over clients. Who is drawn and does not
-take part counts as missing, so that the event of a private round stays that of its cohort.
+The model is simple, and depends on a seed and a client's id, never on data. A device is available
+with a fixed probability each round, or according to a trace; it drops out with another
+probability; its seconds for an example and its bandwidth are log-normal over clients. A sampled
+client that does not take part counts as missing, so that a private round is accounted for as its
+sampled cohort.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ LARGEST_FILE = 2**30
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """What a round moved, and how long it took by the devices' clocks.
+    """Bytes sent in a round, and its simulated duration.
 
     Attributes
     ----------
     bytes_down, bytes_up : int
-        Sent to the devices that were there, and by those that did not drop out: the values of
-        what is sent, without any protocol's wrapping.
+        Bytes sent to the available devices, and by those that did not drop out; values only,
+        without a protocol's overhead.
     seconds : float
-        Of the slowest that replied, or the deadline if one passed it.
+        Time of the slowest device that replied, or the deadline if any device missed it.
     """
 
     bytes_down: int
@@ -58,18 +59,18 @@ class Devices:
     seed : int
     settings : DevicesSection
     trace : bool ``[T, population]``, optional
-        Whether one is available, in the place of a probability: round r is row (r - 1) mod T.
+        Availability, instead of a probability: row (r - 1) mod T is for round r.
     """
 
     seed: int
     settings: DevicesSection
     trace: Bools | None = None
     load: RoundLoad | None = field(default=None, init=False)
-    """Of the round that `replying` was asked of last."""
+    """Load of the round of the last call of `replying`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Those that a config describes."""
+        """Make the devices that a config describes."""
         settings, clients = config.devices, config.partition.clients
         trace = _read_trace(Path(settings.trace), clients) if settings.trace else None
         return cls(config.seed, settings, trace)
@@ -82,16 +83,16 @@ class Devices:
         down: int,
         up: int,
     ) -> Bools:
-        """Which of these clients ``[n]`` take part in the round, ``[n]``.
+        """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`.
 
         Parameters
         ----------
         round : int
         client_ids : int64 ``[n]``
         examples : callable
-            How many examples clients ``[m]`` go through in a round, ``[m]``.
+            Numbers of examples ``[m]`` that clients ``[m]`` process in a round.
         down, up : int
-            Bytes that a client gets and sends.
+            Bytes that a client receives and sends.
         """
         available = self._available(round, client_ids)
         replies = available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
@@ -102,6 +103,7 @@ class Devices:
         sent = int(replies.sum())
         if self.settings.deadline:
             late = seconds > self.settings.deadline
+            # The server cannot know that a device dropped out: it waits until the deadline for it.
             waited = late.any() or bool((available & ~replies).any())
             seconds = np.minimum(seconds, self.settings.deadline)
             longest = self.settings.deadline if waited else float(seconds.max(initial=0.0))
@@ -112,17 +114,17 @@ class Devices:
         return replies
 
     def reachable(self, round: int, client_ids: Ints) -> Bools:
-        """Which of these clients ``[n]`` are there in the round and do not drop out, ``[n]``."""
+        """Whether each client is available in the round and does not drop out, ``bool [n]``."""
         available = self._available(round, client_ids)
         return available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
 
     @property
     def clocked(self) -> bool:
-        """Whether devices take any time."""
+        """Whether simulated time is modelled at all."""
         return bool(self.settings.seconds_per_example or self.settings.bandwidth)
 
     def seconds(self, client_ids: Ints, examples: Floats, transferred: int) -> Floats:
-        """How long each of these takes for its examples and bytes, ``[n]``."""
+        """Seconds that each client takes for its examples and bytes, ``[n]``."""
         seconds = self.settings.seconds_per_example * self._scales(SPEED, client_ids) * examples
         if self.settings.bandwidth:
             seconds += transferred / (
@@ -151,7 +153,7 @@ class Devices:
 
 
 def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.Generator:
-    # A device is asked for again: it is the same one in every round.
+    # `repeated`: the same draws are made in every round, since a device's speed does not change.
     return (
         Randomness(seed)
         .repeated()
@@ -160,7 +162,7 @@ def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.G
 
 
 def work_counts(config: RunConfig) -> Ints | None:
-    """Each client's own number of epochs or steps ``[population]``; None where all have one."""
+    """Each client's number of epochs or steps ``[population]``; None if all have the same."""
     work, clients = config.client.work, config.partition.clients
     drawn = WORK_RANGE.fullmatch(work)
     if drawn is None:
@@ -171,7 +173,7 @@ def work_counts(config: RunConfig) -> Ints | None:
 
 
 def read_work(path: Path, population: int) -> Ints:
-    """Those numbers from a file: a whole number, at least 1, a line for each client.
+    """Read them from a file: a whole number of at least 1 on one line for each client.
 
     Raises
     ------
@@ -183,7 +185,7 @@ def read_work(path: Path, population: int) -> Ints:
         counts = [int(line) for line in regular_files.read_text(path).split()]
     except OSError as error:
         raise FedsimError(f"client.work = '{path}' cannot be read ({error.strerror}).") from None
-    except ValueError:  # whose words would tell what is in the file
+    except ValueError:  # its message would show content of the file
         raise FedsimError(
             f"client.work = '{path}' holds something else than whole numbers, or is larger than a "
             "gigabyte; it must have one for each client."
@@ -197,7 +199,7 @@ def read_work(path: Path, population: int) -> Ints:
 
 
 def _read_trace(path: Path, population: int) -> Bools:
-    """Who is there: an .npy file of truth values ``[rounds, population]``, which stays there.
+    """Open a trace: an .npy file of truth values ``[rounds, population]``, memory-mapped.
 
     Raises
     ------
@@ -207,7 +209,7 @@ def _read_trace(path: Path, population: int) -> Bools:
         trace = np.load(regular_files.require(path), mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise FedsimError(f"devices.trace = '{path}' cannot be read ({error.strerror}).") from None
-    except Exception:  # anything that a parser of a stranger's bytes may raise
+    except Exception:  # a parser of untrusted bytes may raise anything
         trace = None
     if (
         not isinstance(trace, np.ndarray)

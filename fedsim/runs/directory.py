@@ -1,27 +1,27 @@
-"""A run's directory: what is in it, which run may write there, and what an overwritten run leaves.
+"""A run's directory: its files, which run may write to it, and how a run is overwritten.
 
 ::
 
     config.toml         complete and resolved: reproduces the run
-    metrics.csv         a row a round
+    metrics.csv         one row for each round
     ledger.jsonl        every private release; clients' own are in clients/
     fingerprint.key     the run's key, 0600, by which it recognises its sums and files
-    data-split.json     who held which examples, where data= or partition= was given from Python
-    named-files.json    where the files are that config.toml names by relative paths
+    data-split.json     which client has which examples, if data= or partition= came from Python
+    named-files.json    absolute paths of the files that config.toml names by relative paths
     manifest.json       digests of the files when the run ended (see `Manifest`)
-    ledger.sig          its signature, where there is a key for one
+    ledger.sig          signature of the manifest, if there is a key for one
     model.safetensors   the model
     summary.json        figures that are computed once, at the end
     report.html         the report
-    done                how the run has ended, once it has
-    checkpoint/         the states from which it can be resumed (see `Checkpoints`)
-    tensorboard/        event files, where `log.to` asks for them
-    clients/            the state of clients on this machine
-    archive/1/ ...      ledgers of the runs that were overwritten here, with their configs
+    done                how the run ended; missing before its end
+    checkpoint/         states from which the run can be resumed (see `Checkpoints`)
+    tensorboard/        event files, if `log.to` asks for them
+    clients/            state of the clients on this machine
+    archive/1/ ...      ledgers and configs of the runs that were overwritten here
     .fedsim-run         marks the directory as a run's (see `RunLock`)
 
-A directory is claimed before anything is written to it, and by one run at a time. Files of other
-names are never touched.
+A run claims a directory before it writes to it; only one run at a time can. Files of other names
+are never touched.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from fedsim.runs.metrics import MetricsFile
 from fedsim.runs.run_lock import RunLock, is_marked
 
 Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
-"""How a run has ended; 'dropped' is by a sweep's halving."""
+"""How a run ended; 'dropped': by a sweep's successive halving."""
 
 
 class Ending(NamedTuple):
-    """How a run has ended, and a sentence if that was early."""
+    """How a run ended, and a sentence that says why if it ended early."""
 
     ended: Ended
     why: str = ""
@@ -64,10 +64,10 @@ DATA_SPLIT = "data-split.json"
 NAMED_FILES = "named-files.json"
 
 RUNS = "FEDSIM_RUNS"
-"""Environment variable: the directory in which each run of a SuperLink gets one of its own."""
+"""Environment variable: directory in which each run of a SuperLink gets its own directory."""
 
 OUT = "FEDSIM_OUT"
-"""Environment variable: the directory, claimed already, of the one run of a SuperLink."""
+"""Environment variable: directory, already claimed, of the only run of a SuperLink."""
 
 
 class RunDirectory:
@@ -76,13 +76,13 @@ class RunDirectory:
     Parameters
     ----------
     path : path
-        Need not exist; nothing is written before `claim`. Not the empty string, which `Path` would
-        take for the current directory.
+        Need not exist; nothing is written before `claim`. The empty string is refused, since `Path`
+        would take it for the current directory.
 
     Attributes
     ----------
     metrics_file : MetricsFile
-        What reads and writes ``metrics``.
+        Reader and writer of metrics.csv.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -116,13 +116,13 @@ class RunDirectory:
         return type(self), (self.path,)  # a lock stays with its process
 
     def check_free(self, overwrite: bool) -> None:
-        """Refuse a directory that this run may not have; nothing is touched.
+        """Refuse a directory that a new run may not use, without touching it.
 
         Raises
         ------
         FedsimError
-            If it holds a run, unless that may be overwritten; if another run is writing to it; if
-            something in it that no run has written bears the name of a run's file; if it is a file.
+            If it has a run and ``overwrite`` is False; if another run is writing to it; if it has
+            no marker but files named like a run's, which may be the user's; if it is a file.
         """
         with self._explained():
             if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
@@ -143,12 +143,12 @@ class RunDirectory:
                 )
 
     def holds_run(self) -> bool:
-        """Whether there is a run here that can be resumed; nothing is touched.
+        """Whether there is a run here that can be resumed; touches nothing.
 
         Raises
         ------
         FedsimError
-            If another run is writing to it, it is a later fedsim's, or it lacks its config.
+            If another run is writing to it, a later fedsim wrote it, or its config.toml is missing.
         """
         if not is_marked(self.path):
             return False
@@ -165,9 +165,9 @@ class RunDirectory:
 
     @contextmanager
     def resumed(self, config_toml: str) -> Iterator[None]:
-        """Have the directory of a run that is resumed, for as long as the context lasts.
+        """Lock the directory of a run to be resumed while the context lasts.
 
-        If it fails before a round is made, the directory is as it was found.
+        If the resumed run fails before it makes a round, the directory is put back as it was.
 
         Raises
         ------
@@ -194,21 +194,21 @@ class RunDirectory:
             self._lock.release()
 
     def _made(self) -> list[int]:
-        """Lengths of the files that grow with every round."""
+        """Sizes of the files that grow with every round."""
         return [path.stat().st_size for path in (self.metrics, self.ledger) if path.is_file()]
 
     @contextmanager
     def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:
-        """Have the directory for a new run, for as long as the context lasts.
+        """Claim the directory for a new run, and lock it while the context lasts.
 
-        The ledgers of a run that is overwritten are kept in ``archive/``. If the new run fails
-        before it has written a file, the directory is as it was found or, after an earlier run,
-        an empty one that is marked as a run's.
+        The ledgers of a run that is overwritten are moved to ``archive/``. If the new run fails
+        before it writes a file, the directory is put back as it was; if it held an earlier run, it
+        is left empty and marked as a run's.
 
         Raises
         ------
         FedsimError
-            As `check_free` does, or if nothing can be written there.
+            If the directory may not be used (see `check_free`) or cannot be written to.
         """
         new_directories = _missing(self.path)
         begun = False
@@ -220,6 +220,7 @@ class RunDirectory:
             yield
         except BaseException:
             written_first = (self.config, self.path / NAMED_FILES)
+            # These are written before the first round: with no other file, nothing is lost.
             if begun and {*self._files()} <= {path.name for path in written_first}:
                 for path in written_first:
                     path.unlink(missing_ok=True)
@@ -228,7 +229,7 @@ class RunDirectory:
                 try:
                     directory.rmdir()
                 except OSError:
-                    break  # not empty, or never made
+                    break  # not empty, or never created
             raise
         finally:
             self._lock.release()
@@ -238,7 +239,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_in_use(self._lock.take())
         if self._files() and not overwrite:
-            # By a run that has begun and ended since the directory was looked at.
+            # A run began and ended here between `check_free` and taking the lock.
             self._lock.release()
             raise FedsimError(f"{self.path} already holds a run; choose another --out.")
         self._archive_ledgers()
@@ -249,29 +250,30 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def _archive_ledgers(self) -> None:
-        """Move an earlier run's ledgers, with its config, to ``archive/``, where they count."""
+        """Move an earlier run's ledgers and config to ``archive/``, where they still count."""
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
         if not any(path.exists() for path in kinds):
             return
         resolve_name("fedsim.runs.run_ledgers:charge_planned")(self.path)
-        key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
+        # Without the run's key, no HMAC in its data-split.json could be compared.
+        key = [self.path / KEY] if self.data_split.exists() else []
         files = (self.config, self.data_split, *key, *kinds)
         archive(*(path for path in files if path.exists()))
 
     def save_model(
         self, arrays: Mapping[str, Tensor], about: Mapping[str, object] | None = None
     ) -> None:
-        """Write model.safetensors; ``about`` says which release plan and ledger made it."""
-        # Only now: what reads a directory need not wait for torch.
+        """Write model.safetensors; ``about`` is its metadata on the release and the ledger."""
+        # Imported here: commands that only read a directory should not wait for torch.
         from safetensors.torch import save
 
         tensors = {name: tensor.contiguous().cpu() for name, tensor in arrays.items()}
-        # One entry: the order of several is not always the same.
+        # One entry of JSON: safetensors does not keep the order of several, and bytes must repeat.
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
         replace(self.model, save(tensors, metadata={METADATA: text}))
 
     def finish(self, ended: Ended, why: str) -> None:
-        """Note how the run has ended; one that was interrupted can be resumed, and has not."""
+        """Write how the run ended; an interrupted run has not ended, since it can be resumed."""
         if ended != "interrupted":
             replace(self.done, json.dumps({"ended": ended, "why": why}).encode() + b"\n")
 
@@ -284,9 +286,9 @@ class RunDirectory:
         replace(self.report, html.encode())
 
     def seal(self) -> None:
-        """Write the manifest of the files as they are now, and sign it where there is a key.
+        """Write the manifest of the current files, and sign it if there is a key.
 
-        Whatever changes one of these files afterwards has to seal them again.
+        Code that changes one of these files afterwards must call this again.
 
         Raises
         ------
@@ -303,11 +305,11 @@ class RunDirectory:
             replace(self.signature, signed.encode())
 
     def _files(self) -> list[str]:
-        """Names of a run's files that are here."""
+        """Names of the run's files that exist."""
         return [path.name for path in self._own if path.exists()]
 
     def remains(self, rounds: Sequence[int]) -> str:
-        """A sentence on what a run that has failed here leaves, with checkpoints of ``rounds``."""
+        """Sentence on what a failed run leaves here; it has checkpoints of ``rounds``."""
         files = [name for name in self._files() if name != self.config.name]
         if not files:
             return f"Nothing of the run is left in {self.path}."
@@ -332,7 +334,7 @@ class RunDirectory:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say in a sentence that the directory cannot be used, and why."""
+        """Turn an OSError into the sentence that the directory cannot be used, and why."""
         try:
             yield
         except OSError as error:
@@ -343,7 +345,7 @@ class RunDirectory:
 
 
 def ending(path: Path) -> Ending:
-    """How the run in a directory has ended."""
+    """How the run in a directory ended; "interrupted" if it has not."""
     try:
         written = json.loads(regular_files.read_text(path / "done"))
         return Ending(written["ended"], str(written["why"]))
@@ -352,7 +354,7 @@ def ending(path: Path) -> Ending:
 
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
-    """Where a run's clients keep their ledgers, if that is on this machine."""
+    """Directory of the ledgers of a run's clients; None if they are not on this machine."""
     state_dir = config.get("client.state-dir")
     pattern = "client-*.jsonl"
     for path in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
@@ -362,7 +364,7 @@ def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
 
 
 def last_run(runs: Path, name: str) -> RunDirectory | None:
-    """The latest run of this name among a SuperLink's, to resume it.
+    """The latest run of this name among a SuperLink's runs, to resume it; None without one.
 
     Raises
     ------
@@ -380,7 +382,7 @@ def last_run(runs: Path, name: str) -> RunDirectory | None:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Those of ``path`` and its parents that are not there, innermost first."""
+    """The directories among ``path`` and its parents that do not exist, innermost first."""
     missing = []
     for directory in (path, *path.parents):
         if os.path.lexists(directory):

@@ -1,6 +1,6 @@
-"""What a run must have in common with earlier ones: the run that it resumes, those it is added to.
+"""Checks a run against earlier ones: the run that it resumes, and those in the same directory.
 
-That clients hold the same examples in them is the subject of `fedsim.runs.split_record`.
+Whether clients have the same examples in them is checked in `fedsim.runs.split_record`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ LEFT_TO_A_RULE: dict[str, Scalar] = {
     "client.state-dir": "",
     "engine.device": "auto",
 }
-"""Keys with the values that leave them to a rule: a resumed run has the values it began with."""
+"""Keys and the values that leave them to a rule; a resumed run keeps the values it began with."""
 
 
 def resumed_config(
     config: RunConfig, directory: RunDirectory, overrides: ObjectOverrides | None = None
 ) -> RunConfig:
-    """The resolved config with which the run in ``directory`` is resumed, given ``config``.
+    """The resolved config for resuming the run in ``directory`` with the user's ``config``.
 
     Raises
     ------
     FedsimError
-        Naming the key, if the run has released, or would release, something else with it.
+        If a key differs that changes what was or will be released; the message names it.
     """
     state = Checkpoints(directory.checkpoint).newest()
     if state is not None:
-        # Damaged rows are refused before anything is changed.
+        # Refuse damaged rows before anything is changed.
         directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
     began = _began_with(directory, state)
     wanted = _resolved(config, began, overrides)
@@ -89,7 +89,7 @@ def resumed_config(
     _refuse_undeclared(began, wanted, resumed)
     has_state = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
-        # Clients' state is there.
+        # The clients' state is in a directory of these names.
         if has_state and key in changed and began.get("client.state-dir"):
             raise FedsimError(
                 f"{key} = {shown(changed[key])}; it must be {shown(began[key])} as it was when the "
@@ -107,7 +107,7 @@ def resumed_config(
 def _refuse_other_plan(
     began: Flat, resumed: RunConfig, state: RunState | None, ended: Stopping, path: Path
 ) -> None:
-    """Refuse what does not continue a plan that was charged before its first round."""
+    """Refuse changes to a plan that was charged as a whole before its first round."""
     for key in ("privacy.selection", "privacy.selection-mean"):
         if began[key] != (now := resumed.to_run_config()[key]):
             raise FedsimError(f"{key} = {shown(now)}; it must be {shown(began[key])}, as it was.")
@@ -137,7 +137,7 @@ def _refuse_other_plan(
 
 
 def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
-    """Refuse to declare afterwards that releases do not end the run: delta is shared already."""
+    """Refuse to withdraw the declaration that releases may end the run: it has halved delta."""
     if config.protects and declares_stops(began) and not declares_stops(wanted):
         key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
         raise FedsimError(
@@ -148,7 +148,7 @@ def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
 
 
 def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
-    """Refuse a lower limit for a run that releases have ended, or may have."""
+    """Refuse a lower limit for a run whose end may have depended on releases."""
     for key in ("rounds", "noise.max-epsilon"):
         before, now = (flat.get(key, "") for flat in (began, wanted))
         if float(now or "inf") < float(before or "inf"):
@@ -161,26 +161,26 @@ def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
 
 
 def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
-    """The config of the checkpoint, or without one the directory's."""
+    """The config of the checkpoint; without a checkpoint, of config.toml."""
     written = past_config(directory.config).to_run_config()
     if state is None:
         return written
     began = past_config(directory.config, dict(state.config)).to_run_config()
     if began.get("client.state-dir") and not written.get("client.state-dir"):
-        # In the run's own directory, wherever that is by now.
+        # The state is in the run's own directory, which may have moved.
         began["client.state-dir"] = str(directory.clients.absolute())
     return began
 
 
 def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
-    """``config``, flat, with the run's own values where it leaves them to rules or calibration."""
+    """``config``, flat, with the run's values for what it leaves to rules or calibration."""
     wanted = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
         if wanted.get(key) == unset and key in began:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return wanted
-    # Calibrated to the rounds, and at the delta, with which the run began.
+    # Calibrate for the rounds and the delta with which the run began, to get the same noise.
     as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
     then = calibrated(RunConfig.from_run_config({**wanted, **as_then}), overrides)
     return {**then.to_run_config(), **{key: wanted[key] for key in as_then}}
@@ -191,7 +191,7 @@ def _text(value: Scalar | None) -> str:
 
 
 def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
-    """Whether the run there is not of this config with its objects: of its releases or examples."""
+    """Whether the run there was made with other objects, by its release digests or examples."""
     if holds_other_examples(resolved, directory.path):
         return True
     if not directory.ledger.exists():
@@ -201,7 +201,7 @@ def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
 
 
 def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
-    """Refuse to resume a run with other objects from Python than it began with.
+    """Refuse to resume a run with other Python objects than it began with.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
 
 
 def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
-    """Move clients' ledgers where the engine needs them in another place of the directory."""
+    """Move the clients' ledgers if the engine of a resumed run needs them in another place."""
     place = ledger_dir(resolved.config, resolved.out)
     if place is None or place == directory.clients or not directory.clients.is_dir():
         return
@@ -226,15 +226,15 @@ def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
 
 
 def check_past(resolved: Resolved, directory: RunDirectory) -> None:
-    """Refuse a directory in which earlier runs released what cannot be added up with this run.
+    """Refuse a directory whose earlier runs' costs cannot be added to this run's.
 
     Raises
     ------
     FedsimError
-        If their ledgers cannot be read or do not compose; if clients protect their examples in
-        this run and did not in one of them, or the other way round; if their ledgers were kept
-        elsewhere: an example-level statement over one of the two alone would be false; or if in a
-        private one of them clients held other examples.
+        If the earlier ledgers cannot be read or composed; if clients protect their examples in
+        one run and not in another, or their ledgers are in different places, since an
+        example-level statement about only one of them would be false; or if clients had other
+        examples in an earlier private run.
     """
     ledgers = archived(directory.ledger)
     if directory.ledger.exists():

@@ -1,4 +1,4 @@
-"""A trained model in another format, with its normalisation, for use without fedsim."""
+"""Exports a trained model, with its normalisation, to formats for use without fedsim."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from fedsim.runs.named_files import PATHS
 from fedsim.runs.saved import SavedRun
 
 PEFT = "peft"
-"""The format that is a folder."""
+"""The only format that is a folder."""
 
 
 def export(saved: SavedRun, to: str) -> bytes:
-    """A run's model as a file of another format.
+    """A run's model as the content of a file in another format.
 
     Parameters
     ----------
     saved : SavedRun
     to : "onnx", "torchscript" or "safetensors"
-        The first two take inputs as they lie in the data set, normalise them, and take batches of
-        any size. The last holds the weights, but for those that clients keep, and in its metadata
-        what a caller must know.
+        The first two take raw inputs, as in the data set, in batches of any size, and normalise
+        them. The last has the weights, without personal ones; its metadata describes inputs,
+        normalisation and labels.
 
     Raises
     ------
     FedsimError
-        If what makes it is not installed, or the model does not fit it.
+        If a required package is not installed, or the model cannot be converted.
     """
     return FORMATS[to](saved)
 
@@ -78,9 +78,9 @@ def _torchscript(saved: SavedRun) -> bytes:
 
 @contextmanager
 def _converting(saved: SavedRun, to: str) -> Iterator[None]:
-    """Say in a sentence that a format does not take a model, and why."""
+    """Turn an error of a conversion into a sentence that says why the model does not fit."""
     with warnings.catch_warnings():
-        # torch asks for TorchScript's successor, which only torch can read.
+        # torch warns that TorchScript is deprecated; its successor can be read by torch only.
         warnings.simplefilter("ignore")
         try:
             yield
@@ -110,13 +110,13 @@ def _numbers(statistic: Tensor | None) -> list[float] | None:
 
 
 def _example(saved: SavedRun) -> Tensor:
-    """Two made-up examples, of the dtype that the data set has."""
+    """A batch of two zero examples, of the inputs' dtype."""
     shape = (2, *saved.input_shape)
     return torch.zeros(shape, dtype=saved.input_dtype)
 
 
 def _does_not_fit(saved: SavedRun, to: str, error: Exception) -> FedsimError:
-    # torch wraps the reason in advice of many lines, with colours.
+    # torch wraps the cause in many lines of advice, with colours.
     reason: BaseException = error
     while reason.__cause__ is not None:
         reason = reason.__cause__
@@ -133,14 +133,14 @@ FORMATS: dict[str, Callable[[SavedRun], bytes]] = {
     "torchscript": _torchscript,
     "safetensors": _safetensors,
 }
-"""How each format is made."""
+"""Function that makes each format."""
 
 SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors", PEFT: "-adapter"}
-"""What files of each format are called, and a folder in peft's."""
+"""Suffix of each format's file, or of peft's folder."""
 
 
 def default_path(saved: SavedRun, to: str) -> Path:
-    """Where an export goes by default: beside the run's directory."""
+    """Default path of an export: next to the run's directory."""
     path = saved.directory.path.absolute()
     return path.with_name(path.name + SUFFIXES[to])
 
@@ -157,8 +157,8 @@ def export_adapter(saved: SavedRun, out: Path) -> Path:
     Raises
     ------
     FedsimError
-        If the run has no adapter, or one that peft has not; if parts of it are personal, or
-        ``out`` is there.
+        If the run has no adapter, or one that peft does not know; if parts of it are personal;
+        if ``out`` exists.
     """
     if saved.config.adapter.name == "none" or saved.merge or saved.personal:
         why = "merges its adapter" if saved.merge else "has no adapter that all clients share"
@@ -172,12 +172,12 @@ def export_adapter(saved: SavedRun, out: Path) -> Path:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory that is called ``out`` once it is whole.
+    """Make a directory that is renamed to ``out`` once its content is complete.
 
     Raises
     ------
     FedsimError
-        If there is one.
+        If ``out`` exists.
     """
     if os.path.lexists(out):
         raise FedsimError(f"--out {out} is there already; choose another directory.")
@@ -202,7 +202,10 @@ _NO_HEAD = (
 
 
 def publish(saved: SavedRun, out: Path) -> Path:
-    """Write the bundle of a private run.
+    """Write a private run's public bundle: model, statement and config.
+
+    It has only what the guarantee covers, and nothing by which the seed of simulated noise could
+    be found.
 
     Parameters
     ----------
@@ -213,7 +216,7 @@ def publish(saved: SavedRun, out: Path) -> Path:
     Raises
     ------
     FedsimError
-        If the run has no guarantee, or ``out`` is there.
+        If the run has no guarantee, or ``out`` exists.
     """
     covered = [s for s in saved.record.statements if s.private and s.cost.releases]
     statements = [s for s in covered if s.level == "client"] or covered
@@ -226,14 +229,14 @@ def publish(saved: SavedRun, out: Path) -> Path:
     if simulated:
         statements = [replace(s, head="", note=f"{s.note} {_NO_HEAD}".strip()) for s in statements]
     with _new_directory(out) as draft:
-        # Without the metadata that the run gave it: a release digest can be searched for its seed.
+        # Not the run's own metadata: from a release digest the seed can be found by search.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
         save_file(
             saved.weights,
             draft / "model.safetensors",
             metadata={METADATA: json.dumps(about, sort_keys=True)},
         )
-        # Without where a ledger lies on the operator's machine.
+        # Without the ledger's path on the operator's machine.
         texts = [
             "\n".join(line for line in s.sentences() if not line.startswith("Ledger: "))
             for s in statements
@@ -248,11 +251,11 @@ def publish(saved: SavedRun, out: Path) -> Path:
 
 
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
-    """What bears on the releases: what a new key says does not is left out by itself."""
+    """Settings that determine the releases; keys in `keys_outside_release` are left out."""
     shown: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
     outside = keys_outside_release()
     for key, value in config.to_run_config().items():
         if key not in outside and not (simulated and key == "seed"):
             is_path = key in PATHS and "/" in str(value)
-            shown[key] = Path(str(value)).name if is_path else value  # not where it is
+            shown[key] = Path(str(value)).name if is_path else value  # the name without directories
     return nested(shown)

@@ -1,4 +1,4 @@
-"""The objects that the tables of a config stand for, and the training of clients made of them."""
+"""Makes the objects that a config's tables describe, and the trainer of its clients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from fedsim.training.payload import Compression
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:
     """The `Mechanism` that bounds updates, or a client's per-example gradients.
 
-    In the place of the one of updates there may be a `RobustMean`.
+    For updates it may also be a `RobustMean`.
     """
     bound = settings.make()
     if settings.per_layer:
@@ -80,24 +80,24 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 
 
 def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
-    """Which of an adapted model's parameters rest in which rounds; None where none ever does."""
+    """Which adapter parameters are frozen in which rounds; None if none ever is."""
     adapter: Adapter = config.adapter.make()
     return adapter.alternation(model)
 
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
-    """What the server releases: its noise as the config says, or calibrated to the target."""
+    """The server's release plan, with the config's noise or noise calibrated to its target."""
     return plan.release_plan(config, mechanism(config.mechanism))
 
 
 def secure_aggregation(config: RunConfig) -> SecureAggregation | None:
-    """The config's secure aggregation, if it has one."""
+    """Secure aggregation as the config sets it; None without."""
     section = config.secagg
     return SecureAggregation(section.threshold, section.colluders) if section.threshold else None
 
 
 def private_metrics(config: RunConfig) -> PrivateMetrics | None:
-    """The metrics that the config releases with noise, if any.
+    """The metrics that the config releases with noise; None without private evaluation.
 
     Raises
     ------
@@ -129,22 +129,22 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
 
 
 def loss(config: RunConfig) -> Loss:
-    """The loss of an example."""
+    """The per-example loss."""
     task = config.task
     thing = task.find()
     return tasks.loss_of(task.loss, thing, task.settings_for(thing, _compared(thing)))
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
-    """What an evaluation reports besides the loss, by what it is called there.
+    """The metrics of an evaluation (without the loss), by their labels.
 
-    That is the last part of its name, and the values of its options: ``top-k(k=3)`` is called
-    ``top-k-3``.
+    A label is the last part of the metric's name and the values of its options: the label of
+    ``top-k(k=3)`` is ``top-k-3``.
 
     Raises
     ------
     FedsimError
-        If two would be called the same.
+        If two metrics would have the same label.
     """
     made: dict[str, Metric] = {}
     for name, options in config.task.named_metrics():
@@ -161,7 +161,7 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
 
 
 def _compared(thing: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function calls outputs and targets, its first two parameters; none of a class."""
+    """Names of a function's first two parameters, outputs and targets; empty for a class."""
     if isinstance(thing, type):
         return ()
     try:
@@ -171,7 +171,7 @@ def _compared(thing: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
-    """What the server does with the noisy mean."""
+    """The server optimizer, which applies the noisy mean to the model."""
     made = config.server.make()
     optimizer: ServerOptimizer = FlowerOptimizer(made) if isinstance(made, Strategy) else made
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
@@ -188,18 +188,18 @@ def server_optimizer(config: RunConfig) -> ServerOptimizer:
 
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
-    """How a run's clients train, whichever clients these are.
+    """How a run's clients train: makes a trainer for all clients, or for one node's.
 
     Attributes
     ----------
     config : RunConfig
     model : nn.Module
-        Initialised.
+        The initialised model.
     personal : list of str
-        Names of the parameters that clients keep to themselves.
+        Names of the parameters that clients do not share.
     device : torch.device
     privacy : ExamplePrivacy or None
-        What clients do to their examples' gradients.
+        Example-level privacy of the clients' training.
     """
 
     config: RunConfig
@@ -211,14 +211,14 @@ class LocalTraining:
     def trainer(
         self, data: ClientData, test: ClientData | None = None, *, state_dir: Path | None = None
     ) -> Trainer:
-        """A trainer of any clients' data, whose draws are keyed by the seed alone."""
+        """Make a trainer for these clients' data; its draws are keyed by the seed alone."""
         client = self.config.client
         all_clients = data.population == self.config.partition.clients
-        # The outputs of frozen layers never change: they are computed once an example.
+        # Outputs of frozen first layers never change, so they are computed once for each example.
         model, inputs = behind_frozen_stem(self.model, data)
         if test is not None:
             rest, test_inputs = behind_frozen_stem(self.model, test)
-            # Both or neither: one model takes them.
+            # One model takes training and test inputs: precompute both or neither.
             if self.model in (model, rest):
                 model, inputs, test_inputs = self.model, data, test
             test = test_inputs
@@ -238,7 +238,7 @@ class LocalTraining:
             path=client.path,
             kernel=self._kernel,
             block_size=client.block_size or self._cohort_block(data),
-            # With system entropy the seed is no secret: nothing that a client draws follows it.
+            # With system entropy this is `Randomness(None)`: the public seed determines no draw.
             randomness=Randomness(seed_of(self.config)),
             device=self.device,
             privacy=self.privacy,
@@ -251,10 +251,10 @@ class LocalTraining:
         )
 
     def _cohort_block(self, data: ClientData) -> int:
-        """On a GPU, where steps are computed for whole blocks, clients of one; else 0, the rule.
+        """Clients of a block on a GPU: a whole cohort if memory allows. 0 (a rule) on a CPU.
 
-        Cohorts that are sampled client by client exceed three standard deviations once in a
-        thousand rounds, and are two blocks then.
+        A Poisson cohort is larger than its mean and three standard deviations about once in a
+        thousand rounds, and is split into two blocks then.
         """
         if self.device.type != "cuda":
             return 0
@@ -266,9 +266,9 @@ class LocalTraining:
 
     @property
     def _kernel(self) -> KernelName:
-        """The config's; on a node of a deployment, compiled only where that is possible.
+        """The config's kernel; on a node of a deployment, "compiled" becomes "auto".
 
-        Its operator need not install a compiler, and updates then differ by rounding alone.
+        A node's operator need not install a compiler; without one, updates differ by rounding only.
         """
         deployed = self.config.engine.name == "deployment"
         kernel = self.config.client.kernel
@@ -276,19 +276,19 @@ class LocalTraining:
 
 
 def seed_of(config: RunConfig) -> int | None:
-    """What a run's draws follow from; None where they come from the operating system."""
+    """Seed of a run's draws; None if they use the operating system's entropy."""
     return None if entropy(config) == "system" else config.seed
 
 
 def state_dir(config: RunConfig) -> Path | None:
-    """Where clients keep what outlives a process: a directory for each run's name."""
+    """Directory of the clients' state, one for each run's name; None without `client.state-dir`."""
     directory = config.client.state_dir
     return Path(directory) / config.name if directory else None
 
 
 def ledger_dir(config: RunConfig, out: Path | None) -> Path | None:
-    """Where clients' own ledgers are; None: in memory."""
-    # Of all runs that share it, whatever they are called: the clients are the same.
+    """Directory of the clients' ledgers; None if they are in memory."""
+    # Not one for each run's name: all runs that share the directory spend the same clients' budget.
     if config.client.state_dir:
         return Path(config.client.state_dir)
     return out / "clients" if out else None
@@ -297,7 +297,7 @@ def ledger_dir(config: RunConfig, out: Path | None) -> Path | None:
 def example_privacy(
     config: RunConfig, data: RunData, out: Path | None = None
 ) -> ExamplePrivacy | None:
-    """What clients do to their examples' gradients; None without example-level privacy.
+    """Example-level privacy of the clients' training; None without it.
 
     Parameters
     ----------
@@ -309,14 +309,14 @@ def example_privacy(
     Raises
     ------
     FedsimError
-        If a client has fewer examples than a batch, and whole clients are not protected.
+        If a client has fewer examples than a batch, and client-level privacy is off.
     """
     client = config.client
     if client.mechanism.name == "none":
         return None
     smallest = min(data.sizes, default=client.batch_size)
-    # Where whole clients are protected too, how many examples one has decides nothing that others
-    # see: a client with fewer than a batch takes them all.
+    # With client-level privacy a client's size is protected and may not cause a visible error:
+    # there a client with fewer examples than a batch takes them all.
     if client.batch_size > smallest and not config.private:
         raise FedsimError(
             f"client.batch-size = {client.batch_size}; with example-level privacy, where a "
@@ -349,7 +349,7 @@ def example_privacy(
 def most_expensive_client(
     config: RunConfig, privacy: ExamplePrivacy | None, sizes: Collection[int], rounds: int
 ) -> Event | None:
-    """What the one of clients with so many examples that pays most releases, if any does."""
+    """Event of the most expensive client among those of these sizes; None if none releases."""
     if privacy is None or not rounds:
         return None
     events = example_events(privacy, local_work(config), sizes, rounds)

@@ -1,4 +1,4 @@
-"""A trained model that takes inputs as they are in the data set."""
+"""A trained model that takes raw inputs, as in the data set, and normalises them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedsim.errors import FedsimError
 
 
 class InferenceModel(nn.Module):
-    """A trained model that takes inputs as they are in the data set.
+    """A trained model that takes raw inputs, as in the data set, and normalises them.
 
-    uint8 images ``[B, C, H, W]`` are divided by 255, floating inputs stay as they are, other
-    integers are tokens; then the run's normalisation is applied, where it had one.
+    uint8 images ``[B, C, H, W]`` are divided by 255, floating inputs are unchanged, other integers
+    are tokens; then the run's normalisation is applied, if it had one.
 
     Parameters
     ----------
     model : nn.Module
-        Becomes part of this one, and is not trained any more.
+        Becomes a submodule, whose parameters are frozen.
     mean, std : Tensor broadcastable to one example, or None
     """
 
@@ -52,12 +52,12 @@ class InferenceModel(nn.Module):
 
 
 def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Examples as inputs of a model: in ``dtype`` if that is a floating one, else as they are.
+    """Examples as a tensor: converted to ``dtype`` if that is floating, else unchanged.
 
     Raises
     ------
     FedsimError
-        If they are no numbers, or not finite in that dtype: the first class would be predicted.
+        If they are not numbers, or not finite in that dtype (NaN would predict the first class).
     """
     if array.dtype.kind not in "biuf":
         raise FedsimError(f"examples are of dtype {array.dtype}; they must be real numbers.")

@@ -1,4 +1,4 @@
-"""The model that a run starts from, tried on an example before anything is trained."""
+"""Makes a run's initial model, and tries it on an example before any training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedsim.training.side_effects import scratch_copy
 def initial_model(
     config: RunConfig, dataset: Dataset, overrides: ObjectOverrides | None = None
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model that a run starts from, on the CPU, and sentences about what was done to it.
+    """Make a run's initial model, on the CPU, and sentences about changes made to it.
 
     Raises
     ------
     FedsimError
-        If one from Python cannot be copied, or such a run may not train it.
+        If a model from Python cannot be copied, or the model cannot be trained in such a run.
     """
     settings = config.model
     if overrides is None or overrides.model is None:
@@ -54,7 +54,7 @@ def initial_model(
 
 
 def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """A model as the run trains it, and sentences about what was done to it."""
+    """Convert a model for training (dtype, layers, weights, adapter); with notes on changes."""
     settings, notes = config.model, list[str]()
     adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
     dtype = getattr(torch, settings.dtype)
@@ -85,16 +85,16 @@ def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str
 
 
 def personal_parameters(config: RunConfig, model: nn.Module) -> list[str]:
-    """Names of the trained parameters that clients keep to themselves."""
+    """Names of the trained parameters that clients do not share."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     matching = models.matching("model.personal", config.model.personal, names)
-    # With a normalisation's parameters go its statistics, whatever the patterns.
+    # Running statistics of normalisation layers are personal even if no pattern matches them.
     personal = {*models.statistics_of(model), *matching}
     return [name for name in names if name in personal]
 
 
 def shared_arrays(model: nn.Module, personal: list[str]) -> ArrayRecord:
-    """A copy of the trained parameters that are shared, as Flower sends them."""
+    """Copy of the trained parameters that are shared, in Flower's form."""
     parameters = dict(model.named_parameters())
     shared = Personal.of(model, personal).shared.layout
     return array_record(
@@ -103,18 +103,18 @@ def shared_arrays(model: nn.Module, personal: list[str]) -> ArrayRecord:
 
 
 def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: ClientData) -> None:
-    """Let a model take an example of its data, once as in training and once as in evaluation.
+    """Call the model on an example of its data, in training mode and in evaluation mode.
 
     Raises
     ------
     FedsimError
-        If the model fails, with its error and where that is; or if what it gives is no row of
-        numbers for each example, or nothing that training could change.
+        If the model fails (with its error and place), if it does not return floating outputs
+        for each example, or if no trained parameter determines them.
     """
     if (one := clients.one_example(protected=config.protects)) is None:
         return
     device, dtype = clients.x.device, getattr(torch, config.model.dtype)
-    # Two: layers that normalise a batch do not take one, and are refused by name later.
+    # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
         tried = scratch_copy(model.to(device)).train(training)
@@ -141,7 +141,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Any:
 
 
 def _check_outputs(outputs: Tensor, x: Tensor) -> None:
-    """Refuse outputs with which no loss could begin."""
+    """Refuse outputs of which no loss could be computed."""
     if not isinstance(outputs, Tensor):
         raise FedsimError(
             f"the model gives {type(outputs).__name__} for {_batch(x)}; it must give one "
@@ -165,7 +165,7 @@ def _check_outputs(outputs: Tensor, x: Tensor) -> None:
 
 
 def _check_adapter(model: nn.Module, outputs: Tensor) -> None:
-    """Refuse an adapter that the model goes past, as where it holds its layers in a list."""
+    """Refuse an adapter that the forward pass bypasses, as when layers are in a plain list."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(outputs.sum(), [*trained.values()], allow_unused=True)
     for name, gradient in zip(trained, gradients, strict=True):
@@ -177,7 +177,7 @@ def _check_adapter(model: nn.Module, outputs: Tensor) -> None:
 
 
 def _check_classes(dataset: Dataset, outputs: Tensor) -> None:
-    """Refuse a model without an output for each class, before an example of one comes."""
+    """Refuse a model with fewer outputs than there are classes."""
     classes = dataset.num_classes
     if not (classes or dataset.train.y.is_floating_point()):
         raise FedsimError(
@@ -201,7 +201,7 @@ def _batch(x: Tensor) -> str:
 
 
 def _module(model: nn.Module, error: BaseException) -> str:
-    """Which of the model's parts an error is of: the innermost that was running."""
+    """The innermost submodule that was running when the error was raised, for a message."""
     trace, running = error.__traceback__, ""
     parts = {id(module): (name, module) for name, module in model.named_modules() if name}
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Loggers: a run's config and rows, sent to TensorBoard, MLflow or Weights & Biases."""
+"""Loggers: callbacks that send a run's config and rows to TensorBoard, MLflow or W&B."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedsim.runs.callbacks import Callback, RunStatus
 
 
 class TensorBoard(Callback):
-    """Event files in the run's directory: a scalar for each number of a row, the config as text.
+    """Writes event files in the run's directory: a scalar for each column, the config as text.
 
-    A resumed run begins a file of its own, which says from which round on it stands.
+    A resumed run starts a new file, which makes TensorBoard drop earlier points of later rounds.
     """
 
     def __init__(self) -> None:
@@ -44,24 +44,24 @@ class TensorBoard(Callback):
 
 
 class _Continued(Callback):
-    """Logs to a run elsewhere, which a resumed run finds again by its id."""
+    """Logger whose remote run is found again by its id after a resume."""
 
     def __init__(self) -> None:
         self._id: str | None = None
 
     def state(self) -> Tree:
-        """That id."""
+        """State: the remote run's id."""
         return {"id": self._id}
 
     def restore(self, state: Tree) -> None:
-        """Resume that run."""
+        """Restore the remote run's id."""
         self._id = state["id"]
 
 
 class MLflow(_Continued):
-    """A run of MLflow, where its environment variables say: parameters, and metrics by round.
+    """Logs parameters and metrics to a run of MLflow, configured by its environment variables.
 
-    A resumed run continues the same one.
+    A resumed run continues the same run of MLflow.
     """
 
     def on_start(self, status: RunStatus) -> None:
@@ -89,9 +89,9 @@ class MLflow(_Continued):
 
 
 class WandB(_Continued):
-    """A run of Weights & Biases, where its environment variables say: config, and rows by round.
+    """Logs config and rows to a run of Weights & Biases, configured by its environment variables.
 
-    A resumed run continues the same one.
+    A resumed run continues the same run there.
     """
 
     def __init__(self) -> None:
@@ -126,11 +126,11 @@ LOGGERS: dict[str, type[Callback]] = {
     "mlflow": MLflow,
     "wandb": WandB,
 }
-"""By the names of the packages that they need, which are those of fedsim's extras."""
+"""Loggers by the name of the package that each needs, which is also fedsim's extra."""
 
 
 def loggers(to: str) -> dict[str, Callback]:
-    """Those that `log.to` names, with commas between them.
+    """Make the loggers that `log.to` names, separated by commas.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""metrics.csv, a row a round: its columns, its file, and numbers as text."""
+"""metrics.csv, one row for each round: its columns, its file, and numbers as text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXAMPLES: Mapping[str, str] = {
     "clients": "clients' examples",
     "train": "while training",
 }
-"""Beginnings of a metric's columns, and whose examples it is then about."""
+"""Prefixes of metrics' columns, and the examples that they are about."""
 
 QUANTILES = ("min", "p10", "median", "p90", "max")
-"""Ends of the columns that say how a metric spreads over clients."""
+"""Suffixes of the columns for a metric's distribution over clients."""
 
 _NAMES: Mapping[str, set[str]] = {
     "round": {"round"},
@@ -43,8 +43,8 @@ _NAMES: Mapping[str, set[str]] = {
 
 
 def subject(column: str) -> str:
-    """What a column is about: "round"; "privacy", what is spent of it; "operator", what only the
-    operator knows; one of `EXAMPLES`; or "release", what a release says of itself.
+    """What a column is about: "round"; "privacy" (spent); "operator" (known to the operator only);
+    one of `EXAMPLES`; or "release" (information about a release).
 
     Examples
     --------
@@ -61,7 +61,7 @@ def subject(column: str) -> str:
 
 
 def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Columns by metric and by whose examples it is about, in their order.
+    """Columns by metric and by examples (a key of `EXAMPLES`), in their order.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def headline_columns(columns: Iterable[str]) -> dict[str, str]:
-    """The column to tell of each metric, and its name: on test examples, else at clients.
+    """Main column of each metric, and its display name: on test examples, else on clients'.
 
     Examples
     --------
@@ -100,7 +100,7 @@ _ABBREVIATION = re.compile(r"\b(auc|f1|mae|mse|r2|rmse)\b")
 
 
 def display_name(column: str, *, title: bool = False) -> str:
-    """A column's or metric's name in words; a ``title`` begins with a capital.
+    """A column's or metric's name in words; with ``title`` it starts with a capital.
 
     Examples
     --------
@@ -112,19 +112,19 @@ def display_name(column: str, *, title: bool = False) -> str:
 
 
 def is_share(name: str, values: Iterable[float]) -> bool:
-    """Whether a metric reads better as a share of a hundred."""
+    """Whether to show a metric in percent, by its name and values."""
     real = [value for value in values if math.isfinite(value)]
     shares = bool(re.search(r"accuracy|precision|recall|share|fraction|rate$|top-k", name))
     return shares and all(0 <= value <= 1 for value in real)
 
 
 def lowest_is_best(name: str) -> bool:
-    """Whether less of a metric is better, as far as its name tells."""
+    """Whether a lower value of a metric is better, guessed from its name."""
     return bool(re.search(r"loss|error|perplexity|mse|mae|rmse", name))
 
 
 def row_marks(row: Row) -> str:
-    """What must stand beside an epsilon of a row, wherever it is shown: see `epsilon_marks`."""
+    """Marks that must be shown next to a row's epsilon: see `epsilon_marks`."""
     return epsilon_marks(bool(row.get("simulated")), bool(row.get("declared")))
 
 
@@ -141,13 +141,13 @@ class MetricsFile:
         self._columns: tuple[str, ...] = ()
 
     def start(self, columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
-        """Write the header, which holds for the whole run, and these rows."""
+        """Write the header, which is fixed for the run, and these rows."""
         self._columns = tuple(columns)
         lines = [_csv_line([row.get(column, "") for column in columns]) for row in rows]
         replace(self.path, b"".join([_csv_line(self._columns), *lines]))
 
     def append(self, row: Row) -> None:
-        """Add a round's row; a column that it lacks stays empty."""
+        """Append a round's row; columns without a value stay empty."""
         unknown = [key for key in row if key not in self._columns]
         if unknown:
             raise ValueError(f"metrics.csv has no column {unknown[0]!r}.")
@@ -156,12 +156,12 @@ class MetricsFile:
             file.write(line)
 
     def sync(self) -> None:
-        """Put the rows on the disk, before a checkpoint that counts on them."""
+        """Sync the rows to disk, before a checkpoint that relies on them."""
         with named_errors(self.path), open(self.path, "ab", opener=regular_files.opener) as file:
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
-        """The complete rows, without the columns that a round lacks; none if there is no file.
+        """The complete rows, each without its empty columns; empty if there is no file.
 
         Raises
         ------
@@ -174,18 +174,19 @@ class MetricsFile:
             raise self._damaged(str(error)) from None
 
     def rows_before(self, length: int, code: str) -> list[Row]:
-        """The rows before row ``length``, a checkpoint's own; none if the file was removed.
+        """The first ``length - 1`` rows; empty if the file was removed.
 
         Parameters
         ----------
         length : int
+            A checkpoint's number of rows, the last of which is in the checkpoint itself.
         code : str
-            The `row_code` of these rows at the checkpoint; empty in old checkpoints.
+            The checkpoint's `row_code` of these rows; empty in old checkpoints.
 
         Raises
         ------
         FedsimError
-            If they are not the rows that the run had written then.
+            If they are not the rows that the run wrote before the checkpoint.
         """
         rows = self.rows()[: length - 1]
         if code and self.path.exists():
@@ -195,7 +196,7 @@ class MetricsFile:
         return rows
 
     def row_code(self, rows: Iterable[Mapping[str, object]] = ()) -> hmac.HMAC:
-        """HMAC of rows under the run's key; `update_code` adds a row."""
+        """HMAC of rows under the run's key, to which `update_code` adds another."""
         code = Fingerprints(self.path.parent).code()
         for row in rows:
             update_code(code, row)
@@ -218,7 +219,8 @@ class MetricsFile:
 
 
 def update_code(code: hmac.HMAC, row: Mapping[str, object]) -> None:
-    """Add a row as it stands in metrics.csv, whatever the order of the columns."""
+    """Add a row, as written in metrics.csv, to an HMAC; the order of columns does not matter."""
+    # `csv` writes numbers by `str` too, so that a row read back as text gives the same code.
     code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
 
 
@@ -233,7 +235,7 @@ def _csv_line(values: Sequence[object]) -> bytes:
 
 
 def finite_json(value: Any) -> Any:
-    """What JSON can say: null in the place of a number that is not finite, however deep."""
+    """The value with every non-finite number, at any depth, replaced by None (null in JSON)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -244,7 +246,7 @@ def finite_json(value: Any) -> Any:
 
 
 def brief(value: float | None, percent: bool = False) -> str:
-    """Four digits, or a share of a hundred; a dash where there is no number.
+    """A number with four digits, or in percent; a dash for None and NaN.
 
     Examples
     --------
@@ -263,12 +265,12 @@ def brief(value: float | None, percent: bool = False) -> str:
 
 
 def brief_metric(name: str, value: float) -> str:
-    """A metric as `brief` writes it, by its name a share of a hundred."""
+    """A metric as `brief` writes it, in percent if `is_share`."""
     return brief(value, is_share(name, [value]))
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units.
+    """A duration in its two largest units.
 
     Examples
     --------
@@ -284,7 +286,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that leaves three digits.
+    """A number of bytes in the unit that leaves three digits.
 
     Examples
     --------
@@ -301,6 +303,6 @@ def size(count: float) -> str:
 
 
 def tail_mean(values: Sequence[float], count: int = 5) -> float | None:
-    """Mean of the last few numbers; None if there are fewer."""
+    """Mean of the last ``count`` finite numbers; None if there are fewer."""
     real = [value for value in values if math.isfinite(value)][-count:]
     return math.fsum(real) / count if len(real) == count else None

@@ -1,7 +1,8 @@
-"""The files that a run's config names relative to a directory: the same ones when the run goes on.
+"""Checks that a resumed run's relative paths still lead to the files that it began with.
 
-Where they are is noted in the run's directory, outside of what is hashed: config.toml stays the
-same wherever a run is made. What is in them is not noted, since no digest of data is written.
+Their absolute paths are noted in a file of the run's directory and not in config.toml, which is
+hashed and must be the same wherever the run is made. Their content is not noted, since no digest of
+data may be written.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from fedsim.privacy import durable
 from fedsim.runs.directory import NAMED_FILES
 
 PATHS = ("data.name", "model.weights", "adapter.weights", "client.work", "devices.trace")
-"""Keys that may hold paths on the operator's machine."""
+"""Keys whose values may be paths on the operator's machine."""
 
 _log = logging.getLogger("fedsim")
 
 
 def note_files(directory: Path, config: RunConfig) -> None:
-    """Note in a run's directory where the files are that its config names relative to this one."""
+    """Write to a run's directory where the files of its config's relative paths are."""
     files = {key: str(path) for key in PATHS if (path := _file(config, key)) is not None}
     if files:
         noted = {"directory": os.getcwd(), "files": files}
@@ -35,22 +36,22 @@ def note_files(directory: Path, config: RunConfig) -> None:
 
 
 def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str] = PATHS) -> None:
-    """Refuse to go on with a run where its config's relative paths lead to other files.
+    """Refuse to resume a run if its config's relative paths now lead to other files.
 
-    Where the file that the run began with is gone, perhaps since all was moved, the other is taken
-    with a warning.
+    If a file that the run began with no longer exists, perhaps because everything was moved, the
+    other one is used with a warning.
 
     Raises
     ------
     FedsimError
-        Naming the key; or if the note is damaged.
+        If a path leads to another file (the message names its key), or the note is damaged.
     """
     path = directory / NAMED_FILES
     try:
         noted = json.loads(regular_files.read_text(path))
         began, files = str(noted["directory"]), {k: Path(v) for k, v in noted["files"].items()}
     except FileNotFoundError:
-        return  # none were named, or by an earlier version
+        return  # no relative paths, or an earlier version's run
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedsimError(f"{path} is damaged ({error}); put back what the run wrote.") from None
     flat = config.to_run_config()
@@ -73,7 +74,7 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
 
 
 def _file(config: RunConfig, key: str) -> Path | None:
-    """The file that a relative path leads to from here; None where there is none."""
+    """The file that a key's relative path leads to from the current directory, or None."""
     name = str(config.to_run_config().get(key, ""))
     if not name or Path(name).is_absolute() or (key == "data.name" and kind_of(name) != "files"):
         return None

@@ -1,4 +1,4 @@
-"""Objects from Python in the place of what a config names, and what tells them apart."""
+"""Python objects used instead of what a config names, and the digests that identify them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fedsim.strategies import DPFedAvg
 
 @dataclass(frozen=True, eq=False)
 class ObjectOverrides:
-    """Objects in the place of what tables of a config name; None for what the table says.
+    """Python objects that replace what a config's tables name; None to use the table.
 
     Attributes
     ----------
     model : nn.Module, optional
-        Initialised; it is copied.
+        An initialised model; it is copied.
     data : Dataset, optional
     partition : Partition, optional
-        Of as many clients as the config declares.
+        Its number of clients must be the config's.
     strategy : Strategy, optional
-        Of Flower's, one that refines the mean; it is copied, and takes the place of [server].
+        A Flower strategy that post-processes the mean; it is copied, and replaces [server].
     """
 
     model: nn.Module | None = None
@@ -54,14 +54,14 @@ class ObjectOverrides:
 
     @property
     def names(self) -> list[str]:
-        """The names of those that were given."""
+        """Names of the objects that are given."""
         return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
     def mark(self, dataset: datasets.Dataset) -> str:
-        """What a config says of them; empty where there are none. ``dataset`` as in `digest`.
+        """Value of the config's ``objects``; empty without objects. ``dataset`` as in `digest`.
 
-        Two of one mark may differ in a model's values, so that runs of several seeds have one, and
-        in the examples of data, of which no digest may be written.
+        Objects with the same mark may differ in a model's values, so that runs with several seeds
+        share one, and in the examples of data, since no digest of them may be written.
         """
         parts = self._parts(dataset, lambda value: [str(value.dtype), list(value.shape)])
         kinds = {name: type(getattr(self, name)).__name__ for name in parts}
@@ -70,7 +70,7 @@ class ObjectOverrides:
         )
 
     def refuse_missing(self, config: RunConfig) -> None:
-        """Refuse a config of a run that was given objects which are not here.
+        """Refuse the config of a run that was given objects if they are not given now.
 
         Raises
         ------
@@ -86,19 +86,20 @@ class ObjectOverrides:
             )
 
     def digest(self, dataset: datasets.Dataset) -> str:
-        """Digest of what is public of them and determines a release; empty where there are none.
+        """Digest of the objects' public properties that determine a release; empty without objects.
 
-        ``dataset`` is ``data`` as the run takes it: classes that protected examples alone show are
-        none of it. How many examples there are, and arrays of a partition, may be clients' data.
+        ``dataset`` is ``data`` as the run uses it, that is, without properties found in protected
+        examples. The number of examples and a partition's arrays may be clients' data, and are not
+        digested.
         """
-        # Where a run starts is no secret: its values may be digested, as data may not.
+        # Initial weights are public, so that their values may be digested, unlike data.
         parts = self._parts(dataset, lambda value: hashlib.sha256(_bytes_of(value)).hexdigest())
         return digest_of(parts) if parts else ""
 
     def _parts(
         self, dataset: datasets.Dataset, of_value: Callable[[Tensor], object]
     ) -> dict[str, object]:
-        """What is public of each, with something of every value of a model."""
+        """Public properties of each object; ``of_value`` is applied to each value of a model."""
         parts: dict[str, object] = {}
         if self.model is not None:
             values = models.values_of(self.model).items()
@@ -124,7 +125,7 @@ class ObjectOverrides:
 
 
 def _described(thing: object) -> list[object]:
-    """Its class and what settings it has: what else it holds may be clients' data."""
+    """Class and scalar settings of an object; its other attributes may be clients' data."""
     held = getattr(thing, "__dict__", {})
     if is_dataclass(thing):
         held = {field.name: getattr(thing, field.name) for field in fields(thing) if field.init}

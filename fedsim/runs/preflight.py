@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run, before anything of it is written or started."""
+"""Checks of a whole run before anything is written or started."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from fedsim.training.own_state import OwnState
 from fedsim.training.paths.plain import PlainPath
 
 TOO_NOISY = 0.05
-"""Share of a metric's range: a standard deviation of the noise beyond it is warned of."""
+"""Warn if the noise on a mean has a larger standard deviation than this share of its range."""
 
 
 def check(resolved: Resolved) -> None:
-    """Refuse a run that cannot be: called before its directory or a server is touched.
+    """Refuse a run that cannot work; called before its directory or a server is touched.
 
-    The data, the model and the client algorithm are built, and the mechanism, the placement of its
-    noise, its scalars and the budget are held against the model; the model, loss and metrics are
-    tried on one example. A resolved config is one that has passed.
+    Data, model and client algorithm are built already. The mechanism, the placement of its noise,
+    its scalars and the budget are checked against the model; loss and metrics are tried on one
+    example, and the client algorithm in one step.
 
     Raises
     ------
     FedsimError
-        Naming the key, its value and what is allowed. Errors of the user's own code come through
-        as they are.
+        The message names the key, its value and what is allowed. Errors raised by the user's own
+        code are passed on unchanged.
     """
     if resolved.config.engine.name in ("ray", "simulation"):
         extras.require(f"engine.name = {resolved.config.engine.name!r}", "ray")
-    if resolved.config.engine.name != "deployment":  # there it is the nodes' own
+    if resolved.config.engine.name != "deployment":  # there each node has its own directory
         _check_state_dir(resolved.config.client.state_dir)
         check_state_dir(resolved)
     strategy = strategy_of(resolved)
@@ -70,7 +70,7 @@ def check(resolved: Resolved) -> None:
     loggers(resolved.config.log.to)
     _check_clients_budget(resolved)
     key = resolved.config.noise.ledger_key
-    if key and not resolved.config.engine.federation:  # where the key is on the server's machine
+    if key and not resolved.config.engine.federation:  # there the key is on the server's machine
         private_key(Path(key))
     _try_example(resolved)
     _try_step(resolved)
@@ -103,7 +103,7 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
 
 
 def _certain_metrics(resolved: Resolved) -> Iterator[str]:
-    """Warnings of metrics that are 1 whatever a model gives."""
+    """Warnings about metrics that are 1 for every model."""
     classes = resolved.data.dataset.num_classes
     for name, metric in resolved.trainer.metrics.items():
         if isinstance(metric, TopK) and 0 < classes <= metric.k:
@@ -114,7 +114,7 @@ def _certain_metrics(resolved: Resolved) -> Iterator[str]:
 
 
 def _noisy_metrics(config: RunConfig) -> str:
-    """A warning if the noise of private evaluations is large compared with their ranges."""
+    """Warning if the noise of private evaluations is large relative to their ranges; else empty."""
     released = private_metrics(config)
     if released is None:
         return ""
@@ -131,8 +131,10 @@ def _noisy_metrics(config: RunConfig) -> str:
 
 
 def _check_clients_budget(resolved: Resolved) -> None:
-    """Refuse a budget of clients' examples that does not allow every client one round."""
-    if resolved.config.private:  # what it costs a client tells its size: it would fail alone
+    """Refuse an example-level budget that does not allow every client one round."""
+    # The cost depends on a client's size, which is protected in a client-private run: there the
+    # client itself fails.
+    if resolved.config.private:
         return
     budget, privacy = resolved.config.client.noise.max_epsilon, resolved.local.privacy
     worst = most_expensive_client(resolved.config, privacy, resolved.data.sizes, 1)
@@ -147,7 +149,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
 
 
 def _check_state_dir(name: str) -> None:
-    """Refuse a place where clients on this machine could keep nothing."""
+    """Refuse a ``client.state-dir`` that clients on this machine could not write to."""
     if not name:
         return
     path = Path(name).absolute()
@@ -170,12 +172,12 @@ def _check_scalars(resolved: Resolved, names: tuple[str, ...]) -> None:
 
 
 def _try_example(resolved: Resolved) -> None:
-    """Try loss and metrics on one example: `try_model` has tried the model alone."""
+    """Try loss and metrics on one example; `try_model` has already tried the model."""
     trainer = resolved.trainer
     if (one := trainer.data.one_example(protected=resolved.config.protects)) is None:
         return
     if resolved.config.private and isinstance(trainer.path, PlainPath):
-        OwnState(trainer.model, trainer.loss)  # which refuses what cannot be put back
+        OwnState(trainer.model, trainer.loss)  # refuses a model whose state cannot be restored
     trainer.model.eval()
     theta = trainer.personal.initial[None]
     metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
@@ -183,7 +185,7 @@ def _try_example(resolved: Resolved) -> None:
     index = torch.from_numpy(one.indices[0]).to(trainer.device)
     x = one.inputs(index, theta.dtype)
     outputs = trainer.path.outputs(theta, x[None])[0].detach().requires_grad_()
-    # `torch.func` takes zeros for a gradient that is not there: clients would train nothing.
+    # For outputs without a gradient `torch.func` returns zeros: clients would learn nothing.
     if not trainer.loss(outputs, one.targets(index, theta.dtype)).requires_grad:
         raise FedsimError(
             f"task.loss = {resolved.config.task.loss!r}, whose values have no gradient (as after "
@@ -192,9 +194,9 @@ def _try_example(resolved: Resolved) -> None:
 
 
 def _try_step(resolved: Resolved) -> None:
-    """Try a step of the client algorithm at zeros: in a round each client would fail by itself."""
+    """Try one step of the client algorithm at zeros; in a round, every client would fail alone."""
     algorithm, width = resolved.trainer.algorithm, resolved.trainer.layout.d
-    if isinstance(algorithm, Proximal):  # whose step takes what the one inside changes
+    if isinstance(algorithm, Proximal):  # the inner step is the one that a user may have written
         algorithm = algorithm.algorithm
     made: object = algorithm.step(algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0))
     if made is not None:

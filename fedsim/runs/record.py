@@ -1,6 +1,6 @@
-"""What a run has reached: for who called it, and read back from its files.
+"""Results of a run: as `fedsim.run` returns them, and as read from the run's files.
 
-Files of another version's run are read as far as they can be.
+Files written by another version are read as far as possible.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its files tell it.
+    """A run as read from its files.
 
     Attributes
     ----------
     path : Path
-        Its directory.
+        The run's directory.
     config : mapping of dotted key to value
-        As it stands in config.toml, whether or not this version knows every key.
+        Content of config.toml, with keys that this version may not know.
     rows : sequence of mapping
-        Of metrics.csv: numbers by column, what a round lacks left out.
+        Rows of metrics.csv: numbers by column, without columns that are empty in the row.
     statements : list of Statement
-        Of every level at which there is a ledger.
+        Privacy statements, one for each level that has a ledger.
     summary : mapping
-        Of summary.json; empty for a run that did not end in good order.
+        Content of summary.json; empty for a run that has not ended properly.
     released : Entry or None
         The last round's line in the server's ledger.
     """
@@ -60,12 +60,12 @@ class RunRecord:
     ) -> RunRecord:
         """Read a run's directory, with its ``ledgers`` or without.
 
-        Its ``statements`` are composed unless they are given, which takes a while.
+        Pass its ``statements`` if they are known: composing them takes a while.
 
         Raises
         ------
         FedsimError
-            If it is none, or it or something in it is damaged or of a later format.
+            If it is not a run's directory, or a file is damaged or of a later format.
         """
         is_marked(path)
         directory = RunDirectory(path)
@@ -88,33 +88,33 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The run's title, else its name, else its directory's name."""
         return str(self.config.get("title") or self.config.get("name") or self.path.name)
 
     @property
     def objects(self) -> list[str]:
-        """Names of the objects from Python that the run had; older runs' configs lack them."""
+        """Names of the Python objects that the run used (``model=``, ``data=``, ...)."""
         of_summary: list[str] = self.summary.get("objects", [])
         return of_summary or objects_in(str(self.config.get("objects", "")))
 
     @property
     def rounds(self) -> int:
-        """The last one that was finished."""
+        """Number of the last finished round."""
         return int(self.rows[-1].get("round", 0)) if self.rows else 0
 
     @property
     def client_private(self) -> bool:
-        """Whether a client-level guarantee covers what clients did."""
+        """Whether a client-level guarantee covers the run."""
         return any(s.private and s.level == "client" for s in self.statements)
 
     @property
     def private(self) -> bool:
-        """Whether a guarantee covers anything of it, or was meant to."""
+        """Whether the run has a guarantee at any level, or its config asks for one."""
         return any(statement.private for statement in self.statements) or self.meant_private
 
     @property
     def meant_private(self) -> bool:
-        """Whether the config asks for privacy: also where a ledger is missing."""
+        """Whether the config asks for privacy, even if a ledger is missing."""
         return any(
             self.config.get(f"{table}mechanism.name", "none") != "none"
             and self.config.get(f"{table}noise.multiplier") != 0
@@ -122,29 +122,29 @@ class RunRecord:
         )
 
     def last(self, column: str) -> float | None:
-        """The last number in a column that is finite."""
+        """The last finite number in a column; None if there is none."""
         for row in reversed(self.rows):
             if math.isfinite(row.get(column, math.nan)):
                 return row[column]
         return None
 
     def columns(self) -> list[str]:
-        """Names of the columns that have a number."""
+        """Names of the columns that have any number."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def curve(self, column: str) -> tuple[list[float], list[float]]:
-        """Rounds that have a number in a column, and these numbers; NaN among them."""
+        """Rounds with a number in a column, and these numbers, which may be NaN."""
         places = [(float(row["round"]), row[column]) for row in self.rows if column in row]
         return [x for x, _ in places], [y for _, y in places]
 
 
 def read_all(paths: Sequence[Path]) -> list[RunRecord]:
-    """Runs in these directories, and the members of sweeps; a run that is named twice once.
+    """Read the runs in these directories, and all runs of sweeps among them; each run once.
 
     Raises
     ------
     FedsimError
-        If a directory holds neither.
+        If a directory has neither a run nor a sweep.
     """
     runs: dict[Path, Path] = {}
     for path in paths:
@@ -158,13 +158,13 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
-    """A run has finished, and its artefacts are on the SuperLink's host, not on this one.
+    """Raised when a run has succeeded and its artefacts are on the SuperLink's host, not here.
 
     Attributes
     ----------
     run_id : int
     path : str
-        Where they are there.
+        Path of the artefacts on that host.
     """
 
     def __init__(self, run_id: int, path: str) -> None:
@@ -175,25 +175,25 @@ class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What a run reached.
+    """Result of a run.
 
     Attributes
     ----------
     metrics : list of mappings
-        One a round, round 0 being the initial model: the rows of metrics.csv.
+        Rows of metrics.csv, one for each round; round 0 is the initial model.
     arrays : ArrayRecord
-        The parameters.
+        The final shared parameters.
     claims : function
-        Gives `statements`, from the ledgers. It takes a while after many rounds, and is called when
-        one of them is looked at for the first time.
+        Makes `statements` from the ledgers. It takes a while after many rounds, and is called at
+        the first use of `statements`.
     ended : "finished", "budget", "stopped" or "interrupted"
-        "stopped" is by a callback.
+        How the run ended: all rounds made, privacy budget reached, by a callback, by a signal.
     why : str
-        One sentence, where the run ended early.
+        One sentence if the run ended early; else empty.
     directory : RunDirectory or None
-        Where the artefacts are.
+        The run's directory; None if nothing was written.
     notes : tuple of str
-        Sentences about what was done to the model before it was trained.
+        Sentences about changes made to the model before training.
     """
 
     metrics: list[Row]
@@ -206,12 +206,12 @@ class RunResult:
 
     @cached_property
     def statements(self) -> list[Statement]:
-        """What is claimed of it, as `RunLedgers.statements` says."""
+        """Privacy statements, as from `RunLedgers.statements`; the main one first."""
         return self.claims()
 
     @property
     def privacy(self) -> Statement:
-        """Epsilon, delta, adjacency, level, and what they cover.
+        """Main privacy statement: epsilon, delta, adjacency, level, and what they cover.
 
         At client level, unless the run is private at example level only.
         """
@@ -219,7 +219,7 @@ class RunResult:
 
     @property
     def example_privacy(self) -> Statement | None:
-        """The same at example level, where clients protect their examples."""
+        """Privacy statement at example level; None if clients do not protect their examples."""
         return next((s for s in self.statements if s.level == "example"), None)
 
     def __repr__(self) -> str:
@@ -241,11 +241,11 @@ class RunResult:
 
     @property
     def rounds(self) -> int:
-        """The last one that was finished."""
+        """Number of the last finished round."""
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     def _facts(self) -> dict[str, str]:
-        """The last of every metric on test examples, and what privacy was spent."""
+        """Last value of every metric on test examples, and the epsilon spent."""
         last: dict[str, float] = {}
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}

@@ -1,4 +1,4 @@
-"""From a config to everything that a run is made of, in the order in which it is made."""
+"""Resolves a config: makes all objects of a run, in the order in which they need each other."""
 
 from __future__ import annotations
 
@@ -52,36 +52,36 @@ from fedsim.training import ExamplePrivacy, Trainer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Resolved:
-    """Everything that a run is made of.
+    """All objects of a run, and the config that describes them completely.
 
     Attributes
     ----------
     config : RunConfig
-        Complete: what was left to a rule or to a calibration is filled in. Resolving it again gives
-        the same run.
+        Complete: values left to a rule or to a calibration are filled in. Resolving it again
+        gives the same run.
     overrides : ObjectOverrides
-        Objects that take the place of what the config names.
+        Python objects used instead of what the config names.
     out : path or None
         The run's directory.
     data : RunData
     model : nn.Module
-        As the run starts.
+        The initial model.
     notes : tuple of str
-        Sentences about what was done to the model.
+        Sentences about changes made to the model before training.
     initial_arrays : ArrayRecord
-        Its trained parameters that are shared, as Flower sends them, and nothing else.
+        The initial model's trained and shared parameters, in Flower's form.
     plan : ReleasePlan
-        What the server releases.
+        The server's release plan.
     local : LocalTraining
         How clients train.
     trainer : Trainer
-        All clients, with their data.
+        Trainer of all clients, with their data.
     release : str
         Digest of all that determines what the run releases.
     devices : Devices
-        The devices that clients are.
+        Simulated devices of the clients.
     client_ledgers : ClientLedgers or None
-        What clients have spent of their examples' privacy; None where it is not known here.
+        What clients have spent of their examples' privacy; None if it is not known here.
     """
 
     config: RunConfig
@@ -100,14 +100,14 @@ class Resolved:
 
     @property
     def uncovered(self) -> tuple[str, ...]:
-        """Subjects of metrics.csv's columns that no noise protects; none without privacy."""
+        """Subjects of metrics.csv's columns that no noise protects; empty without privacy."""
         if not self.config.protects:
             return ()
         released = self.config.evaluate.private
         return ("train", *(() if released else ("clients",)), *self.data.of_clients)
 
     def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the clients that were drawn take part in a round, by their devices."""
+        """Whether each sampled client's device completes the round: ``bool [n]``."""
         trainer = self.trainer
         size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
         down, up = trainer.received_layout.d * size, values * size
@@ -123,22 +123,22 @@ def resolve(
     *,
     data: RunData | None = None,
 ) -> Resolved:
-    """Make everything that a config describes.
+    """Make all objects that a config describes.
 
     Parameters
     ----------
     config : RunConfig
     overrides : ObjectOverrides, optional
-        Objects that take the place of what the config names.
+        Python objects to use instead of what the config names.
     out : path, optional
         The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
     data : RunData, optional
-        In the place of what `resolve_data` reads: a node has one client's.
+        Data to use instead of what `resolve_data` reads; a node has one client's only.
 
     Raises
     ------
     FedsimError
-        Naming the key that cannot be, its value and what is allowed.
+        If a setting is not allowed; the message names its key, its value and what is allowed.
     """
     config = with_best_groups(config)
     overrides = overrides or ObjectOverrides()
@@ -150,7 +150,7 @@ def resolve(
     model, notes = initial_model(config, dataset, overrides)
     try_model(config, model, dataset, clients)
     personal = personal_parameters(config, model)
-    # Before a trainer has used the model, whose parameters are its scratch.
+    # Copied before the trainer is made: trainers use the model's parameters as scratch memory.
     arrays = shared_arrays(model, personal)
 
     plan = factories.release_plan(config)
@@ -158,7 +158,7 @@ def resolve(
     local = LocalTraining(config, model, personal, device_of(config), privacy)
     trainer = local.trainer(clients, test, state_dir=state_dir(config))
 
-    # The trainer's path is part of what the digest is of, and the digest keys the trainer's draws.
+    # In this order: the digest covers the trainer's path, and then keys the trainer's draws.
     released = _released(config, plan, privacy, trainer)
     release = run_digest(released, overrides, dataset)
     trainer.key_by(release)
@@ -182,9 +182,9 @@ def resolve(
 
 
 def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> RunConfig:
-    """A config with noise multipliers in the place of target epsilons.
+    """A config with noise multipliers instead of target epsilons.
 
-    A node or a resumed run that reads it calibrates nothing, and draws the same noise.
+    A node or a resumed run that reads it need not calibrate, and draws the same noise.
     """
     config = with_best_groups(config)
     privacy = None
@@ -221,7 +221,7 @@ def _released(
     privacy: ExamplePrivacy | None,
     trainer: Trainer,
 ) -> RunConfig:
-    """The config with everything filled in that bears on what is released."""
+    """The config with all values filled in that determine what is released."""
     path, kernel = config.client.path, config.client.kernel
     chosen = _multipliers(config, plan, privacy) | {
         "noise.entropy": entropy(config),
@@ -234,13 +234,16 @@ def _released(
 
 
 def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset) -> str:
-    """Digest of all that determines what a run releases: its config, and objects from Python."""
+    """Digest of all that determines what a run releases: its config and its Python objects."""
     digest, given = release_digest(released), overrides.digest(dataset)
     return digest_of({"config": digest, "given": given}) if given else digest
 
 
 def _client_ledgers(config: RunConfig, trainer: Trainer, out: Path | None) -> ClientLedgers | None:
-    """On engines of ours the trainer's; other processes on this machine write theirs to files."""
+    """Ledgers of clients that protect their examples.
+
+    On fedsim's engines they are the trainer's; on Flower's, read from files on this machine.
+    """
     if config.client.mechanism.name == "none" or config.engine.federation:
         return None
     if config.engine.name in ("local", "ray"):
@@ -250,7 +253,7 @@ def _client_ledgers(config: RunConfig, trainer: Trainer, out: Path | None) -> Cl
 
 
 def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
-    """A new strategy of a run, which writes its releases to ``ledger``."""
+    """Make a run's strategy, which writes its releases to ``ledger``."""
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
@@ -259,7 +262,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
     weighs = resolved.plan.bound.weighting == "num-examples"
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs:
-        # Where clients do not tell their sizes: the split's, which are public.
+        # Private clients do not report their sizes; those of the split are public.
         sizes = [len(indices) for indices in resolved.data.parts]
     return DPFedAvg(
         plan=resolved.plan,
@@ -296,13 +299,13 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
 
 
 class CentralEvaluation:
-    """Loss and metrics on test and validation examples, in the rounds that ask for them.
+    """Loss and metrics on test and validation examples, every ``evaluate.every`` rounds.
 
     Attributes
     ----------
     trainers : mapping of str to Trainer
-        Over the ``test`` examples, and over those held out for ``validation``: all of them are one
-        client's, without any state, and not one of those whose state is in files.
+        One each for ``test`` and ``validation`` examples. All examples of a split are given to one
+        client, which has no state and is none of the run's own clients.
     """
 
     def __init__(self, resolved: Resolved) -> None:
@@ -313,16 +316,16 @@ class CentralEvaluation:
         splits = {"test": all_test_examples(dataset)} if self._every else {}
         if self._every and config.data.validation:
             splits["validation"] = client_data(dataset, dataset.train, [data.held_out])
-        # They train nobody: how gradients would be protected need not be tried out.
+        # They only evaluate: without privacy they skip the trial of per-example gradients.
         local = replace(resolved.local, privacy=None)
         self.trainers = {name: local.trainer(split) for name, split in splits.items()}
         cores = usable_cores()
         for trainer in self.trainers.values():
-            # Workers wait meanwhile.
+            # The workers are idle during a central evaluation, so that it may use their cores.
             trainer.evaluation.threads = min(config.engine.workers or cores, cores)
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """What a round's parameters reach; None in a round that does not ask."""
+        """Metrics of a round's parameters; None in a round without evaluation."""
         if not self._every or (server_round % self._every and server_round != self._last):
             return None
         vector = self._layout.flatten(tensors(arrays)).to(self._device)

@@ -1,4 +1,4 @@
-"""Rows of metrics.csv: which columns a run has, in their order, and what a round puts there."""
+"""Rows of metrics.csv: a run's columns in their order, and the values of each round."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedsim.strategies import DPFedAvg, RoundReport
 
 
 def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
-    """Every name that a row of this run's metrics may have, in order.
+    """Names of all columns that this run's rows may have, in order.
 
     Raises
     ------
     FedsimError
-        If a metric of the user's has the name of another column.
+        If a user's metric has the name of another column.
     """
     config = resolved.config
     evaluated = ("loss", *resolved.trainer.metrics)
@@ -46,7 +46,7 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     if resolved.client_ledgers is not None:
         columns.append("example-epsilon")
     if strategy.private or resolved.client_ledgers is not None:
-        # 1 where an epsilon must be marked so: noise from a known seed, a law at the user's word.
+        # 1 if epsilon must be marked: noise from a known seed; a law that the user declared.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns()
     columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
@@ -64,18 +64,18 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
 
 
 class RoundRows:
-    """The rows of one run's rounds.
+    """Makes the rows of one run's rounds.
 
     Parameters
     ----------
     resolved : Resolved
     strategy : DPFedAvg
-        Which has aggregated the round last when its row is made.
+        When a row is made, it must have aggregated that round last.
 
     Attributes
     ----------
     columns : tuple of str
-        As `columns_of` says.
+        The run's columns, from `columns_of`.
     """
 
     def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
@@ -84,11 +84,11 @@ class RoundRows:
         self._stopping = stopping(resolved.config.to_run_config())
 
     def initial(self, metrics: MetricRecord) -> Row:
-        """Of the initial model."""
+        """Row of the initial model, round 0."""
         return self._planned({"round": 0, **_numbers(metrics)})
 
     def of_round(self, server_round: int, result: Result, seconds: float) -> Row:
-        """Of a finished round, which took so long."""
+        """Row of a finished round, which took ``seconds``."""
         row: dict[str, float | int] = {"round": server_round}
         row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
         row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
@@ -107,7 +107,7 @@ class RoundRows:
         return self._planned(row)
 
     def spent(self, server_round: int) -> Row:
-        """The privacy spent so far: epsilon at each level, and how it must be marked."""
+        """Columns of the privacy spent so far: epsilon at each level, and its marks."""
         row: dict[str, float | int] = {}
         resolved, strategy = self._resolved, self._strategy
         end = self._stopping.after(server_round)
@@ -126,7 +126,7 @@ class RoundRows:
         return row
 
     def _planned(self, row: Row) -> Row:
-        # What clients report under names that the plan does not have is left out.
+        # Values that clients report under names without a column are dropped.
         return {name: row[name] for name in self.columns if name in row}
 
 

@@ -1,4 +1,4 @@
-"""How a run has ended, its ledgers and its clients', and what may be claimed of them."""
+"""Ledgers of a run's server and clients, and the privacy statements that follow from them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ SUMMARY_FORMAT = 1
 
 
 def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:
-    """The delta of a config by dotted keys: of the server's releases, or of a ``client``'s."""
+    """Delta of a flat config: of the server's releases, or of the ``client``'s."""
     delta = config.get("client.noise.delta" if level == "client" else "noise.delta")
     return float(delta) if isinstance(delta, int | float) and 0 < delta < 1 else 1e-5
 
 
 @dataclass(frozen=True)
 class RunLedgers:
-    """The ledgers of a run that are at hand.
+    """The ledgers of a run that are on this machine.
 
     Attributes
     ----------
     config : mapping
-        The run's config by dotted keys, of whatever version; empty where it is not known.
+        The run's config by dotted keys, of any version; empty if it is not known.
     server : Ledger or None
     clients : ClientLedgers or None
-        Those of the clients, where anybody here has them.
+        The clients' ledgers; None if they are not here.
     ended : str
-        As in `RunResult`.
+        How the run ended, as in `RunResult`; "" if not known.
     """
 
     config: Mapping[str, Scalar] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class RunLedgers:
 
     @classmethod
     def read(cls, run: Path, delta: float | None = None) -> Self:
-        """Those of a run's directory; clients' at this delta, or the config's.
+        """Read the ledgers of a run's directory; ``delta`` is the clients', if not the config's.
 
         Raises
         ------
@@ -65,7 +65,11 @@ class RunLedgers:
         return cls(config, server, clients, how_ended(directory))
 
     def charge_planned(self, *, server: bool = True) -> None:
-        """Charge in the ledgers, which can be written, what releases have kept from being made."""
+        """Charge the planned rounds that were not made because releases ended the run.
+
+        The ledgers must be writable. If the number of rounds depends on what was released, the
+        cost is that of the whole plan.
+        """
         end = self._stopping()
         if not end.left or self.server is None:
             return
@@ -81,19 +85,19 @@ class RunLedgers:
 
     @property
     def _run(self) -> str | None:
-        """Which run it is in the clients' ledgers; None where its key is missing."""
+        """Id of the run in the clients' ledgers; None if the run's key is missing."""
         try:
             return None if self.server is None else self.server.run
         except (FedsimError, OSError):
             return None
 
     def statements(self, delta: float | None = None) -> list[Statement]:
-        """What is claimed, at every level at which there is a ledger; the main one first.
+        """Privacy statements, one for each level that has a ledger; the main one first.
 
         Parameters
         ----------
         delta : float, optional
-            Of the server's statement; the config's if unset.
+            Delta of the server's statement; by default the config's.
         """
         config, server = self.config, self.server
         end, examples = self._stopping(), None
@@ -105,16 +109,17 @@ class RunLedgers:
         of_server = with_config_figures(config, of_server, server.path)
         if examples is None and _clients_keep_ledgers(config):
             of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
-        # Without a bound of updates the server has released nothing that it claims anything of.
+        # A server that does not bound updates claims nothing about its releases.
         bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
         return claimed(of_server if bounded or examples is None else None, examples)
 
 
 def charge_planned(run: Path, *, server: bool = True) -> None:
-    """Charge what was planned in a run that does not go on, where what it has released ended it.
+    """Charge the planned rounds of a run that is not continued, if its releases may have ended it.
 
-    One that declared that releases may end it did so, whatever else has. Without ``server``, in
-    clients' ledgers alone, which other runs may share: the model names the server's last line.
+    If the config declares that releases may end the run, they count as the cause whatever ended it.
+    With ``server=False`` only the clients' ledgers are charged, which other runs may share; the
+    server's must not change after the model was saved, whose metadata has its last line's hash.
     """
     directory = RunDirectory(run)
     config = read_config(directory.config) if directory.config.is_file() else {}
@@ -127,7 +132,7 @@ def charge_planned(run: Path, *, server: bool = True) -> None:
 
 
 def how_ended(directory: RunDirectory) -> str:
-    """How a run has ended, also one that a sweep has dropped after it had paused."""
+    """How a run ended; also if a sweep dropped it after it had paused."""
     ended: str = ending(directory.path).ended
     if ended == "interrupted":
         ended = str(read_summary(directory.summary).get("ended", ended))
@@ -135,7 +140,7 @@ def how_ended(directory: RunDirectory) -> str:
 
 
 def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
-    """Whether clients protect their examples on nodes elsewhere, where their ledgers are."""
+    """Whether clients protect their examples on remote nodes, which keep their ledgers."""
     bound = config.get("client.mechanism.name", "none")
     if config.get("client.mechanism.unsafe-non-private-raw-statistics"):
         return False
@@ -149,7 +154,7 @@ _CLIENTS_KEEP_LEDGERS = (
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What a run has noted at its end; empty before it.
+    """Read summary.json; empty if the run has not written it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The marker of a run's directory: it says whose the directory is, and locks it for its writer."""
+"""The marker file of a run's directory, which is also the lock of the run that writes to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 
 MARKER = ".fedsim-run"
-"""The file that says that a directory is a run's, and of which format."""
+"""Name of the file that marks a directory as a run's; it has the format's number."""
 
 RUN_FORMAT = 1
 
-# Some network file systems have no locks; there a directory is guarded by its marker alone.
+# Some network file systems have no locks; there only the marker guards a directory.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
@@ -26,7 +26,7 @@ def is_marked(directory: Path) -> bool:
     Raises
     ------
     FedsimError
-        If it is one of a later fedsim's, whose files may have other names and meanings.
+        If a later fedsim wrote it, whose files may have other names and meanings.
     """
     marker = directory / MARKER
     try:
@@ -47,9 +47,9 @@ def is_marked(directory: Path) -> bool:
 
 
 class RunLock:
-    """A file that only a run's directory has, locked by the one run that writes there.
+    """Lock on a run directory's marker file, held by the run that writes there.
 
-    The lock ends with the process that holds it, however that ends.
+    It is a `flock`, so that the kernel releases it when the process ends, even by SIGKILL.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class RunLock:
         self._held: int | None = None
 
     def take(self) -> bool:
-        """Make the marker unless it is there, and lock it.
+        """Create the marker if it does not exist, and lock it.
 
         Returns
         -------
@@ -75,14 +75,16 @@ class RunLock:
                 return False
             if self._is_there(descriptor):
                 break
-            os.close(descriptor)  # the run that held it has just removed it
+            # The holder removed the file between our opening and locking it: what we locked no
+            # longer has this name. Open it again.
+            os.close(descriptor)
         self._held = descriptor
         if not os.fstat(descriptor).st_size:
             os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
         return True
 
     def free(self) -> bool:
-        """Whether no run holds it."""
+        """Whether no run holds the lock."""
         try:
             probe = regular_files.opener(self.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -93,7 +95,7 @@ class RunLock:
             os.close(probe)
 
     def release(self, *, remove: bool = False) -> None:
-        """Unlock it, and remove it where the directory shall no longer be marked as a run's."""
+        """Unlock; with ``remove``, also delete the marker (first, while no other can lock it)."""
         if self._held is None:
             return
         if remove:
@@ -109,7 +111,7 @@ class RunLock:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Lock a file without waiting; False if another holds it."""
+    """Lock a file without waiting; False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

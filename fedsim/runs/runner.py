@@ -1,4 +1,4 @@
-"""`fedsim.run`: resolve and check a config, take its directory, and drive its rounds."""
+"""`fedsim.run`: resolve and check a config, claim its directory, and drive its rounds."""
 
 from __future__ import annotations
 
@@ -79,21 +79,21 @@ def run(
     out : path, optional
         Directory for the artefacts; without one nothing is written.
     overwrite : bool
-        Whether ``out`` may hold a run, which is then replaced; its ledgers are archived and count.
+        Whether to replace a run in ``out``; its ledgers are archived, and still count.
     resume : bool
-        Whether to resume the run that is in ``out`` from its last checkpoint, or from its start if
-        it has none; without a run there a new one starts. Only keys that cannot affect a release
-        may differ from that run's. On a federation ``out`` may be left out.
+        Whether to resume the run in ``out`` from its last checkpoint, or from its start if it has
+        none; if there is no run, a new one starts. Only keys that cannot affect a release may
+        differ from that run's. On a federation ``out`` may be omitted.
     callbacks : iterable of Callback
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
         Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
-        config.toml names them (``objects``), and is refused without them. ``data`` may be a dict of
-        arrays or a pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts
-        them.
+        config.toml names them (``objects``), and cannot be run without them. ``data`` may also be
+        a dict of arrays or a pair of (x, y) or torch data sets; `fedsim.datasets.dataset_of`
+        converts them.
     strategy : Strategy, optional
-        A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), used instead of
-        [server]; on the same engines. Cohorts, bounds and noise stay the config's.
+        Flower strategy that post-processes the mean (`FedAdam`, `FedAvgM`, ...), used instead of
+        [server], on the same engines. Cohorts, bounds and noise remain the config's.
 
     Raises
     ------
@@ -102,8 +102,8 @@ def run(
     RunFailedError
         If too many rounds in a row of a run without privacy had no usable reply.
     RanElsewhere
-        If the run succeeded on a federation whose SuperLink is on another host: the
-        artefacts are there.
+        If the run succeeded on a federation whose SuperLink is on another host, where the
+        artefacts are.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def run(
     resume = resume and directory is not None and directory.holds_run()
     resolved = _prepared(config, overrides, directory, overwrite=overwrite, resume=resume)
     with ExitStack() as stack:
-        # Before the directory is claimed: workers that cannot start leave nothing behind.
+        # Workers start before the directory is claimed: if they cannot, nothing is written.
         grid = _grid(resolved)
         if grid is not None:
             stack.enter_context(grid)
@@ -149,7 +149,7 @@ FLOWER_RUNTIMES = {
     "simulation": "fedsim.deploy.launch:run_simulation",
     "deployment": "fedsim.deploy.launch:run_deployment",
 }
-"""The engines on which a ServerApp in another process drives the run, and what starts them."""
+"""Functions that start a run on Flower's engines, where a ServerApp's process drives it."""
 
 
 def _prepared(
@@ -160,7 +160,7 @@ def _prepared(
     overwrite: bool,
     resume: bool,
 ) -> Resolved:
-    """Resolve a config, and check it and its directory; nothing is written yet."""
+    """Resolve a config and check it and its directory, without writing anything."""
     if directory is not None:
         if resume:
             config = resumed_config(config, directory, overrides)
@@ -174,7 +174,7 @@ def _prepared(
         )
     resolved = resolve(config, overrides, None if directory is None else directory.path)
     check(resolved)
-    # After the config: a mistake in it is not hidden by a directory that is taken.
+    # Checked after the config, so that a directory in use does not hide a mistake in the config.
     if directory is not None and resume:
         refuse_other_objects(directory, resolved)
     elif directory is not None:
@@ -195,11 +195,11 @@ def drive(
 ) -> RunResult:
     """Run all rounds of a config on ``grid``; parameters as for `Session`.
 
-    Resumes from the last checkpoint in ``directory`` if there is one. The model reached so far is
-    saved whatever ends the run; Ctrl-C and SIGTERM end it after the round.
+    Resumes from the last checkpoint in ``directory`` if there is one. The current model is saved
+    whatever ends the run; Ctrl-C and SIGTERM end it after the current round.
 
-    A run that is interrupted leaves no report and composes no statement: SIGTERM is usually
-    followed by SIGKILL a few seconds later.
+    An interrupted run writes no report and composes no privacy statement, which would take too
+    long: SIGTERM is usually followed by SIGKILL a few seconds later.
     """
     checkpoints = None if directory is None else Checkpoints(directory.checkpoint)
     state = None if checkpoints is None else checkpoints.newest()
@@ -210,7 +210,7 @@ def drive(
         try:
             try:
                 run_to_end(session.rounds(grid), grid, session.timeout(grid))
-                whole = True
+                whole = True  # the last round was completed: its state may be saved
             except KeyboardInterrupt:
                 pass
             except RunFailedError as error:
@@ -243,12 +243,12 @@ def _checked(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
 def _refuse_flags(
     config: RunConfig, out: str | PathLike[str] | None, *, overwrite: bool, resume: bool
 ) -> None:
-    """Refuse flags that could not do what they say."""
+    """Refuse flags that contradict each other or have no directory to act on."""
     if overwrite and resume:
         raise FedsimError(
             "resume=True continues the run that overwrite=True would replace; give one of them."
         )
-    # A federation finds the last run of a name itself.
+    # On a federation the server finds the last run of this name itself.
     if out is None and (overwrite or (resume and not config.engine.federation)):
         flag, does = ("overwrite", "replaces") if overwrite else ("resume", "continues")
         raise FedsimError(
@@ -258,10 +258,10 @@ def _refuse_flags(
 
 
 def _archive_client_state(config: RunConfig) -> None:
-    """Archive the state that clients keep of an earlier run of this name: this is another run.
+    """Archive the clients' state of an earlier run of this name: a new run must not use it.
 
-    Their ledgers stand beside it and still count. On nodes elsewhere only their operators can do
-    so.
+    Their ledgers are in another directory and still count. On remote nodes only their operators
+    can archive the state.
     """
     directory = state_dir(config)
     if directory is None or config.engine.federation or not directory.is_dir():
@@ -280,9 +280,10 @@ def _needs_state_dir(config: RunConfig) -> bool:
 
 
 def _written(resolved: Resolved, directory: RunDirectory) -> RunConfig:
-    """The config of config.toml: with its objects, without a state-dir in this very directory.
+    """The config for config.toml: naming its Python objects, without a default state directory.
 
-    Then it describes the same run in another place, and the directory can be moved.
+    A ``client.state-dir`` inside the run's own directory is left out, so that the directory can be
+    moved and the config describes the same run elsewhere.
     """
     config = resolved.config
     if (mark := resolved.overrides.mark(resolved.data.dataset)) != config.objects:
@@ -293,7 +294,7 @@ def _written(resolved: Resolved, directory: RunDirectory) -> RunConfig:
 
 
 def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
-    """The clients, where this process drives the run."""
+    """Grid of the clients if this process drives the run; None on Flower's engines."""
     engine, trainer = resolved.config.engine, resolved.trainer
     if engine.name == "ray":
         from fedsim.federation.engines.ray import RayGrid

@@ -1,4 +1,4 @@
-"""`fedsim.load`: a run that has ended, for predictions, evaluation and its figures."""
+"""`fedsim.load`: loads a finished run for predictions, evaluation and its figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated, resolve
 from fedsim.tasks.metrics import predicted_classes
 
-_CHUNK = 256  # examples that go through the model at a time
+_CHUNK = 256  # examples in a batch of `predict`
 
 Array = npt.NDArray[Any]
 
@@ -65,17 +65,18 @@ def load(
     path : path
         The run's directory.
     model : nn.Module, optional
-        Of a run that was given one as ``model=``: its kind, as which weights it has is the run's.
+        For a run that was given ``model=``: a model of the same architecture. Its weights are
+        replaced by the run's.
     best : bool
-        Whether to load the model of the best round, which `checkpoint.best` keeps.
+        Whether to load the model of the best round, which `checkpoint.best` saves.
     merge : bool
-        Whether the run's adapter is merged into the model, whose parameters have the names then
-        that they had without one.
+        Whether to merge the run's adapter into the model, whose parameters then have the names
+        of the model without an adapter.
 
     Raises
     ------
     FedsimError
-        If there is no run, or one of another version, or its model is missing or does not fit.
+        If there is no run or one of another version, or its model is missing or does not fit.
 
     Examples
     --------
@@ -112,19 +113,19 @@ def load(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that has ended.
+    """A finished run.
 
     Attributes
     ----------
     directory : RunDirectory
     config : RunConfig
-        Resolved.
+        The resolved config.
     record : RunRecord
-        Its files as a report reads them.
+        Content of its files.
     template : nn.Module or None
-        The model's kind, where the config does not name it.
+        A model of the run's architecture, if the config does not name one.
     best : RunState or None
-        The best round's, whose model this is; None for the last round's.
+        State of the best round, to use its model; None for the last round's.
     merge : bool
         Whether an adapter is merged into the model.
     """
@@ -141,7 +142,7 @@ class SavedRun:
 
     @property
     def round(self) -> int:
-        """The round after which this was the model; a resumed run may have later metrics."""
+        """Round after which this was the model; a run that was resumed may have later metrics."""
         if self.best is not None:
             return self.best.round
         return int(model_metadata(self.directory.model).get("round", self.record.rounds))
@@ -171,17 +172,17 @@ class SavedRun:
 
     @property
     def privacy(self) -> Statement | None:
-        """What may be claimed: at client level, unless it is private at example level only."""
+        """Main privacy statement: at client level, unless private at example level only."""
         return self.record.statements[0] if self.record.statements else None
 
     @property
     def example_privacy(self) -> Statement | None:
-        """The same at example level, where clients protect their examples."""
+        """Privacy statement at example level; None if clients do not protect their examples."""
         return next((s for s in self.record.statements if s.level == "example"), None)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the outputs; empty where there are none."""
+        """Names of the classes, in the order of the outputs; empty for other targets."""
         return tuple(str(number) for number in range(self._dataset.num_classes))
 
     @property
@@ -191,30 +192,30 @@ class SavedRun:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Of the examples as they are in the data set."""
+        """Dtype of inputs: float32 for any floating data, else the data set's own."""
         dtype = self._dataset.train.x.dtype
         return torch.float32 if dtype.is_floating_point else dtype
 
     @property
     def personal(self) -> list[str]:
-        """Names of the personal parameters, which only clients have."""
+        """Names of the personal parameters, whose trained values only clients have."""
         return personal_parameters(self._config, self.trained)
 
     @cached_property
     def model(self) -> InferenceModel:
-        """The model, ready for inference: normalisation included, on the CPU.
+        """The model, ready for inference on the CPU, with the normalisation of inputs included.
 
         Raises
         ------
         FedsimError
-            If parts of it are personal: only clients have them.
+            If parts of it are personal.
         """
         self._require_whole()
         return InferenceModel(copy.deepcopy(self.trained), *self.statistics)
 
     @cached_property
     def trained(self) -> nn.Module:
-        """The bare model at the end of the run; personal parameters have their initial values."""
+        """The trained model without normalisation; personal parameters are initial."""
         if self.template is None and "model" in self.record.objects:
             path = str(self.directory.path)
             raise FedsimError(
@@ -229,7 +230,7 @@ class SavedRun:
 
     @property
     def statistics(self) -> tuple[Tensor | None, Tensor | None]:
-        """Mean and standard deviation by which inputs are normalised; None where they are not."""
+        """Mean and standard deviation that normalise inputs; None without normalisation."""
         return input_statistics(self._dataset)
 
     def _require_whole(self) -> None:
@@ -247,18 +248,18 @@ class SavedRun:
         Parameters
         ----------
         x : array ``[N, ...]``
-            As in the data set's files: uint8 images ``[N, H, W]`` or ``[N, H, W, C]``, floating
-            features, tokens; or of the model's own `input_shape`.
+            Inputs as in the data set's files (uint8 images ``[N, H, W]`` or ``[N, H, W, C]``,
+            floating features, tokens), or of the model's `input_shape`.
 
         Returns
         -------
         array ``[N]`` or ``[N, L]``
-            Classes as integers, of each example or each of its positions; numbers as they are.
+            Classes as integers, for each example or each of its positions; for regression, numbers.
 
         Raises
         ------
         FedsimError
-            If the examples have another shape, are a table, or are no finite numbers.
+            If the examples have another shape, are a table, or are not finite numbers.
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
@@ -291,18 +292,18 @@ class SavedRun:
         Parameters
         ----------
         data : str, or what ``data=`` of a run may be
-            A data set's name or path, or an object, whose test examples are taken; the run's own if
-            empty.
+            Data set whose test examples are used: its name, its path or an object; the run's own
+            if empty.
 
         Raises
         ------
         FedsimError
-            If there is no such data set, or its examples do not fit the model; or if the run's own
-            were an object.
+            If there is no such data set, its examples do not fit the model, or the run's own data
+            set was a Python object.
         """
         self._require_whole()
         dataset = self._own() if isinstance(data, str) and not data else self._other(data)
-        # Normalised as this model was trained.
+        # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         local = LocalTraining(self._config, self.trained, [], device_of(self._config))
         trainer = local.trainer(all_test_examples(dataset))
@@ -310,13 +311,13 @@ class SavedRun:
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
     def _own(self) -> Dataset:
-        """The run's data set, if metrics of its test examples may be shown."""
+        """The run's data set; refused if metrics of its test examples may not be shown."""
         config, path = self.config, str(self.directory.path)
         of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
         refuse_other_files(self.directory.path, config, ("data.name",))
         objects = self.record.objects
         if "objects" not in self.record.summary and not objects:
-            # Of an earlier version, and interrupted: its releases tell.
+            # An interrupted run of an earlier version: compare the digests of its releases.
             objects = ["data"] if has_other_objects(self.directory, resolve(of_cpu)) else []
         if "data" in objects:
             raise FedsimError(
@@ -333,7 +334,7 @@ class SavedRun:
         return data.dataset
 
     def _other(self, data: object) -> Dataset:
-        """Another data set, whose test examples the model must be able to take."""
+        """Another data set; refused if the model cannot take its examples."""
         own = self._dataset
         dataset = self._named(data) if isinstance(data, str) else dataset_of(data)
         x, y, own_x, own_y = dataset.train.x, dataset.train.y, own.train.x, own.train.y
@@ -358,16 +359,16 @@ class SavedRun:
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
-        if kind_of(data) == "files":  # it need not hold every class and token
+        if kind_of(data) == "files":  # such a file need not contain every class and token
             settings["data.classes"] = own.num_classes
             settings["data.vocabulary"] = own.vocabulary
         return load_dataset(self.config.replace(**settings))
 
     @cached_property
     def _config(self) -> RunConfig:
-        """The run's, for the CPU and without the weights that it started from.
+        """The run's config for inference: on the CPU, without files of initial weights.
 
-        Nothing is trained: the run's kernels need not be on this machine.
+        The kernel is left to the rule, since this machine need not have the run's.
         """
         files = ("model.weights", "model.weights-for", "adapter.weights")
         unset = dict.fromkeys(files, "") | {"engine.device": "cpu", "client.kernel": "auto"}
@@ -375,7 +376,7 @@ class SavedRun:
 
     @cached_property
     def _dataset(self) -> Dataset:
-        """The run's data set or, if the run has noted its shape, one of that without examples."""
+        """A data set of the run's shapes without examples, if noted; else the run's data set."""
         if (shape := self.record.summary.get("data")) is not None:
             return shaped_dataset(self.config.data.name, shape)
         if "data" in self.record.objects:
@@ -388,7 +389,7 @@ class SavedRun:
 
 
 def _kind(values: Tensor) -> str:
-    """What numbers are taken for: tokens, classes and images may be of several dtypes."""
+    """What values stand for: "floating", "image" or "integer" (classes, tokens; any int dtype)."""
     if values.is_floating_point():
         return "floating"
     return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"

@@ -1,4 +1,4 @@
-"""One run in progress, the same on every engine: its rounds, and what it writes after each."""
+"""One run in progress, on any engine: its rounds, and what it writes after each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedsim.strategies import (
 )
 
 YOURS = "yours"
-"""Name of the callbacks that the caller gave, in checkpoints."""
+"""Name, in checkpoints, of the callbacks that the caller passed to `fedsim.run`."""
 
 _log = logging.getLogger("fedsim")
 
@@ -41,22 +41,23 @@ _log = logging.getLogger("fedsim")
 class Session:
     """One run in progress: its strategy, and what it writes after each round.
 
-    In a round the ledger's line comes first, then the release, the callbacks, the checkpoint where
-    one is due, and the row of metrics.csv.
+    The order in a round: the ledger's line, the release, the callbacks, the checkpoint if one is
+    due, the row of metrics.csv. So a checkpoint is never ahead of the ledger, and a row in the file
+    never ahead of the checkpoint of its round.
 
     Parameters
     ----------
     resolved : Resolved
     directory : RunDirectory, optional
-        Claimed already; the ledger, the metrics, checkpoints and the model go there.
+        A claimed directory, for the ledger, metrics, checkpoints and model.
     callbacks : mapping of str to Callback
-        Beside those that the config asks for.
+        Callbacks by name, in addition to the config's own.
     resume : RunState, optional
-        The state, of the same run, from which it is resumed.
+        State of the same run to resume from.
     until : int, optional
-        The round after which it pauses, to be resumed later; its last one if not given.
+        Round after which to pause, to be resumed later; by default the config's last.
     asked_elsewhere : callable
-        Whether another process has asked the run to end; called after each round.
+        Returns whether another process has asked the run to end; called after each round.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Session:
         self.evaluation = CentralEvaluation(resolved)
         self._arrays = resolved.initial_arrays
         self._rows: list[Row] = []
-        # Of all rows but the last: what a checkpoint, written before its own row, can count on.
+        # HMAC of all rows but the last: a checkpoint is written before its own row is in the file.
         self._rows_code = None if directory is None else directory.metrics_file.row_code()
         self._directory = directory
         self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
@@ -88,7 +89,7 @@ class Session:
             self._restore(resume)
         key = config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         if key:
-            private_key(Path(key))  # refused now, and not once the run has ended
+            private_key(Path(key))  # refuses a bad key now rather than at the end of the run
         check_state_dir(resolved, record=True)
         self._round_rows = RoundRows(resolved, self.strategy)
         self._config = config.to_run_config()
@@ -105,7 +106,7 @@ class Session:
             ledger.restore({"head": state.ledger_head, "lines": state.ledger_length})
             if client_ledgers is not None:
                 client_ledgers.restore(state.client_ledgers)
-        # Whether a budget still stops it is found again: the budget may have been raised.
+        # Whether the budget stops the run is decided again: it may have been raised since.
         self.strategy.restore({**state.strategy, "stopped": None})
         self.resolved.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)
@@ -121,7 +122,7 @@ class Session:
         self._rows = [*rows, state.row]
 
     def state(self) -> RunState:
-        """All that outlives the last round."""
+        """State after the last round, for a checkpoint."""
         ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
         return RunState(
             round=self.strategy.rounds_done,
@@ -139,11 +140,11 @@ class Session:
         )
 
     def end(self) -> None:
-        """Let the current round be the last one."""
+        """Ask the run to end after the current round."""
         self._asked_to_end = True
 
     def rounds(self, grid: Grid) -> Rounds:
-        """The rounds from here to the last one; the caller sends their messages."""
+        """The remaining rounds, as a generator; the caller sends their messages."""
         self._callbacks.on_start(self.status())
         self._stop_if_asked()
         return rounds_of(
@@ -157,15 +158,15 @@ class Session:
         )
 
     def timeout(self, grid: Grid) -> float | None:
-        """Seconds that a client may take on ``grid``, if there is a limit."""
+        """Seconds that a client may take on ``grid``; None without a limit."""
         limit = self.resolved.config.engine.timeout
         return round_timeout(grid, limit, private=self.strategy.protects)
 
     def finish(self, *, whole: bool) -> None:
-        """Write the model reached so far and, after a ``whole`` round, a checkpoint."""
+        """Write the model and, if the last round was ``whole``, a checkpoint and how it ended."""
         if self._directory is not None and self._checkpoints is not None:
             if not whole:
-                with suppress(OSError):  # the run has ended for a reason of its own
+                with suppress(OSError):  # the error that ended the run matters more
                     self._checkpoints.wait()
             self._save_model(self._directory)
             if whole:
@@ -175,10 +176,10 @@ class Session:
         self._callbacks.on_end(self.status(ended=self.ended if whole else None))
 
     def _save_model(self, directory: RunDirectory) -> None:
-        # What is frozen is not in the run's arrays.
+        # The run's arrays have trained parameters only; the file has the frozen ones too.
         frozen = values_of(self.resolved.model)
         ledger = self.strategy.ledger
-        # Nothing here varies with engine or time: equal runs have equal files.
+        # Nothing here depends on engine or time, so that equal runs have equal files.
         about = {
             "ledger-head": ledger.head,
             "ledger-lines": len(ledger.heads),
@@ -188,11 +189,11 @@ class Session:
         directory.save_model(frozen | tensors(self._reached), about)
 
     def status(self, ended: Ended | None = None) -> RunStatus:
-        """What callbacks see."""
+        """The run's status, for callbacks."""
         return RunStatus(
             config=self.resolved.config,
             round=self.strategy.rounds_done,
-            row=dict(self._rows[-1]) if self._rows else {},  # theirs to change
+            row=dict(self._rows[-1]) if self._rows else {},  # a copy, which callbacks may change
             arrays=self._reached,
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,
@@ -202,7 +203,7 @@ class Session:
         )
 
     def result(self, *, interrupted: bool = False) -> RunResult:
-        """What the run has reached, and why it ended."""
+        """Result of the run: its metrics, parameters and statements, and why it ended."""
         ended: Ended = "interrupted" if interrupted else self.ended
         return RunResult(
             metrics=self._rows,
@@ -220,7 +221,7 @@ class Session:
 
     @property
     def ended(self) -> Ended:
-        """How it has ended, if it has."""
+        """How the run ended; meaningful only once no further round is made."""
         if self._callbacks.stopped is not None:
             return "stopped"
         if self.strategy.rounds_done >= self.resolved.config.rounds:
@@ -240,14 +241,14 @@ class Session:
         return self.strategy.result.arrays if self.strategy.result else self._arrays
 
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Central evaluation; the initial model's makes row 0 at once."""
+        """Central evaluation of a round; that of the initial model finishes round 0."""
         metrics = self.evaluation(server_round, arrays)
         if server_round == 0 and metrics is not None:
             self._finish_round(self._round_rows.initial(metrics))
         return metrics
 
     def _on_round(self, server_round: int, result: Result) -> None:
-        """Row of a finished round."""
+        """Finish a round: make its row, call callbacks, save a checkpoint if one is due."""
         seconds = time.perf_counter() - self._since
         self._finish_round(self._round_rows.of_round(server_round, result, seconds))
 
@@ -257,7 +258,8 @@ class Session:
         self._rows.append(row)
         self._callbacks.on_round(self.status())
         if self._callbacks.stopped is not None and self.strategy.rounds_done:
-            # What it has released has ended it: its ledger and its last row say what that costs.
+            # The decision to stop may depend on released values, and then the number of releases
+            # does too: ledger and last row are charged the whole plan's cost where that applies.
             self._ledgers("stopped").charge_planned()
             row = self._rows[-1] = {**row, **self._round_rows.spent(self.strategy.rounds_done)}
         if self._checkpoints is not None:
@@ -266,7 +268,7 @@ class Session:
         self._since = time.perf_counter()
 
     def _stop_if_asked(self) -> None:
-        """Let no other round begin, if a callback, a signal or another process has asked."""
+        """Let no further round begin if a callback, a signal or another process asked to end."""
         self._asked_to_end |= self._asked_elsewhere()
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
@@ -275,7 +277,7 @@ class Session:
 
 
 def _of_config(resolved: Resolved) -> dict[str, Callback]:
-    """The callbacks that a config asks for."""
+    """Callbacks that the config asks for: early stopping and loggers."""
     stop = resolved.config.stop
     chosen: dict[str, Callback] = {}
     if stop.metric:

@@ -1,8 +1,8 @@
-"""Which client holds which examples, recorded beside the ledgers and compared among runs.
+"""Records which client has which examples, next to the ledgers, and compares it between runs.
 
-What two private runs cost a client adds up only if it holds the same examples in both. Settings are
-compared as they stand in the config, objects from Python by an HMAC of the examples and of who
-holds them, under the key of the directory: no unkeyed digest of protected data is written.
+The costs of two private runs to a client add up only if it has the same examples in both. Settings
+are compared by value; Python objects by an HMAC of the examples and their assignment, under the
+directory's key, since no unkeyed digest of protected data may be written.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SplitRecord:
     Attributes
     ----------
     settings : mapping
-        By dotted keys, those of `split_settings`.
+        The config's values of `split_settings`, by dotted key.
     objects : str
-        HMAC of the examples and of who holds them, where ``data=`` or ``partition=`` was an object
-        from Python; empty otherwise.
+        HMAC of the examples and of each client's, if ``data=`` or ``partition=`` was a Python
+        object; empty otherwise.
     """
 
     settings: Mapping[str, Scalar] = field(default_factory=dict)
@@ -43,14 +43,14 @@ class SplitRecord:
 
     @classmethod
     def of(cls, resolved: Resolved, directory: Path) -> SplitRecord:
-        """The split of a run; objects from Python under the key of a directory."""
+        """Make a run's record; the HMAC of Python objects uses the directory's key."""
         settings = dict(split_settings(resolved.config))
         contents = _contents(resolved) if _has_objects(resolved) else None
         return cls(settings, "" if contents is None else Fingerprints(directory).of(contents))
 
     @classmethod
     def read(cls, directory: Path) -> SplitRecord | None:
-        """The record in a directory; None if there is none.
+        """Read the record in a directory; None if there is none.
 
         Raises
         ------
@@ -67,21 +67,21 @@ class SplitRecord:
             ) from None
 
     def to_json(self) -> bytes:
-        """As it stands in its file."""
+        """Content of the record's file."""
         return json.dumps(asdict(self), indent=1).encode() + b"\n"
 
 
 def write_record(resolved: Resolved, directory: Path) -> None:
-    """Record the split of a private run with objects from Python in the run's directory.
+    """Write the record of a private run with Python objects to the run's directory.
 
-    Without such objects config.toml says it all.
+    Without such objects config.toml determines the split.
     """
     if resolved.config.protects and _has_objects(resolved):
         durable.replace(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
 
 
 def holds_other_examples(resolved: Resolved, directory: Path) -> bool:
-    """Whether the run recorded there had other objects; False where no record or key is left."""
+    """Whether the run recorded there had other objects; False if record or key are missing."""
     before = SplitRecord.read(directory)
     if before is None or not before.objects or not (directory / KEY).exists():
         return False
@@ -89,20 +89,21 @@ def holds_other_examples(resolved: Resolved, directory: Path) -> bool:
 
 
 def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> None:
-    """Refuse to add a private run to one in which clients held other examples.
+    """Refuse to add a private run to one in which clients had other examples.
 
     Parameters
     ----------
     resolved : Resolved
     past : path
-        The directory of the earlier run's ledger.
+        Directory of the earlier run's ledger.
     earlier : RunConfig
-        Its config.
+        The earlier run's config.
 
     Raises
     ------
     FedsimError
-        Naming the key; or if the earlier run had other objects from Python, or cannot be compared.
+        If a setting of the split differs (the message names its key), if the earlier run had
+        other Python objects, or if they cannot be compared.
     """
     if not (resolved.config.protects and earlier.protects):
         return
@@ -118,7 +119,7 @@ def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> No
 
 
 def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
-    """Refuse a ``client.state-dir`` whose ledgers are about clients with other examples.
+    """Refuse a ``client.state-dir`` whose ledgers belong to clients with other examples.
 
     Parameters
     ----------
@@ -129,13 +130,15 @@ def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
     Raises
     ------
     FedsimError
-        Naming ``client.state-dir`` and the key that differs.
+        If the split differs; the message names ``client.state-dir`` and the key that differs.
     """
     config = resolved.config
-    # In a deployment nothing is assigned: examples are the nodes' own.
+    # In a deployment no examples are assigned: each node has its own.
     if not (config.client.private and config.client.state_dir) or not split_settings(config):
         return
     directory = Path(config.client.state_dir)
+    # Created only if it is not there, and compared afterwards: of two runs that start at once, the
+    # second is compared with the first one's record.
     if record and not (directory / DATA_SPLIT).exists():
         durable.create(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
     before = SplitRecord.read(directory)
@@ -154,7 +157,7 @@ def _has_objects(resolved: Resolved) -> bool:
 
 
 def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str, str, str] | None:
-    """What differs from an earlier split: its name, what it is now, and what it was."""
+    """The first difference from an earlier split: its name, the value now, and the one then."""
     now = dict(split_settings(resolved.config))
     for key in {**before.settings, **now}:
         value, then = now.get(key, "unset"), before.settings.get(key, "unset")
@@ -162,7 +165,8 @@ def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str,
             return key, f"= {shown(value)}", shown(then)
     if not before.objects and not _has_objects(resolved):
         return None
-    # Compared under the key of then: without it nothing is known, and the run is refused.
+    # The HMACs are compared under the earlier run's key; without it they cannot be, and the run is
+    # refused.
     comparable = before.objects and _has_objects(resolved) and (place / KEY).exists()
     if comparable and SplitRecord.of(resolved, place).objects == before.objects:
         return None
@@ -172,7 +176,7 @@ def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str,
 
 
 def _contents(resolved: Resolved) -> Iterator[bytes]:
-    """The training examples, and each client's."""
+    """Bytes of the training examples and of each client's indices, for an HMAC."""
     train = resolved.data.dataset.train
     columns = [train.columns[name] for name in sorted(train.columns)]
     for values in (train.x, train.y, train.mask, *columns, *resolved.data.parts):

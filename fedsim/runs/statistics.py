@@ -1,7 +1,7 @@
 """Private statistics of clients' data before any training, from one noisy sum.
 
-They are a run of one round, on whichever engine a config names: its model is the sums
-(`fedsim.models.statistics`), so that bounds, noise, ledger and budget are those of any other run.
+They are computed by a run of one round, on the config's engine, whose model's parameters are the
+sums (`fedsim.models.statistics`). So bounds, noise, ledger and budget work as in any other run.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from fedsim.runs.record import RunResult
 from fedsim.settings import read_setting, settings_of
 
 DATA_KEYS = ("name", "seed", "data", "partition", "secagg", "engine")
-"""What a config says of its clients, of where their examples are, and of how sums are made."""
+"""Tables and keys of a config that are kept: on clients, their examples, and how to sum."""
 EXAMPLES = "num-examples"
 
 
 @dataclass(frozen=True)
 class StatisticsRequest:
-    """Which statistics are released, and what they may cost.
+    """Which statistics to release, and their privacy budget.
 
     Parameters
     ----------
     target_epsilon, multiplier : float or None
-        One of them is given: all statistics are one release.
+        Exactly one must be given; it is for all statistics together, which are one release.
     inputs, targets : pair of float, or None
-        Ranges to which they are clamped; with None they are left out. Shares of classes need no
+        Ranges to which values are clamped; None to leave them out. Shares of classes need no
         range.
     together : bool
-        Whether all entries of an input are pooled into one statistic; else each feature or channel
-        has its own.
+        Whether all entries of an input are pooled into one statistic; else each feature or
+        channel has its own.
     quantiles : bool
+        Whether to estimate quantiles too.
     examples : int
-        Where the number of examples of a client is clamped to estimate its mean; 0 to leave it out.
+        Clamp for a client's number of examples, to estimate its mean; 0 to leave it out.
     """
 
     target_epsilon: float | None = None
@@ -62,15 +63,15 @@ class StatisticsRequest:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One statistic.
+    """An estimated statistic.
 
     Attributes
     ----------
     name : str
     value : float
-        NaN where the noise is too large for one.
+        NaN if the noise is too large to estimate it.
     error : float
-        Standard deviation that the noise gives it; NaN where no formula is known.
+        Standard deviation due to the noise; NaN if no formula is known.
     """
 
     name: str
@@ -80,17 +81,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class StatisticsPlan:
-    """A run of one round whose model is the statistics of a config's clients.
+    """A run of one round whose model's parameters are statistics of a config's clients.
 
     Attributes
     ----------
     config : RunConfig
-        Of that run.
+        The run's config.
     model : Statistics
     targets : Moments or None
-        How targets that are numbers enter the sums.
+        Sums of numeric targets; None without them.
     columns, outputs : int
-        Inputs with sums of their own; classes, or numbers in a target.
+        Number of inputs with sums of their own; number of classes, or of numbers in a target.
     """
 
     config: RunConfig
@@ -101,7 +102,7 @@ class StatisticsPlan:
 
     @classmethod
     def of(cls, config: RunConfig, request: StatisticsRequest, dataset: Dataset) -> Self:
-        """Of a config's clients.
+        """Make the plan for a config's clients.
 
         Raises
         ------
@@ -118,18 +119,21 @@ class StatisticsPlan:
         targets = request.targets and Moments("targets", *request.targets, request.quantiles)
         columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
         moments = columns + outputs * (targets is not None)
+        # A row has this number of parts of norm 1 at most, so a norm of at most its square root.
         parts = classes + moments * sum(one.parts for one in model.moments.ranges)
         of_sums = _config(config, request, model, targets, math.sqrt(max(parts, 1)))
         return cls(of_sums, model, targets, columns, outputs)
 
     def result_of(self, run: RunResult) -> StatisticsResult:
-        """The statistics that follow from the release of that run."""
+        """Compute the statistics from the run's release."""
         arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, bound = Layout.of(arrays), plan.bound
         assert isinstance(bound, Mechanism)
         clients, secagg = self.config.partition.clients, self.config.secagg
         multiplier = plan.noise.multiplier
-        if secagg.threshold:  # so many shares' noise is charged, and all clients' is in the sum
+        # With secure aggregation `threshold - colluders` shares of noise are accounted for, but the
+        # sum has the noise of all clients.
+        if secagg.threshold:
             multiplier *= math.sqrt(clients / (secagg.threshold - secagg.colluders))
         split = bound.noise_multipliers(multiplier, plan.denominator, layout)
         norm = bound.cover(layout)[0].bound.radius({}, layout.d)
@@ -151,12 +155,12 @@ class StatisticsPlan:
 
 
 def _has_classes(request: StatisticsRequest, dataset: Dataset) -> bool:
-    """Whether shares of classes are released.
+    """Whether to release shares of classes.
 
     Raises
     ------
     FedsimError
-        If a statistic is requested that these data do not have, or none.
+        If no statistic is requested, or one that these data do not have.
     """
     y = dataset.train.y
     classes = bool(dataset.num_classes) and y.dim() == 1
@@ -180,7 +184,7 @@ def _config(
     targets: Moments | None,
     norm: float,
 ) -> RunConfig:
-    """The run: clients, data, engine and delta are the config's, all else is for statistics."""
+    """Config of the run: clients, data, engine and delta are the config's; the rest is fixed."""
     tree = config.to_tree()
     tables: dict[str, Any] = {key: tree[key] for key in DATA_KEYS}
     tables["data"] |= {"normalize": False, "validation": 0.0}
@@ -198,7 +202,7 @@ def _config(
     loss: dict[str, Any] = {"loss": "statistics", "metrics": "", "quantiles": request.quantiles}
     if targets is not None:
         loss |= {"low": targets.low, "high": targets.high}
-    # Of the neighbours that later rounds have, so that their costs add up.
+    # The same adjacency as the config's rounds, so that the costs add up.
     everybody: dict[str, Any] = {"name": "full"}
     if cohort(config).adjacency == "replace-one":
         everybody = {"name": "fixed", "size": config.partition.clients}
@@ -225,7 +229,7 @@ def _numbered(name: str, count: int, alone: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Shares of clients' examples below the edges of equal bins, ``[BINS + 1]``."""
+    """Histogram: ``below [BINS + 1]`` are the shares of examples below the edges of equal bins."""
 
     name: str
     low: float
@@ -234,12 +238,12 @@ class Histogram:
 
     @property
     def shares(self) -> Floats:
-        """Of each bin."""
+        """Share of each bin ``[BINS]``."""
         return np.diff(self.below)
 
     @property
     def edges(self) -> Floats:
-        """Ends of the bins."""
+        """Edges of the bins ``[BINS + 1]``."""
         return np.linspace(self.low, self.high, BINS + 1)
 
 
@@ -252,7 +256,7 @@ class StatisticsResult:
     estimates : list of Estimate
     histograms : list of Histogram
     clients : int
-        Over how many clients.
+        Number of clients that the statistics are about.
     """
 
     estimates: list[Estimate]
@@ -260,7 +264,7 @@ class StatisticsResult:
     clients: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe; an unknown number is None."""
+        """The result for JSON; unknown numbers are None."""
         return {
             "clients": self.clients,
             "statistics": {
@@ -275,7 +279,7 @@ class StatisticsResult:
 
 
 class _Reader:
-    """Reads estimates from noisy sums ``[d]``, each with noise of this standard deviation."""
+    """Reads estimates from noisy sums ``[d]``, in order; ``noise`` is each sum's deviation."""
 
     def __init__(self, sums: Floats, noise: float) -> None:
         self._unread, self._noise = sums, noise
@@ -287,7 +291,7 @@ class _Reader:
         return sums
 
     def take_moments(self, moments: Moments) -> None:
-        """Mean, deviation and quantiles of one number."""
+        """Read mean, deviation and quantiles of one variable."""
         sums, noise = self._next(moments.size), self._noise
         value, square = moments.ranges
         first, second = sums[: value.size], sums[value.size :]
@@ -295,7 +299,8 @@ class _Reader:
         mean_error = value.mean_error(mean, noise, count)
         deviation = moments.deviation(sums)
         square_error = square.mean_error(square.mean(second), noise, square.count(second))
-        # Of the variance, to first order; a root moves by no more than the root of that.
+        # `spread` is the error of the variance to first order. The square root changes by at most
+        # the square root of a change, which bounds the error where the deviation is near 0.
         off_centre = mean - (moments.low + moments.high) / 2
         spread = math.hypot(square_error, 2 * off_centre * mean_error)
         error = min(spread / (2 * max(deviation, 1e-300)), math.sqrt(spread))
@@ -311,7 +316,7 @@ class _Reader:
                 self.estimates.append(Estimate(f"{moments.name}: {name}", estimate, math.nan))
 
     def take_classes(self, classes: int) -> None:
-        """The share of each class."""
+        """Read the share of each class."""
         sums = self._next(classes)
         count = max(float(sums.sum()), 1.0)
         for k, number in enumerate(sums.tolist()):

@@ -1,4 +1,4 @@
-"""summary.json, figures that are computed once at a run's end, and report.html."""
+"""summary.json (figures that are computed once, at a run's end) and report.html."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _log = logging.getLogger("fedsim")
 def leave_report(
     resolved: Resolved, evaluation: CentralEvaluation, result: RunResult, failure: str = ""
 ) -> None:
-    """Write a run's summary and its page, if it has a directory.
+    """Write a run's summary and its report, if it has a directory.
 
-    The run is whole without them: what goes wrong here is logged.
+    The run is complete without them, so that errors here are only logged.
 
     Parameters
     ----------
     resolved : Resolved
     evaluation : CentralEvaluation
     result : RunResult
-        What the run has reached.
+        The run's result.
     failure : str
-        What ended it, if it failed.
+        Why it failed; empty if it did not.
     """
     directory = result.directory
     if directory is None:
@@ -81,7 +81,7 @@ def _page(record: RunRecord) -> str:
 
 
 def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
-    """Write how a run ended into its files, where that was decided after it had paused.
+    """Write how a run ended into its files, if that was decided after it had paused.
 
     Parameters
     ----------
@@ -102,17 +102,17 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
 
 
 def rewrite_page(path: Path) -> None:
-    """Write a run's page again, whose directory has moved."""
+    """Write the report of a run again after its directory has moved."""
     RunDirectory(path).save_report(_page(whole_record(path)))
 
 
 def whole_record(path: Path) -> RunRecord:
-    """A run as its files tell it; of one that was interrupted the model is measured now.
+    """Read a run's files; if it was interrupted, compute the missing summary from its model.
 
     Raises
     ------
     FedsimError
-        As `RunRecord.read` does.
+        See `RunRecord.read`.
     """
     record = RunRecord.read(path)
     model = RunDirectory(path).model
@@ -120,7 +120,7 @@ def whole_record(path: Path) -> RunRecord:
         return record
     try:
         if model_metadata(model).get("round") != record.rounds:
-            return record  # what an earlier model got wrong is not what the last row is about
+            return record  # the saved model is older than the last row
         config = RunConfig.load(path / "config.toml")
         refuse_other_files(path, config)
         resolved = resolve(config)
@@ -128,7 +128,7 @@ def whole_record(path: Path) -> RunRecord:
         saved = load_file(regular_files.require(model))
         arrays = {name: saved[name] for name in resolved.initial_arrays}
         summary = measured(resolved, CentralEvaluation(resolved), arrays)
-    except Exception as error:  # of data that is gone, or of the user's own code
+    except Exception as error:  # data may be missing, and user's code may raise anything
         _log.warning("what the model gets wrong cannot be measured: %s", error)
         return record
     why = "It was interrupted; the model is the one of the last whole round."
@@ -136,9 +136,9 @@ def whole_record(path: Path) -> RunRecord:
 
 
 MOST_CLASSES = 200
-"""With more, a confusion matrix is no picture, and no small file."""
+"""Largest number of classes for which a confusion matrix is stored and drawn."""
 
-_MOST_COLUMNS = 120  # of a picture of all clients; of more, neighbours are averaged
+_MOST_COLUMNS = 120  # in the picture of all clients; if there are more, neighbours are averaged
 _MOST_BARS = 24
 _BINS = 20
 _CHUNK = 256
@@ -152,14 +152,14 @@ def summarise(
     ended: str,
     why: str,
 ) -> dict[str, Any]:
-    """The summary of a run that has just reached these parameters, safe for JSON.
+    """Summary, for JSON, of a run that has just ended in this process.
 
     Parameters
     ----------
     resolved : Resolved
     evaluation : CentralEvaluation
     arrays : mapping of name to Tensor
-        The trained parameters.
+        The final trained parameters.
     ended, why : str
         As in `RunResult`, or "failed".
     """
@@ -188,10 +188,10 @@ def summarise(
 def measured(
     resolved: Resolved, evaluation: CentralEvaluation, arrays: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What of a summary follows from a run's config and the parameters that it has reached."""
+    """The part of a summary that follows from a run's config and its final parameters."""
     config = resolved.config
     summary: dict[str, Any] = {"format": SUMMARY_FORMAT}
-    if config.engine.name != "deployment":  # there the data are the nodes' own
+    if config.engine.name != "deployment":  # there the nodes have the data
         summary["data"] = _shape(resolved.data.dataset)
     summary["notes"] = list(resolved.notes)
     summary["objects"] = resolved.overrides.names
@@ -207,7 +207,7 @@ def measured(
 
 
 def _shape(dataset: Dataset) -> dict[str, Any]:
-    """What building the model needs of the data set: shapes and constants, no example."""
+    """Shapes and constants of the data set that building the model needs, without examples."""
     x, y = dataset.train.x, dataset.train.y
     return {
         "x-shape": list(x.shape[1:]),
@@ -222,14 +222,14 @@ def _shape(dataset: Dataset) -> dict[str, Any]:
 
 
 def _peak_memory() -> int:
-    """Bytes that this process has had at most."""
+    """Peak memory of this process, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 @torch.no_grad()
 def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """What the model says of the test examples against what they are."""
+    """Predictions on test examples against the truth; None if they do not fit a picture."""
     count = len(trainer.data.y)
     if not count:
         return None
@@ -252,9 +252,9 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
         true.append(targets.reshape(-1))
     predictions, truths = torch.cat(predicted).cpu().numpy(), torch.cat(true).cpu().numpy()
     if np.issubdtype(truths.dtype, np.floating):
-        real = ~np.isnan(truths)  # where a target does not count, there is none
+        real = ~np.isnan(truths)  # NaN marks a missing target
         predictions, truths = predictions[real], truths[real]
-        if len(truths) and np.isin(truths, (0.0, 1.0)).all():  # labels, and logits of them
+        if len(truths) and np.isin(truths, (0.0, 1.0)).all():  # binary labels; outputs are logits
             return _confusion((predictions > 0).astype(np.int64), truths.astype(np.int64))
         return _binned(predictions.astype(np.float64), truths.astype(np.float64))
     return _confusion(predictions, truths)
@@ -267,7 +267,7 @@ def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
 def _confusion(
     predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64]
 ) -> dict[str, Any] | None:
-    counted = truths >= 0  # a position of a sequence that is no target has a negative class
+    counted = truths >= 0  # positions of a sequence without a target have a negative class
     predictions, truths = predictions[counted], truths[counted]
     if not len(truths):
         return None
@@ -284,7 +284,7 @@ def _binned(
     real = np.isfinite(predictions) & np.isfinite(truths)
     if not real.any():
         return None
-    # Outliers of a model that is far off would leave one bin for all others.
+    # Edges from the truth: a wild prediction would else put all other values into one bin.
     low, high = np.quantile(truths[real], [0.0, 1.0])
     edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
     shown = np.clip(predictions[real], edges[0], edges[-1])
@@ -300,7 +300,7 @@ def _binned(
 
 
 def _partition(resolved: Resolved) -> dict[str, Any]:
-    """How many examples and classes clients have."""
+    """Distribution of clients' numbers of examples and of classes."""
     data = resolved.trainer.data
     sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
     least, median, most = np.quantile(sizes, [0, 0.5, 1])
@@ -316,7 +316,7 @@ def _partition(resolved: Resolved) -> dict[str, Any]:
 
 
 def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
-    """A histogram of whole numbers in at most so many bars of equal width."""
+    """Histogram of whole numbers in at most `_MOST_BARS` bars of equal width."""
     low, high = int(values.min()), int(values.max())
     width = max(1, -(-(high - low + 1) // _MOST_BARS))
     counts = np.bincount((values - low) // width)
@@ -326,7 +326,7 @@ def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
 
 
 def _classes(counts: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """How many of each client's classes there are, and its mix of them, of ``counts [n, K]``."""
+    """Clients' numbers of classes, and their shares of each class, from ``counts [n, K]``."""
     found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
     if counts.shape[1] <= _BINS:
         shares, order = class_shares(counts), by_largest_class(counts)

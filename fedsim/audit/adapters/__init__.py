@@ -1,1 +1,1 @@
-"""Targets made of other packages' objects; each file needs that package and numpy, not fedsim."""
+"""Targets from other packages' objects; each file needs that package and numpy, not fedsim."""

@@ -1,4 +1,4 @@
-"""A target from one round of arithmetic: what an aggregation of arrays releases."""
+"""A target from a function that aggregates arrays."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 Aggregate = Callable[[Sequence[list[Any]], np.random.Generator], list[Any]]
-"""From the updates of a round, as lists of arrays, and a generator to the noisy mean, a list."""
+"""Function from a round's updates (lists of arrays) and a generator to the noisy mean (a list)."""
 
 
 def aggregation_target(make: Callable[[Any], Aggregate]) -> Callable[[Any], Any]:
-    """A target in which all clients take part in every round.
+    """Make a target in which all clients take part in every round.
 
     Parameters
     ----------
     make : callable
-        From a synthetic federation to the aggregation of all its rounds, which may keep state.
+        Makes an aggregation for a synthetic federation; it may keep state over rounds.
     """
 
     def target(federation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A target from a Flower strategy, with or without client mods, on a grid of this process."""
+"""A target from a Flower strategy, with or without client mods, on a grid in this process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def strategy_target(
     make: Callable[[Any], Any],
     mods: Callable[[Any], Sequence[Mod]] = lambda federation: (),
 ) -> Callable[[Any], Any]:
-    """A target that runs a strategy over clients whose updates are known.
+    """Make a target that runs a strategy over clients whose updates are known.
 
     Parameters
     ----------
     make : callable
-        From a synthetic federation to a fresh strategy.
+        Makes a fresh strategy for a synthetic federation.
     mods : callable
-        From a synthetic federation to the mods of its clients, the first outermost.
+        Makes the client mods for a synthetic federation, the outermost first.
     """
 
     def target(federation: Any) -> Any:
-        # Flower's strategies draw clients and noise from these.
+        # Flower's strategies draw clients and noise from these global generators.
         random.seed(federation.seed)
         np.random.seed(federation.seed % 2**32)  # noqa: NPY002
         models: list[Any] = []
@@ -50,7 +50,7 @@ def strategy_target(
 
 
 class _Federation(Grid):
-    """Clients that answer at once: their update, and how many examples they say to have."""
+    """Grid of clients that reply at once with their update and reported number of examples."""
 
     def __init__(self, federation: Any, mods: Sequence[Mod]) -> None:
         self.sampled: list[list[int]] = []
@@ -63,33 +63,33 @@ class _Federation(Grid):
         }
 
     def set_run(self, run: Any, *_: Any, **__: Any) -> None:
-        """There is one."""
+        """Do nothing; strategies call it."""
 
     @property
     def run(self) -> Any:
-        """Of no interest here."""
+        """Not used."""
         raise NotImplementedError
 
     def create_message(self, *_: Any, **__: Any) -> Message:
-        """Strategies make their messages themselves."""
+        """Not used: strategies make their messages themselves."""
         raise NotImplementedError
 
     def get_node_ids(self) -> Iterable[int]:
-        """Client 0 is node 1."""
+        """Ids of all nodes; client i is node i + 1."""
         return list(range(1, self._federation.population + 1))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Strategies send and receive in one."""
+        """Not used: strategies call `send_and_receive`."""
         raise NotImplementedError
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Strategies send and receive in one."""
+        """Not used: strategies call `send_and_receive`."""
         raise NotImplementedError
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Replies to training; to anything else, an empty evaluation."""
+        """Replies to training messages; none to others, such as evaluation."""
         training = [m for m in messages if m.metadata.message_type.startswith("train")]
         if not training:
             return []
@@ -110,7 +110,7 @@ class _Federation(Grid):
 
 
 def _identify() -> None:
-    """Let this process make messages: newer releases ask a process global who is talking."""
+    """Set the process's identity, which newer Flower releases need to make messages."""
     try:
         from flwr.supercore.task_identity import TaskIdentity
     except ImportError:
@@ -124,7 +124,7 @@ def _before(mod: Mod, train: Callable[[Message, Context], Message]) -> Any:
 
 
 class _Silence:
-    """Without a line for each round."""
+    """Context that silences Flower's log."""
 
     def __enter__(self) -> None:
         self._log = logging.getLogger("flwr")

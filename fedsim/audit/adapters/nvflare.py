@@ -1,4 +1,4 @@
-"""A target from a filter of NVFlare: what leaves one client, the last of the federation."""
+"""A target from a filter of NVFlare: the filtered output of one client, the last."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nvflare.apis.shareable import Shareable
 
 
 def filter_target(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A target that releases a client's filtered weight differences, round after round.
+    """Make a target that releases a client's filtered weight differences in each round.
 
     Parameters
     ----------
     make : callable
-        From a synthetic federation to a fresh `DXOFilter`.
+        Makes a fresh `DXOFilter` for a synthetic federation.
     """
 
     def target(federation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A target from a loop of PyTorch and Opacus: gradients of examples, a step a round."""
+"""A target from a training loop with PyTorch and Opacus; a round is one step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 MakePrivate = Callable[[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any], Any]
-"""From a model, its optimizer, a loader and the synthetic federation to the private three."""
+"""Function from model, optimizer, loader and synthetic federation to the three private ones."""
 
 
 class Known(nn.Module):
-    """A model whose gradient for an example is that example: sums of products with it."""
+    """A linear model, whose gradient for an example is the example itself."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Known(nn.Module):
 
 
 def loop_target(make_private: MakePrivate) -> Callable[[Any], Any]:
-    """A target that trains by the usual loop, with gradient descent at a rate of 1.
+    """Make a target that trains by the usual loop, with SGD at learning rate 1.
 
     Parameters
     ----------
     make_private : callable
-        As ``lambda model, optimizer, loader, federation: PrivacyEngine().make_private(...)``.
+        Such as ``lambda model, optimizer, loader, federation: PrivacyEngine().make_private(...)``.
     """
 
     def target(federation: Any) -> Any:

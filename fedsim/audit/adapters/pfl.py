@@ -13,14 +13,14 @@ from pfl.stats import MappedVectorStatistics
 
 
 def mechanism_target(make: Callable[[Any], Any], sampler: str = "") -> Callable[[Any], Any]:
-    """A target that sums, noises and averages as pfl's simulation does.
+    """Make a target that sums, adds noise and averages as pfl's simulation does.
 
     Parameters
     ----------
     make : callable
-        From a synthetic federation to a fresh `CentralPrivacyMechanism`.
+        Makes a fresh `CentralPrivacyMechanism` for a synthetic federation.
     sampler : str
-        As of ``get_user_sampler``; empty for all users in every round.
+        Name for ``get_user_sampler``; empty for all users in every round.
     """
 
     def target(federation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Audits of other people's private federated learning: attack a target's claim."""
+"""Audits of other packages' private federated learning: attack a target's claim."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Attacks on a target: federations in which one row shows most, and what the row moved.
+"""Attacks on a target: federations that expose one row, and measurements of what it moved.
 
-A target is a black box. What a row moves is a difference of means over many runs, in standard
-deviations of the noise, which the coordinates show that no row moves. Runs with and without the row
-have the same seeds: where these decide the noise, a few runs measure it to a per cent. No scale of
-the release is assumed.
+A target is a black box. What a row moves is measured as a difference of means over many runs, in
+standard deviations of the noise, which is estimated from coordinates that no row moves. So no scale
+of the release is assumed. Runs with and without the row have the same seeds: if a seed determines
+the target's noise, a few runs measure the difference to a per cent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
 
 LONG_NORM = 1e3
-"""Length of a row that every bound shortens, in C."""
+"""Length, in units of C, of a row that every bound shortens."""
 NEARLY_ZERO_NORM = 1e-6
-"""Length in C of a row that adds nothing, to a target that fails where it is zero."""
+"""Length, in units of C, used instead of 0 for a target that fails on rows of zeros."""
 MANY_EXAMPLES = 1e3
-"""Examples that a client says to have, where others have one."""
+"""Number of examples that the canary reports; others report one."""
 RESOLUTION = 1e5
-"""Values are the same that differ by less than one over this, in standard deviations."""
+"""Values that differ by less than 1 / RESOLUTION standard deviations count as equal."""
 GRID_SHARE = 0.03
-"""Of values that occur again, the share above which noise lies on a grid."""
+"""If more than this share of values occur again, the noise is on a grid."""
 SHARED_SHARE = 0.75
-"""Of these values, the share that occur again where the canary is added, at least."""
+"""With a canary, at least this part of that share of values must occur again."""
 
 TOO_LITTLE_NOISE = "noise is too small, or more is sampled"
 UNCLIPPED_ROWS = "rows longer than C pass"
@@ -56,30 +56,30 @@ def width() -> int:
 
 
 def even_unit_vector() -> Floats:
-    """The unit vector that has the same length in every array."""
+    """The unit vector whose parts in all arrays have the same length."""
     arrays = [np.full(math.prod(shape), math.prod(shape) ** -0.5) for shape in SHAPES]
     return np.concatenate(arrays) / math.sqrt(len(SHAPES))
 
 
 @dataclass(frozen=True)
 class Attack:
-    """A federation, and one client of it that is in it or not.
+    """A federation with one client, the canary, that takes part or not.
 
     Attributes
     ----------
     name : str
     direction : float64 ``[d]``
-        A unit vector, along which the canary's row lies, and all others.
+        Unit vector along which all rows lie.
     other_norm, canary_norm : float
-        Length of the rows of all other clients and of the canary, in C.
+        Length of the rows of all other clients and of the canary, in units of C.
     examples : float
-        How many the canary says to have; others have one.
+        Number of examples that the canary reports; others report one.
     cause : str
-        What it most likely means that a target withstands the attacks before it, but not this.
+        Most likely cause if a target withstands all earlier attacks but not this one.
     zero_norm : float
-        Length of a row that adds nothing, in C.
+        Length of a row that stands for zero, in units of C.
     other_direction : float64 ``[d]``, optional
-        A unit vector at a right angle, along which others' rows lie, every second one backwards.
+        Orthogonal unit vector along which the others' rows lie instead, with alternating signs.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Attack:
     other_direction: Floats | None = None
 
     def federation(self, claim: TargetClaim, present: bool, seed: int) -> SyntheticFederation:
-        """The federation with the canary, or its neighbour without."""
+        """Make the federation with the canary, or its neighbour without."""
         n, c = claim.population, claim.clip_norm
         lengths, examples = np.full(n, self.other_norm), np.ones(n)
         lengths[-1], examples[-1] = self.canary_norm, self.examples
@@ -142,24 +142,25 @@ ADAPTIVE_ATTACKS = (
         other_direction=unit_vector(5),
     ),
 )
-"""Of clip norms that follow the rows, which rise or fall here in every round.
+"""Attacks for adaptive clip norms, which rise or fall in every round here.
 
-One row more moves such a C, as is charged, and with it all that others add: they add nothing.
+A row may move such a C, which is charged, and thereby scale what the others add. So the others'
+rows are zero, or cancel and are orthogonal.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Observations:
-    """What runs of a target released.
+    """Releases of a target's runs.
 
     Attributes
     ----------
     moves : float64 ``[runs, rounds, d]``
-        By how much each round moved the model.
+        Change of the model in each round.
     statistics : float64 ``[runs, rounds, k]``
-        Numbers released beside.
+        Numbers that are released in addition.
     sampled : sequence of sequence of sequence of int
-        Who was in each round of each run; empty where that is not seen.
+        Cohort of each round of each run; empty if cohorts are not visible.
     """
 
     moves: Floats
@@ -168,7 +169,7 @@ class Observations:
 
     @classmethod
     def of(cls, target: Target, federations: Sequence[SyntheticFederation]) -> Observations:
-        """Run the target on each."""
+        """Run the target on each federation."""
         released = [target(federation) for federation in federations]
         models = np.stack([run.models for run in released])
         names = sorted({name for run in released for name in run.statistics})
@@ -182,7 +183,7 @@ class Observations:
 
     @property
     def table(self) -> Floats:
-        """Moves and statistics side by side."""
+        """Moves and statistics in one table, ``[runs, rounds, d + k]``."""
         return np.concatenate([self.moves, self.statistics], axis=2)
 
 
@@ -208,12 +209,12 @@ class AttackResult:
             degrees -= 1
         variances = np.square(across).sum(-1) / degrees
         if self.claim.adaptive:
-            # Each release's own C is its unit. The mean of one over an estimate of a standard
-            # deviation is above that of the true one.
+            # Each release is scaled by its own noise. 1 / (estimated std) is larger than 1 / std on
+            # average: corrected by the mean of an inverse chi distribution.
             high = math.exp(gammaln((degrees - 1) / 2) - gammaln(degrees / 2))
             units = np.sqrt(variances) * high * math.sqrt(degrees / 2)
         else:
-            # One for both sides: one that differs with the canary would hide what it moved.
+            # One unit for both sides: noise that grew with the canary would hide what it moved.
             units = np.broadcast_to(np.sqrt(variances.mean(0)), variances.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             without, present = np.split(np.concatenate(along) / units, 2)
@@ -221,14 +222,14 @@ class AttackResult:
 
     @property
     def shift(self) -> float:
-        """By how many standard deviations of the noise the canary moved a round, on average."""
+        """How far the canary moved a round on average, in standard deviations of the noise."""
         without, present = self._lengths
         with np.errstate(invalid="ignore"):
             return abs(float(present.mean() - without.mean()))
 
     @property
     def claimed_shift(self) -> float:
-        """By how many it may."""
+        """How far the canary may move a round on average, in standard deviations of the noise."""
         assert self.claim.shift is not None
         return self.claim.shift
 
@@ -239,7 +240,7 @@ class AttackResult:
         if not (np.isfinite(without).all() and np.isfinite(present).all()):
             broken = "releases without any noise, or not finite"
             return invariant(looked, broken, "noise in every release")
-        # Runs of one seed: what of their noise is the same is not in their difference.
+        # Paired by seed: noise that both runs of a seed share cancels in the difference.
         difference_error = (present - without).mean(1).std(ddof=1) / math.sqrt(len(without))
         values = self.without.moves[..., 1:].size
         error = math.hypot(difference_error, self.shift / math.sqrt(2 * values)) or 1e-12
@@ -253,7 +254,7 @@ class AttackResult:
 
     @property
     def grows(self) -> bool:
-        """Whether it moved the last round clearly further than the first."""
+        """Whether the canary moved the last round clearly further than the first."""
         without, present = self._lengths
         moved = (present - without) * np.sign(present.mean() - without.mean())
         later = moved[:, -1] - moved[:, 0]
@@ -268,17 +269,17 @@ class AttackResult:
 
     @property
     def without_noise(self) -> bool:
-        """Whether a released number shows the canary, and is the same in all runs otherwise."""
+        """Whether a released number without noise changes with the canary."""
         sides = [side.statistics for side in (self.without, self.present)]
         constant = [np.ptp(side, axis=0).max(initial=0.0) == 0 for side in sides]
         return all(constant) and bool((sides[0][0] != sides[1][0]).any())
 
     def grid(self) -> Finding:
-        """Whether rows lie on the grid of the noise, where it has one.
+        """Whether rows are on the noise's grid, if it has one.
 
-        Noise of few values (in float16, say) that is added to a sum of many shows its low bits:
-        with the canary other values are released than without. A grid that rows are rounded to is
-        shared by both.
+        If noise has few values (in float16, for one) and the sum has more, a release shows the
+        sum's low bits: with the canary other values occur than without. If rows are rounded to the
+        noise's grid, the same values occur.
         """
         noisy = self.without.moves.any((0, 1))
         if not noisy.any():
@@ -305,9 +306,9 @@ class AttackResult:
 
 
 def follows_rows(silent: Observations, looked: str) -> Finding:
-    """Whether a clip norm that adapts falls while all rows are shorter than it.
+    """Whether an adaptive clip norm falls while all rows are shorter than it.
 
-    The noise, which is in proportion to it, shows it.
+    It is measured by the noise, whose size is proportional to the clip norm.
     """
     if silent.moves.shape[1] < 2:
         return untested(looked, "a clip norm that adapts shows it in two rounds or more")

@@ -1,6 +1,6 @@
-"""A target by its name, and its audit: all attacks, tests of noise and samples, and a verdict.
+"""Loads a target by its name, and audits it: attacks, checks of noise and sampling, a verdict.
 
-A target is a callable of this process, or of another one with its own packages.
+A target is a callable in this process, or in another one with its own packages.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fedsim.privacy import Accountant
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
 MOST_OVERRUN = 100
-"""How many times ``seconds`` the fewest runs may take."""
+"""Largest factor by which `FEWEST_RUNS` may take longer than ``seconds``."""
 MOST_SILENT = 64
-"""Rounds of silent federations that tests of noise look at: their pairs are many."""
+"""Number of rounds of silent federations for checks of noise, which compare all pairs."""
 
 LOOKS_GAUSSIAN = 0.01
-"""P-value of the shape of noise above which it is taken to be Gaussian."""
+"""p-value of the distribution's check above which noise is assumed to be Gaussian."""
 
 _NOISE = (
     *(noise.layer_sizes, noise.coordinate_sizes, noise.means, noise.exact_repeats),
@@ -60,17 +60,17 @@ _GAUSSIAN = (noise.extremes, noise.shape)
 
 @dataclass(eq=False)
 class TargetAudit:
-    """All runs of a target that an audit makes.
+    """An audit of a target.
 
     Parameters
     ----------
     target : callable
-        From a `SyntheticFederation` to what was released.
+        Function from a `SyntheticFederation` to its releases.
     claim : TargetClaim
     seconds : float
-        How long the runs may take, about.
+        Approximate time for all runs.
     runs : int
-        Without and with the canary, of each attack; 0 for as many as the seconds allow.
+        Runs without, and runs with the canary, of each attack; 0 for as many as ``seconds`` allow.
     seed : int
     """
 
@@ -82,12 +82,12 @@ class TargetAudit:
     _zero_norm: float = field(default=0.0, init=False)
 
     def verdict(self, confidence: float) -> Verdict:
-        """Make all runs, and say whether they refute the claim.
+        """Make all runs, and decide whether they refute the claim.
 
         Raises
         ------
         FedsimError
-            If the target cannot be run, or releases something else than models.
+            If the target cannot be run, or does not release models.
         """
         zero_rows = self._zero_rows()
         self._zero_norm = 0.0 if zero_rows.p_value else NEARLY_ZERO_NORM
@@ -117,7 +117,7 @@ class TargetAudit:
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
     def _attacks(self) -> list[Attack]:
-        """Where neighbours replace a row or its zeros, a row of zeros is the same in both."""
+        """Attacks for the claim. A canary of zeros is only visible under add-remove adjacency."""
         add_remove = self.claim.adjacency == "add-remove"
         chosen = [attack for attack in ATTACKS if attack.canary_norm or add_remove]
         if self.claim.adaptive:
@@ -125,12 +125,12 @@ class TargetAudit:
         return [replace(attack, zero_norm=self._zero_norm) for attack in chosen]
 
     def _silent_federation(self, seed: int) -> SyntheticFederation:
-        """All rows are zero."""
+        """A federation in which all rows are zero."""
         silent = replace(ATTACKS[0], canary_norm=0.0, zero_norm=self._zero_norm)
         return silent.federation(self.claim, True, seed)
 
     def _zero_rows(self) -> Finding:
-        """Whether rows of zeros are released as any others are."""
+        """Check that rows of zeros are released like any others."""
         zeros = replace(ATTACKS[0], canary_norm=0.0)
         broken = None
         try:
@@ -143,7 +143,7 @@ class TargetAudit:
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
     def _affordable_runs(self, sides: int) -> int:
-        """How many runs of each side of an attack fit in the seconds."""
+        """Number of runs of each side of an attack that fit into ``seconds``."""
         durations: list[float] = []
         while len(durations) < 3 and sum(durations) < self.seconds:
             started = time.perf_counter()
@@ -178,7 +178,7 @@ class TargetAudit:
 
     def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
-        # Rows are the same in all runs: what differs is noise.
+        # Rows are the same in all runs, so that differences between runs are noise.
         present = noise.presence(np.diff(moves, axis=0))
         yield _named(present, "noise", "presence", causes.absence_cause(moves))
         if not present.p_value:
@@ -193,9 +193,9 @@ class TargetAudit:
             yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
 
     def _sample(self, silent: Observations) -> NoiseSample:
-        """The noise of silent federations, whose scale is not known: in units of itself.
+        """Noise of silent federations, scaled to size one, since its scale is not known.
 
-        A scale that changes from round to round alike in all runs is public, as a rate is.
+        The scale may differ between rounds if it is the same in all runs, like a public rate.
         """
         ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()
         layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
@@ -203,7 +203,7 @@ class TargetAudit:
         return NoiseSample.of(causes.scaled(silent.moves, axes), layers)
 
     def _is_gaussian(self, silent: Observations) -> bool:
-        """Whether noise is claimed to be, or where an epsilon alone is claimed, looks like it."""
+        """Whether noise is claimed to be Gaussian or, if only epsilon is claimed, looks like it."""
         if self.claim.noise_multiplier is not None or self.claim.shift is None:
             return self.claim.shift is not None
         return noise.shape(self._sample(silent)).p_value > LOOKS_GAUSSIAN
@@ -228,7 +228,7 @@ class TargetAudit:
                 yield _named(finding, "plan", f"what else leaves, {result.attack.name}", cause)
 
     def _samples(self, observations: list[Observations]) -> Sampled | None:
-        """All cohorts, where they are known and something is claimed of them."""
+        """All cohorts as a sample; None if they are not visible, or nothing is claimed of them."""
         ids = [
             [np.array(cohort, dtype=np.int64) for cohort in run]
             for observed in observations
@@ -266,7 +266,7 @@ def audit_target(
     confidence: float = 0.99,
     seed: int = 1,
 ) -> Verdict:
-    """Attack a target's claim.
+    """Audit a target's claim.
 
     Raises
     ------
@@ -282,20 +282,20 @@ def audit_target(
 
 
 def open_target(name: str, python: str = "") -> AbstractContextManager[Target]:
-    """The target of this name.
+    """Open a target by name.
 
     Parameters
     ----------
     name : str
         ``module:callable`` or ``path/to/file.py:callable``.
     python : str
-        The interpreter of another environment, in which the target runs as a process of its own;
-        it needs numpy there. Empty for this one.
+        Python interpreter of another environment, in which the target runs as a process; it
+        needs numpy there. Empty for this process.
 
     Raises
     ------
     FedsimError
-        If there is no such target, or what it gives back is no release.
+        If there is no such target, or its result is not a release.
     """
     return _remote_target(name, python) if python else nullcontext(_local_target(name))
 
@@ -308,7 +308,7 @@ def _local_target(name: str) -> Target:
 
     def target(federation: SyntheticFederation) -> TargetRelease:
         try:
-            # What a target prints is no part of a verdict.
+            # What a target prints must not be mixed with the verdict.
             with redirect_stdout(sys.stderr):
                 return TargetRelease.of(call(federation), federation)
         except FedsimError:

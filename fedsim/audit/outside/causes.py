@@ -1,8 +1,8 @@
-"""What findings most likely mean: one wrong thing shows in many tests, and is named once.
+"""Likely causes of findings: one fault shows in many checks, and should have one name.
 
-A cause explains a test of noise if the test passes once the noise is freed of it: without arrays
-that have none, with each array or round scaled to one size. It explains a test of samples if the
-test passes at the rate that was measured. Names decide nothing: violations are known before.
+A cause explains a failed check of noise if the check passes once the cause is removed: arrays
+without noise are left out, or each array or round is scaled to one size. It explains a failed check
+of sampling if the check passes at the measured rate. Causes do not influence the verdict.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread,
 from fedsim.privacy.laws import Inclusion
 
 CHANCE = 1e-4
-"""P-value above which a test is taken to pass."""
+"""p-value above which a check passes here."""
 CLEAR_EXCESS, SAME_SHIFT, RELATIVE_ERROR = 1.05, 1.3, 0.1
-"""Factors: further than is claimed, and alike; a relative difference that errors explain."""
+"""Factors for "clearly further than claimed" and "about as far"; tolerance for equality."""
 
 REUSED_NOISE = "noise is used again"
 NO_NOISE = "an array has no noise"
@@ -45,19 +45,19 @@ LATER_ADDITION = "what a row added is added again in later rounds, without noise
 
 
 def absence_cause(moves: Floats) -> str:
-    """Of releases ``[runs, rounds, d]``, some of which are the same in all runs."""
+    """Cause for releases ``[runs, rounds, d]`` of which some are equal in all runs."""
     repeated = bool(moves[..., 1:].any()) and np.isfinite(moves).all()
     return "noise is the same in every run" if repeated else "noise is left out"
 
 
 def noise_causes(sample: NoiseSample, checks: Sequence[Check]) -> Iterable[Finding]:
-    """What checks of noise find; a cause of several is named for all."""
+    """Findings of checks of noise, with common causes."""
     results = {check.test: check.find(sample) for check in checks}
     results[layer_sizes] = replace(results[layer_sizes], cause=ARRAY_SIZES)
     failing = {test for test, finding in results.items() if finding.p_value <= CHANCE}
     for cause, reduced in _reduced_samples(sample):
         passing = {test for test in failing if test(reduced).p_value > CHANCE}
-        # Of noise that has another distribution no scale is the cause.
+        # If the distribution is still wrong after scaling, the scale is not the cause.
         if shape in failing - passing:
             continue
         results |= {test: replace(results[test], cause=cause) for test in passing}
@@ -73,7 +73,7 @@ def noise_causes(sample: NoiseSample, checks: Sequence[Check]) -> Iterable[Findi
 
 
 def _reduced_samples(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
-    """Noise that is freed of one cause, with that cause."""
+    """Yield possible causes, each with the noise after removing it."""
     silent = [not sample.z[:, :, columns].any() for columns in sample.layers]
     if any(silent) and not all(silent):
         chosen = [c for c, empty in zip(sample.layers, silent, strict=True) if not empty]
@@ -89,23 +89,23 @@ def _reduced_samples(sample: NoiseSample) -> Iterator[tuple[str, NoiseSample]]:
 
 
 def scaled(moves: Floats, axes: tuple[int, ...]) -> Floats:
-    """In units of their root mean square over these axes."""
+    """Moves divided by their root mean square over these axes."""
     squares = np.square(moves).mean(axes, keepdims=True)
     return np.asarray(moves / np.sqrt(np.maximum(squares, 1e-300)))
 
 
 @dataclass(frozen=True)
 class RowCauses:
-    """Why a row moves releases too far.
+    """Determines why a row moves releases too far.
 
     Attributes
     ----------
     results : sequence of AttackResult
-        The first of them of a row of length C.
+        Results of all attacks; the first is that of a row of length C.
     oversampling : float
-        How many times as often rows are sampled as claimed; 1 where that is not known.
+        Measured over claimed sampling rate; 1 if it is not known.
     silent : float
-        The part of the model that has no noise.
+        Share of the model's entries that have no noise.
     """
 
     results: Sequence[AttackResult]
@@ -113,9 +113,9 @@ class RowCauses:
     silent: float = 0.0
 
     def cause(self, result: AttackResult) -> str:
-        """The likely cause, if what this attack found is a violation."""
+        """Likely cause if this attack's finding is a violation."""
         usual, moved, cause = self.results[0].shift, result.shift, result.attack.cause
-        # Where a row within C moves it as far, the bound is not to blame.
+        # If a row of length C moves it as far, the bound is not the cause.
         if usual > CLEAR_EXCESS * result.claimed_shift and moved < SAME_SHIFT * usual:
             return self._excess_cause(usual / result.claimed_shift)
         unclipped = self._shift(UNCLIPPED_ROWS) > SAME_SHIFT * usual
@@ -142,7 +142,7 @@ class RowCauses:
         return max((one.shift for one in self.results if one.attack.cause == cause), default=0.0)
 
     def _excess_cause(self, factor: float) -> str:
-        """What it means that a row of length C moves a release so many times too far."""
+        """Likely cause if a row of length C moves a release too far by this factor."""
         first = self.results[0]
         if first.claim.adjacency == "replace-one" and abs(factor - 2) < RELATIVE_ERROR:
             return "noise is for one row added or removed, and not for one replaced: half as much"
@@ -159,14 +159,14 @@ class RowCauses:
 
 
 def oversampling(samples: Sampled | None) -> float:
-    """How many times as often as claimed rows are sampled."""
+    """Measured over claimed sampling rate; 1 if it is not known."""
     if samples is None or samples.law is None:
         return 1.0
     return float(samples.membership.mean()) / samples.law.one
 
 
 def sample_causes(samples: Sampled) -> Iterable[Finding]:
-    """What checks of samples find; a cause of several is named for all."""
+    """Findings of checks of sampling, with common causes."""
     results = {
         check.test: check.find(evidence)
         for gather, checks in of_draws(lambda: samples)
@@ -185,7 +185,7 @@ def sample_causes(samples: Sampled) -> Iterable[Finding]:
         if frequencies in failing - explained and uneven:
             cause = UNEVEN_SAMPLING
         results |= {test: replace(results[test], cause=cause) for test in explained}
-        # Cohorts of too many sizes, rows that take turns: what one draw says of another.
+        # Signs of dependent draws: cohort sizes that vary too much, rows that take turns.
         dependent = set() if uneven else {frequencies}
         if samples.membership.sum(1).var() > n * variance:
             dependent.add(spread)

@@ -1,4 +1,4 @@
-"""What a target claims: a file, or options of the command line, as events of the accountant."""
+"""Claims of a target, read from a file or command line, as events of the accountant."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fedsim.settings import Doc, Ge, Gt, Le, Lt, read_settings, settings_of
 
 @dataclass(frozen=True, kw_only=True)
 class TargetClaim:
-    """What is claimed of a target's releases.
+    """Claim about a target's releases.
 
-    With a noise multiplier they are Gaussians of sensitivity C on a sum over a sample; with an
-    epsilon alone they are (epsilon, delta)-private, all rounds together, whatever the noise.
+    With a noise multiplier, releases are claimed to be sampled Gaussians of sensitivity C. With an
+    epsilon only, all rounds together are claimed to be (epsilon, delta)-private, with any noise.
     """
 
     noise_multiplier: Annotated[
@@ -58,12 +58,12 @@ class TargetClaim:
 
     @classmethod
     def read(cls, path: Path | None, options: Mapping[str, Any]) -> TargetClaim:
-        """From a TOML file and options, which come before it.
+        """Read a claim from a TOML file and options, which override it.
 
         Raises
         ------
         FedsimError
-            If it claims nothing, or something that cannot be.
+            If nothing is claimed, or something impossible.
         """
         known = {setting.key for setting in settings_of(cls)}
         values: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class TargetClaim:
 
     @property
     def sampler(self) -> Sampler:
-        """How rows are drawn."""
+        """Sampler of the rows of a round."""
         n, adjacency = self.population, self.adjacency
         if adjacency == "replace-one":
             size = max(1, round(self.rate * n))
@@ -106,14 +106,14 @@ class TargetClaim:
 
     @property
     def sensitivity(self) -> float:
-        """By how many C one row moves the sum, at most."""
+        """Largest move of the sum by one row, in units of C."""
         return 2.0 if self.adjacency == "replace-one" else 1.0
 
     @property
     def shift(self) -> float | None:
-        """By how many standard deviations of Gaussian noise one row may move a round on average.
+        """How far one row may move a round on average, in standard deviations of Gaussian noise.
 
-        None where only (epsilon, 0) is claimed, which no Gaussian gives.
+        None if only (epsilon, 0) is claimed, which no Gaussian satisfies.
         """
         if self.noise_multiplier is not None:
             return self.rate * self.sensitivity / self.noise_multiplier
@@ -126,7 +126,7 @@ class TargetClaim:
 
     @property
     def claim(self) -> Claim:
-        """Its trade-off curve: of the Gaussians, or of what is (epsilon, delta)-private."""
+        """The claim with its trade-off curve: of the Gaussians, or of (epsilon, delta)-privacy."""
         if self.noise_multiplier is None:
             assert self.epsilon is not None
             return EpsilonClaim(
@@ -137,7 +137,7 @@ class TargetClaim:
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What an audit takes for granted, by what it is about."""
+        """The audit's assumptions, by subject."""
         z = self.noise_multiplier
         what = f"epsilon {self.epsilon} at delta {self.delta:g}"
         if z is not None:
@@ -152,17 +152,17 @@ class TargetClaim:
 
 @dataclass(frozen=True)
 class EpsilonClaim(Claim):
-    """That releases are (epsilon, delta)-private together: of its event nothing is known."""
+    """Claim that all releases together are (epsilon, delta)-private; its event has no meaning."""
 
     claimed_epsilon: float = math.inf
 
     @property
     def epsilon(self) -> float:
-        """As it is claimed."""
+        """The claimed epsilon."""
         return self.claimed_epsilon
 
     def curve(self, false_positives: npt.ArrayLike) -> Floats:
-        """Least false negative rate, of any such mechanism (Kairouz, Oh and Viswanath 2015)."""
+        """Least false negative rate of any such mechanism (Kairouz, Oh and Viswanath 2015)."""
         a, grown = np.asarray(false_positives, dtype=np.float64), math.exp(self.claimed_epsilon)
         left = np.maximum(1 - self.delta - grown * a, (1 - self.delta - a) / grown)
         return np.asarray(np.maximum(left, 0.0))

@@ -1,10 +1,10 @@
-"""The synthetic federation that a target is run on, and what a target gives back.
+"""The synthetic federation that a target is run on, and the release that it returns.
 
-This file needs numpy alone. `serve` runs in another environment, by this file's path, where
-fedsim need not be installed: one process that is asked with lines of JSON and .npy files. Each
-line on its input is a request, ``{"rows": path, "examples": path, ...}`` with the other attributes
-of a `SyntheticFederation`, and each line on its output an answer, ``{"models": path, "sampled":
-..., "statistics": ...}`` or ``{"error": words}``.
+This file needs only numpy. It can be run by its path in another environment, without fedsim:
+`serve` answers requests by a protocol of JSON lines and .npy files. Each line of input is a
+request, ``{"rows": path, "examples": path, ...}`` with the other attributes of a
+`SyntheticFederation`; each line of output is an answer, ``{"models": path, "sampled": ...,
+"statistics": ...}`` or ``{"error": words}``.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 SHAPES: tuple[tuple[int, ...], ...] = ((4, 8), (16,), (2, 8))
-"""Of the model's arrays: three, of unequal size."""
+"""Shapes of the model's arrays: three, of unequal size."""
 
 
 @dataclass(frozen=True)
 class SyntheticFederation:
-    """What a target is asked to release: so many rounds over clients whose updates are known.
+    """Input of a target: a number of rounds over clients whose updates are known.
 
     Attributes
     ----------
     rows : float64 ``[population, d]``
-        The raw update of each client, or gradient of each example, the same in every round.
+        Unbounded update of each client, or gradient of each example, the same in every round.
     examples : float64 ``[population]``
-        How many examples each client says that it has.
+        Number of examples that each client reports.
     rounds : int
     seed : int
-        Decides all draws of a target that can be seeded; others may ignore it.
+        Seed of all the target's draws; a target that cannot be seeded may ignore it.
     rate : float
-        Expected share of the population in a round, as claimed.
+        Claimed expected share of the population in a round.
     clip_norm, noise_multiplier : float
-        As claimed; 0 where the claim does not say.
+        Claimed values; 0 if the claim does not give them.
     shapes : sequence of tuple of int
-        Of the model's arrays, which have ``d`` entries together.
+        Shapes of the model's arrays, which have ``d`` entries in total.
     """
 
     rows: Floats
@@ -67,11 +67,11 @@ class SyntheticFederation:
 
     @property
     def initial(self) -> list[Floats]:
-        """The model's arrays before the first round: zeros."""
+        """The initial model's arrays: zeros."""
         return [np.zeros(shape) for shape in self.shapes]
 
     def update(self, client: int) -> list[Floats]:
-        """What a client would send, or what an example's gradient is, as the model's arrays."""
+        """A client's update, or an example's gradient, as the model's arrays."""
         return self.arrays(self.rows[client])
 
     def arrays(self, vector: Floats) -> list[Floats]:
@@ -83,16 +83,16 @@ class SyntheticFederation:
 
 @dataclass(frozen=True)
 class TargetRelease:
-    """What a target released.
+    """Output of a target: what it released.
 
     Attributes
     ----------
     models : float64 ``[rounds, d]``
         The model after each round.
     sampled : sequence of sequence of int, optional
-        Who took part in each round, once for each time that it did; None where it is not seen.
+        Ids of the participants of each round, repeated if sampled repeatedly; None if not visible.
     statistics : mapping of name to float64 ``[rounds]``
-        Numbers that are released beside the model.
+        Numbers that are released in addition to the model.
     """
 
     models: Floats
@@ -101,7 +101,7 @@ class TargetRelease:
 
     @classmethod
     def of(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
-        """From what a target returned: this, a mapping of its attributes, or the models alone.
+        """Make it from a target's result: this class, a mapping of its attributes, or the models.
 
         Raises
         ------
@@ -140,19 +140,19 @@ class TargetRelease:
 
 
 def flat(arrays: Any) -> Floats:
-    """A model's arrays, or one array, as a vector."""
+    """Flatten a model's arrays, or one array, to a vector."""
     if isinstance(arrays, np.ndarray) and arrays.dtype != object:
         return arrays.astype(np.float64).ravel()
     return np.concatenate([np.asarray(array, dtype=np.float64).ravel() for array in arrays])
 
 
 def load(name: str) -> Callable[..., Any]:
-    """What ``module:callable`` or ``path/to/file.py:callable`` names.
+    """Import the callable that ``module:callable`` or ``path/to/file.py:callable`` names.
 
     Raises
     ------
     ValueError
-        If there is no such thing.
+        If there is no such callable.
     """
     source, _, attribute = name.rpartition(":")
     if not source:
@@ -178,8 +178,8 @@ def load(name: str) -> Callable[..., Any]:
 
 def serve(name: str) -> None:
     """Answer requests until the input ends."""
-    # What a target prints is not an answer.
     _let_adapters_be_imported()
+    # What the target prints must not be mixed with answers: its stdout becomes stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -201,7 +201,7 @@ def serve(name: str) -> None:
 
 
 def _let_adapters_be_imported() -> None:
-    """As ``fedsim.audit.adapters``, where fedsim is not installed: they need nothing of it."""
+    """Make ``fedsim.audit.adapters`` importable without fedsim, of which they need nothing."""
     if importlib.util.find_spec("fedsim") is not None:
         return
     audit = Path(__file__).parents[1]
@@ -223,6 +223,6 @@ def _answer(target: Callable[..., Any], request: dict[str, Any], directory: str)
 
 
 if __name__ == "__main__":
-    # Its own directory has modules of fedsim's, which others may be named like.
+    # This file's directory has modules whose names could hide those of other packages.
     sys.path.pop(0)
     serve(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Many runs in one go: a grid or random points of a config's keys, trained side by side."""
+"""Sweeps: runs for a grid or for random points of a config's keys, trained together."""
 
 from fedsim.runs.sweep.halving import Halving, outcomes
 from fedsim.runs.sweep.running import is_done, run_sweep

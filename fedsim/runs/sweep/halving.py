@@ -1,4 +1,4 @@
-"""Successive halving: all runs make a few rounds, and only the best part of them continues.
+"""Successive halving: all runs make a few rounds, and only the best of them continue.
 
 Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter
 optimization". Runs pause at a rung and resume from their checkpoints: a run that reaches its last
@@ -19,28 +19,28 @@ from fedsim.runs.resolve import Resolved
 from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, require_validation, validated
 
 MOST_OUTCOMES = 10**100
-"""With more, the share of delta would underflow."""
+"""Cap on the number of outcomes; with more, the share of delta would underflow."""
 
 Setting = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
 class Halving:
-    """When settings are compared, and how many continue.
+    """Rounds after which settings are compared, and the share of them that continues.
 
     Attributes
     ----------
     factor : int
-        Of the settings at a rung, one in so many continues, to so many times the rounds.
+        One in ``factor`` settings continues from a rung, to ``factor`` times the rounds.
     first : int
-        Rounds to the first rung.
+        Rounds before the first rung.
     """
 
     factor: int
     first: int
 
     def rungs(self, rounds: int) -> list[int]:
-        """The rounds after which runs are compared; the last one ends them."""
+        """The rounds after which runs are compared; the last entry is their last round."""
         between = []
         rung = self.first
         while rung < rounds:
@@ -87,7 +87,7 @@ class Halving:
             Measure.of_column(resolve_run(run), "--halving by", measure)
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
-        """In how many ways the settings that continue at each rung may be chosen."""
+        """Number of ways to choose the settings that continue at each rung."""
         left, ways = len({_setting(run) for run in grid}), 1
         for _ in self.rungs(grid[0].config.rounds)[:-1]:
             keep = max(left // self.factor, 1)
@@ -97,21 +97,21 @@ class Halving:
     def dropped(
         self, rows: Sequence[tuple[SweepRun, Sequence[Row] | None]], rung: int
     ) -> dict[str, str]:
-        """The runs that end at a rung, by their labels, each with a sentence that says why.
+        """The runs that end at a rung, by label, each with a sentence that says why.
 
         Parameters
         ----------
         rows : sequence of (SweepRun, rows of metrics.csv up to the rung)
-            None for a run that failed: it ranks last.
+            None instead of rows for a run that failed; it ranks last.
         rung : int
-            After which round they are compared.
+            Round after which they are compared.
         """
         settings: dict[Setting, list[tuple[SweepRun, Sequence[Row] | None]]] = {}
         for run, of_run in rows:
             settings.setdefault(_setting(run), []).append((run, of_run))
         scores = {point: _score(of_point) for point, of_point in settings.items()}
         keep = max(len(settings) // self.factor, 1)
-        # Sorting is stable: of equals the first continues.
+        # Sorting is stable: among equal scores the first settings continue.
         ranking = sorted(scores, key=lambda point: -scores[point])
         measure = measure_of(rows[0][0].config)
         least = _score_text(scores[ranking[keep - 1]], measure)
@@ -126,7 +126,7 @@ class Halving:
 
 
 def outcomes(grid: Sequence[SweepRun], halving: Halving | None) -> int:
-    """How many sets of releases could have resulted from choices among runs; an upper bound."""
+    """Upper bound on the number of different sets of releases that choices among runs allow."""
     ways = 1 if halving is None else halving.outcomes(grid)
     for run in grid:
         ways *= max(stopping(run.config.to_run_config()).times, 1)
@@ -144,7 +144,7 @@ def _score_text(score: float, measure: Measure) -> str:
 
 
 def _score(seeds: Sequence[tuple[SweepRun, Sequence[Row] | None]]) -> float:
-    """The mean over a setting's seeds, larger where it is better; a run that failed ranks last."""
+    """Mean over a setting's seeds, higher is better; -inf if a run failed, to rank last."""
     scores = []
     for run, rows in seeds:
         measure = measure_of(run.config)

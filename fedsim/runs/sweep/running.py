@@ -1,4 +1,4 @@
-"""Make the runs of a sweep, side by side where they can be, and note how each of them ended."""
+"""Make the runs of a sweep, in common blocks where possible, and note how each ended."""
 
 from __future__ import annotations
 
@@ -40,19 +40,22 @@ Observer = Callable[[SweepRun, Row], None]
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Where runs are written, the observer of their rows, and the data sets that they share."""
+    """The sweep's directory, the observer of rows, and the data sets that runs share."""
 
     out: Path
     observer: Observer | None
     datasets: dict[object, Dataset] = field(default_factory=dict)
 
     def resolve(self, run: SweepRun) -> Resolved:
-        """Resolve a run, with data that are read once for all of them."""
+        """Resolve a run; each data set is read once for all runs."""
         data = resolve_data(run.config, load=self._load)
         return resolve(run.config, out=self.out / run.label, data=data)
 
     def _load(self, config: RunConfig) -> Dataset:
-        """What a ``[data]`` table names: for runs that protect it, other examples are refused."""
+        """Load the data set of a ``[data]`` table, once for private and once for other runs.
+
+        They differ: in a private run other examples count as unusable.
+        """
         flat = config.to_run_config().items()
         table = tuple((key, value) for key, value in flat if key.startswith("data."))
         if (key := (config.protects, table)) not in self.datasets:
@@ -68,28 +71,28 @@ def run_sweep(
 ) -> dict[str, Ending]:
     """Make the runs of a grid that have not ended in ``out`` yet.
 
-    A run that diverges or raises has failed, and the others continue. One that failed for a
-    reason that would recur (too many rounds without a usable reply) is not tried again.
+    If a run diverges or raises, it has failed, and the others continue. A run that failed for a
+    reason that would recur (too many rounds without a usable reply) is not repeated.
 
     Parameters
     ----------
     grid : sequence of SweepRun
     out : path
-        Each run's artefacts go to a directory of its own in it.
+        The sweep's directory, in which each run gets its own.
     observer : callable, optional
         Called with each row of each run.
     halving : Halving, optional
-        When runs are dropped; without it each makes all its rounds.
+        Rule by which runs are dropped; without it each run makes all its rounds.
 
     Returns
     -------
     dict of str to Ending
-        Of each run, by its label.
+        How each run ended, by its label.
 
     Raises
     ------
     FedsimError
-        If ``out`` holds a run of another sweep, or one is for another engine.
+        If ``out`` has a run of another sweep, or a run's engine is not 'local'.
     """
     for run in grid:
         engine, client = run.config.engine.name, run.config.client
@@ -115,7 +118,7 @@ def run_sweep(
 
 
 def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
-    """Refuse one place for the ledgers of clients that are not the same in all runs."""
+    """Refuse a shared directory of clients' ledgers if runs split examples differently."""
     private = [run.config for run in grid if run.config.client.private]
     splits = {split_settings(config) for config in private}
     shared = {config.client.state_dir for config in private} - {""}
@@ -128,7 +131,7 @@ def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
 
 
 def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[str, Ending]:
-    """Make the runs from rung to rung; rounds that were made before are not repeated."""
+    """Make the runs from rung to rung; rounds made in an earlier sweep are not repeated."""
     outcomes: dict[str, Ending] = {}
     remaining = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
@@ -152,9 +155,9 @@ def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[s
 def _rows_at(
     rung: int, directory: RunDirectory, outcomes: Mapping[str, Ending]
 ) -> list[Row] | None:
-    """A run's rows up to a rung; None if it failed before that.
+    """A run's rows up to a rung; None if it failed before the rung.
 
-    One that failed later had passed the rung: it is compared again as it was then.
+    A run that failed later had passed the rung, and must be ranked again as it was then.
     """
     rows = directory.metrics_file.rows()
     reached_rung = bool(rows) and rows[-1]["round"] >= rung
@@ -188,7 +191,7 @@ def is_done(run: SweepRun, out: Path) -> bool:
     Raises
     ------
     FedsimError
-        If its directory holds a run of another config.
+        If its directory has a run of another config.
     """
     directory = RunDirectory(out / run.label)
     if not directory.config.exists():
@@ -205,7 +208,7 @@ def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
 
 
 def _groups(waiting: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
-    """The runs in groups whose clients can share blocks, from the same round on."""
+    """Group runs whose clients can share blocks, starting from the same round."""
     groups: dict[tuple[object, ...], list[SweepRun]] = {}
     for run in waiting:
         state = _reached(RunDirectory(out / run.label))
@@ -215,22 +218,25 @@ def _groups(waiting: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
 
 
 def _reached(directory: RunDirectory) -> RunState | None:
-    """The last checkpoint of a run, if it has one."""
+    """The last checkpoint of a run; None if it has none."""
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
 def _shared_work(run: SweepRun) -> tuple[object, ...]:
-    """What must be equal for clients to share a block: all but the numbers that each may have."""
+    """Key of the runs whose clients may share blocks.
+
+    It has all that clients' training depends on, without numbers that may differ within a block.
+    """
     config, client, trained_by = run.config, run.config.client, algorithm(run.config)
     if client.mechanism.name != "none" or client.state != "reset" or client.work:
         # Ledgers, state and amounts of work belong to the clients of one run.
         return (run.label,)
     free = {f"client.{name.replace('_', '-')}" for name in trained_by.numbers()}
-    # Frozen parameters are the trainer's, and start from the seed.
+    # A block has one copy of frozen parameters, whose values depend on the seed.
     frozen = config.model.trainable or config.adapter.name != "none"
     return (
-        config.protects,  # which examples are usable, and how many classes there are
-        # An algorithm may be made for the run, and the bound of its updates.
+        config.protects,  # it decides which examples are usable, and how classes are counted
+        # If `for_run` changed the algorithm, it may depend on the bound of the run's updates.
         "" if trained_by == client.make() else str(config.mechanism.to_tree()),
         config.seed if frozen else None,
         *(setting for setting in training_settings(config) if setting[0] not in free),
@@ -254,7 +260,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = _run_sessions(sessions)
         for index, error in failed.items():
-            if isinstance(error, RunFailedError):  # it would fail again
+            if isinstance(error, RunFailedError):  # a repetition would fail again
                 directories[index].finish("failed", str(error))
     return {group[index].label: Ending("failed", _reason(error)) for index, error in failed.items()}
 
@@ -266,7 +272,7 @@ def _reason(error: Exception) -> str:
 
 
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
-    """Make all rounds of these sessions; the errors of those that failed, by index."""
+    """Make all rounds of these sessions; return the errors of failed ones, by index."""
     failed: dict[int, Exception] = {}
     whole = ending = False
 
@@ -288,7 +294,7 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         error = failed.get(index)
         if error is not None and not isinstance(error, RunFailedError):
             _log.error("a run of the sweep raised", exc_info=error)
-        # A second signal may follow soon; a run that is resumed has its page written then.
+        # After a signal a second may follow soon: no report yet of a run that will be resumed.
         if not ending or error is not None or session.ended != "interrupted":
             leave_report(
                 session.resolved,
@@ -316,9 +322,9 @@ def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
 
 
 def _hold_the_same(runs: Sequence[Resolved]) -> bool:
-    """Whether what no client trains is the same in these runs' models: one trainer has one.
+    """Whether these runs' models agree in all values that are not trained (buffers, frozen ones).
 
-    A user's model may draw its buffers, or parameters that it freezes, from its run's seed.
+    A common trainer has one copy of them, but a user's model may draw them from its run's seed.
     """
     first, *others = (
         {
@@ -336,7 +342,7 @@ def _hold_the_same(runs: Sequence[Resolved]) -> bool:
 
 
 class _Watcher(Callback):
-    """Gives a run's rows to the sweep's observer."""
+    """Passes a run's rows to the sweep's observer."""
 
     def __init__(self, run: SweepRun, observer: Observer) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""The runs of a sweep: each point of a grid, or random points, and what they are compared by."""
+"""The runs of a sweep: all points of a grid, or random points, and how runs are compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SweepRun:
     Attributes
     ----------
     point : mapping of key to value
-        Its place on each axis.
+        Its value on each axis.
     config : RunConfig
     """
 
@@ -38,10 +38,10 @@ class SweepRun:
 
     @property
     def label(self) -> str:
-        """``key=value`` for each axis; also the name of its directory.
+        """``key=value`` for each axis; also the name of the run's directory.
 
-        Characters that a path cannot have are replaced, a long label is cut, and a digest of the
-        whole is then appended.
+        Characters that are not allowed in a path are replaced and a long label is cut; a digest of
+        the full label is appended then.
         """
         label = ",".join(f"{key}={value}" for key, value in self.point.items())
         name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", label)
@@ -52,7 +52,7 @@ class SweepRun:
 
 
 def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
-    """The grid, the last axis fastest, of valid configs; equal ones are one run.
+    """The runs of a grid, the last axis varying fastest; equal configs become one run.
 
     Raises
     ------
@@ -71,10 +71,10 @@ def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
 
 
 def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
-    """Points drawn at random, each with every seed where ``seed`` is an axis.
+    """Runs at randomly drawn points, each with all seeds if ``seed`` is an axis.
 
-    A value depends on the config's seed, the key and the number of the point alone: more points, or
-    another axis, leave the others unchanged.
+    A value depends only on the config's seed, the key and the point's number: adding points or
+    another axis leaves the others unchanged.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
 
 def _draw(axis: list[Any] | Span, source: Randomness, key: str, index: int) -> Any:
     part = int.from_bytes(hashlib.sha256(key.encode()).digest()[:5], "little")
-    # Of each seed again: it is the point's, not the run's.
+    # `repeated`: all seeds of one point make the same draw.
     generator = source.repeated().generator(Purpose.SEARCH, level="run", round=index, part=part)
     return axis.draw(generator) if isinstance(axis, Span) else axis[generator.integers(len(axis))]
 
@@ -107,33 +107,33 @@ def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) 
     for values in points:
         changed = config.replace(**dict(zip(axes, values, strict=True)))
         flat = changed.to_run_config()
-        # As a config writes them: 64 and '64' are one value of a list, 1 and 1.0 of a number.
+        # Values as a config writes them: 64 and '64' are equal as a list, 1 and 1.0 as a number.
         point = {key: _written(flat, key) for key in axes}
         distinct.setdefault(tuple(flat.items()), SweepRun(point, changed))
     return list(distinct.values())
 
 
 def _written(flat: Mapping[str, Scalar], key: str) -> Scalar:
-    """What stands at a key of a flattened config, in which options are one string."""
+    """Value at a key of a flat config, in which a table's options are one string."""
     table, option_of, name = key.partition(".options.")
     if not option_of:
         return flat.get(key, "")
     options = read_options(str(flat.get(f"{table}.options", "")), f"{table}.options")
     value = options.get(name, "")
-    # 1, 1.0, true and '1' are four values of an option, whose type nobody has declared.
+    # An option's type is not declared: 1, 1.0, true and '1' are four different values.
     misread = isinstance(value, str) and (read_value(value) != value or value in ("True", "False"))
     return f"'{value}'" if misread else str(value)
 
 
 def measure_of(config: RunConfig) -> Measure:
-    """What a run is judged by: the first of ``task.metrics``, or the loss without any."""
+    """Metric that runs are judged by: the first of ``task.metrics``, or the loss without any."""
     for name, metric in factories.metrics(config).items():
         return Measure(name, metric.higher_is_better)
     return Measure("loss", higher_is_better=False)
 
 
 def require_validation(config: RunConfig, option: str) -> None:
-    """Refuse to choose among runs that hold no examples out to compare them by.
+    """Refuse to compare runs that hold out no validation examples.
 
     Raises
     ------
@@ -152,14 +152,14 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Span:
-    """Numbers from ``low`` to ``high``.
+    """A range from ``low`` to ``high`` to draw values from.
 
     Attributes
     ----------
     scale : "uniform", "log" or "whole"
-        Numbers drawn uniformly, uniformly in their logarithm, or whole numbers.
+        Uniform, uniform in the logarithm, or uniform over whole numbers.
     low, high : float
-        Both of them included.
+        Ends of the range, both included.
     """
 
     scale: Literal["uniform", "log", "whole"]
@@ -167,7 +167,7 @@ class Span:
     high: float
 
     def draw(self, generator: np.random.Generator) -> float | int:
-        """One of them, to four significant digits."""
+        """Draw a value, rounded to four significant digits."""
         if self.scale == "whole":
             return int(generator.integers(int(self.low), int(self.high), endpoint=True))
         if self.scale == "uniform":
@@ -182,14 +182,14 @@ Axes: TypeAlias = Mapping[str, "list[Any] | Span"]
 
 
 def parse_axes(overs: Iterable[str]) -> dict[str, list[Any] | Span]:
-    """``key=v1,v2`` for each axis, each value as ``--set`` reads it; lists stand in brackets.
+    """Parse ``key=v1,v2`` for each axis; values as for ``--set``, lists in brackets.
 
     A span to draw from is written ``key=log(0.001,1)``, ``uniform(0,1)`` or ``whole(1,20)``.
 
     Raises
     ------
     FedsimError
-        If an axis has no values, or comes twice.
+        If an axis has no values, or is given twice.
     """
     axes: dict[str, list[Any] | Span] = {}
     for over in overs:
@@ -204,7 +204,7 @@ def parse_axes(overs: Iterable[str]) -> dict[str, list[Any] | Span]:
 
 
 def _span(over: str, text: str) -> Span | None:
-    """The span that a text is, if it looks like one."""
+    """Parse a span; None if the text does not look like one."""
     written = re.fullmatch(r"\s*(uniform|log|whole)\(([^,()]*),([^,()]*)\)\s*", text)
     if written is None:
         return None
@@ -227,18 +227,18 @@ def _span(over: str, text: str) -> Span | None:
 
 
 LAST_EVALUATIONS = 5
-"""How many evaluations a figure of a sweep is the mean of."""
+"""Number of last evaluations whose mean is reported for a run of a sweep."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Numbers over seeds.
+    """Mean and deviation of a number over seeds.
 
     Attributes
     ----------
     mean : float
     std : float or None
-        The standard deviation of one seed's number (n - 1); None of a single one.
+        Sample standard deviation (n - 1); None for a single seed.
     count : int
     """
 
@@ -248,7 +248,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of so many; None of none."""
+        """Compute it from values; None for an empty sequence."""
         if not values:
             return None
         std = float(np.std(values, ddof=1)) if len(values) > 1 else None
@@ -256,12 +256,12 @@ class Spread:
 
 
 def validated(rows: Sequence[Mapping[str, object]], measure: Measure) -> float | None:
-    """The mean of the last five evaluations on examples held out, of the trained model if any."""
+    """Mean of a run's last five validation results; round 0 only counts if it is the only one."""
     trained = [row for row in rows if int(str(row["round"])) > 0] or rows
     values = numbers_in(trained, f"validation-{measure.name}")
     return float(np.mean(values[-LAST_EVALUATIONS:])) if values else None
 
 
 def numbers_in(rows: Sequence[Mapping[str, object]], column: str) -> list[float]:
-    """The numbers of a column, without the rows that lack it."""
+    """Numbers of a column, skipping rows without it."""
     return [float(str(row[column])) for row in rows if row.get(column) not in (None, "")]

@@ -1,4 +1,4 @@
-"""Selection: a random number of runs in a hidden directory, of which only the best is kept."""
+"""Private selection: makes a random number of runs in a hidden directory, keeps only the best."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedsim.runs.sweep.running import run_sweep
 from fedsim.runs.sweep.search import SweepRun, measure_of, require_validation
 
 SELECTED = "selected"
-"""Directory of the best run, in the sweep's."""
+"""Directory of the best run, in the sweep's directory."""
 
 
 @dataclass(frozen=True)
 class RandomStopping:
-    """Makes a random number of runs with settings drawn at random, and keeps the best.
+    """Makes a random number of runs with randomly drawn settings, and keeps the best.
 
-    Guarantee: the published run costs what its plan says with this selection, if all runs cost
-    the same and are compared on examples that no client has. The time that the command takes is not
-    covered: it reveals something of the number of runs.
+    Guarantee: the published run costs what its plan with this selection says, if all runs cost
+    the same and are compared on examples that no client has. The duration of the command is not
+    covered: it reveals something about the number of runs.
 
     Parameters
     ----------
@@ -42,12 +42,12 @@ class RandomStopping:
     selection: Selection
 
     def members(self, grid: Sequence[SweepRun]) -> list[SweepRun]:
-        """The runs that may be drawn, each with the selection in its config.
+        """The runs to draw from, each with the selection in its config.
 
         Raises
         ------
         FedsimError
-            If one is not private, would repeat its noise, or has another cost than the first.
+            If a run is not private, would repeat its noise, or costs more or less than the others.
         """
         keys = {
             "privacy.selection": self.selection.distribution,
@@ -80,12 +80,12 @@ class RandomStopping:
         Returns
         -------
         path or None
-            None if nothing is published: no run was drawn, or none has ended.
+            None if nothing is published: no run was drawn, or none succeeded.
 
         Raises
         ------
         FedsimError
-            If the runs cannot be compared, or ``out`` holds a selection.
+            If the runs cannot be compared, or ``out`` already has a selection.
         """
         members = self.members(grid)
         hidden, selected = out / ".selection", out / SELECTED
@@ -111,12 +111,12 @@ class RandomStopping:
                 best.rename(selected)
                 rewrite_page(selected)
         finally:
-            # The number of the other runs and their results must stay secret.
+            # The number of runs and the others' results must stay secret.
             shutil.rmtree(hidden)
         return None if best is None else selected
 
     def _best(self, drawn: Sequence[SweepRun], hidden: Path, measure: Measure) -> Path | None:
-        # Which draw the published run was would be one more release: no name tells it.
+        # Random names: the index of the published run among the draws would be another release.
         runs = [SweepRun({"draw": secrets.token_hex(8)}, run.config) for run in drawn]
         outcomes = run_sweep(runs, hidden) if runs else {}
         best, reached = None, None

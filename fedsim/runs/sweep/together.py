@@ -1,7 +1,7 @@
-"""Runs whose clients share blocks: their rounds are made at the same time.
+"""Makes several runs at once: all their clients of a round train in common blocks.
 
-All their clients of a round train in common blocks. A client's result does not depend on the
-others in its block, so each run ends with the same bytes as when it is made alone.
+A client's result does not depend on the others in its block, so each run ends with the same
+bytes as when it is made alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _log = logging.getLogger("fedsim")
 
 
 def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exception]:
-    """Advance all runs together: their clients of one round train in one go.
+    """Advance all runs together, round by round, with their clients in common blocks.
 
     Returns
     -------
     dict of int to Exception
-        The errors of the runs that failed; the others have ended without them.
+        Errors of the runs that failed, by index; the others have ended normally.
     """
     shared = _SharedTrainer(runs)
-    requests: dict[int, Iterable[Message]] = {}  # of each run that has not ended
+    requests: dict[int, Iterable[Message]] = {}  # messages that unfinished runs wait for
     failed: dict[int, Exception] = {}
 
     def advance(run: int, step: Callable[[], Iterable[Message]]) -> None:
@@ -56,7 +56,8 @@ def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exc
         advance(run, partial(next, generator))
     while requests:
         instructions = {run: m for run, m in requests.items() if isinstance(m, Instructions)}
-        # A run that evaluates on its clients has one more step in that round: the others wait.
+        # A run that evaluates on clients has one more step in a round. The others wait for it,
+        # since only clients of the same round can share a block.
         first = min((m.round for m in instructions.values()), default=0)
         due = {run: m for run, m in instructions.items() if m.round == first}
         replies = shared.replies(due)
@@ -67,7 +68,7 @@ def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exc
 
 @dataclass(frozen=True)
 class _Shifted(Randomness):
-    """A run's draws, for clients that are numbered from ``offset`` on."""
+    """A run's randomness for clients whose ids in the common trainer start at ``offset``."""
 
     offset: int = 0
 
@@ -78,9 +79,9 @@ class _Shifted(Randomness):
 
 
 class _SharedTrainer:
-    """One trainer over all runs' clients, which are numbered one run after another.
+    """One trainer over all runs' clients, whose ids are consecutive, one run after another.
 
-    A run is called by its index among them, and its clients' numbers begin at its offset.
+    Runs are identified by their indices; a run's client ids start at its offset.
     """
 
     def __init__(self, runs: Sequence[Resolved]) -> None:
@@ -98,19 +99,19 @@ class _SharedTrainer:
         self._trainers = [run.trainer for run in runs]
 
     def replies(self, due: dict[int, Instructions]) -> dict[int, Replies]:
-        """Train or evaluate the clients that each run asks."""
+        """Train or evaluate the clients of each run's request."""
         blocks: dict[int, list[Block]] = {run: [] for run in due}
         training = {run: m for run, m in due.items() if m.message_type == "train"}
         for run, block in self._train(training):
             blocks[run].append(block)
         for run in due.keys() - training.keys():
-            # By the run's own trainer: test examples and a model's draws are its own.
+            # Evaluation uses the run's own trainer, which has its test examples and random draws.
             vector, ids, number = due[run].vector, due[run].recipients.client_ids, due[run].round
             blocks[run] += self._trainers[run].evaluate(vector, ids, number)
         return {run: Replies(m, partial(_in_memory, blocks[run])) for run, m in due.items()}
 
     def _train(self, training: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
-        """Blocks of clients, each with its run; a run's clients stand together."""
+        """Yield blocks of trained clients, each of one run, with the run's index."""
         owners = np.repeat([*training], [len(m) for m in training.values()])
         ids = [self._offsets[run] + m.recipients.client_ids for run, m in training.items()]
         for start in range(0, len(owners), self._trainer.block_size):
@@ -120,7 +121,7 @@ class _SharedTrainer:
     def _guarded(
         self, training: dict[int, Instructions], owners: Ids, ids: Ids
     ) -> list[tuple[int, Block]]:
-        """A common block; where it raises, its clients one by one, so that only one has failed."""
+        """Train a common block; if it raises, each client alone, so that only the culprit fails."""
         try:
             return list(self._block(training, owners, ids))
         except (Exception, SystemExit) as error:  # a client's code may raise anything
@@ -136,7 +137,7 @@ class _SharedTrainer:
     def _block(
         self, training: dict[int, Instructions], owners: Ids, ids: Ids
     ) -> Iterator[tuple[int, Block]]:
-        # In the order in which they stand, which is not always that of the runs.
+        # Runs in the order of the block's rows: `starts` must match `ids` row by row.
         counts = {run: int((owners == run).sum()) for run in dict.fromkeys(owners.tolist())}
         starts = torch.cat([training[run].vector.expand(n, -1) for run, n in counts.items()])
         rates = {
