@@ -180,10 +180,11 @@ class RunDirectory:
                 files = (self.config, *self._of_ending)
                 before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
                 made = self._made()
-                replace(self.config, config_toml.encode())
-                for path in self._of_ending:
-                    path.unlink(missing_ok=True)
             try:
+                with self._explained():
+                    replace(self.config, config_toml.encode())
+                    for path in self._of_ending:
+                        path.unlink(missing_ok=True)
                 yield
             except BaseException:
                 if self._made() == made:

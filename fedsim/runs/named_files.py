@@ -55,7 +55,7 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedsimError(f"{path} is damaged ({error}); put back what the run wrote.") from None
     flat = config.to_run_config()
-    for key in files.keys() & set(keys):
+    for key in sorted(files.keys() & set(keys)):
         if Path(str(flat.get(key, ""))).is_absolute():
             continue
         then, now = files[key], _file(config, key)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 from fedsim import regular_files
@@ -15,6 +16,8 @@ MARKER = ".fedsim-run"
 """Name of the file that marks a directory as a run's; it has the format's number."""
 
 RUN_FORMAT = 1
+PROBE_SECONDS = 0.1
+"""Longer than another process holds the lock only to see whether it is free (`RunLock.free`)."""
 
 # Some network file systems have no locks; there only the marker guards a directory.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -70,9 +73,12 @@ class RunLock:
         """
         while True:
             descriptor = regular_files.opener(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _locked(descriptor, fcntl.LOCK_EX):
-                os.close(descriptor)
-                return False
+            deadline = time.monotonic() + PROBE_SECONDS
+            while not _locked(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    return False
+                time.sleep(PROBE_SECONDS / 10)
             if self._is_there(descriptor):
                 break
             # The holder removed the file between our opening and locking it: what we locked no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -157,6 +158,22 @@ def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
 def test_a_run_that_somebody_writes_to_is_not_resumed(done):
     with done.resumed(done.config.read_text()), pytest.raises(FedsimError, match="another run is"):
         resume(RunDirectory(done.path))
+
+
+def test_a_directory_that_cannot_be_made_ready_for_a_resume_is_put_back(done, monkeypatch):
+    before = {path.name: path.read_bytes() for path in done.path.iterdir() if path.is_file()}
+    unlink = Path.unlink
+
+    def failing(path, **options):
+        if path.name == done.report.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", failing)
+    with pytest.raises(FedsimError, match="cannot be used"), done.resumed("seed = 2\n"):
+        pass
+    after = {path.name: path.read_bytes() for path in done.path.iterdir() if path.is_file()}
+    assert after == before
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_two_are_refused(done, caplog):

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import multiprocessing
 import os
+import threading
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +18,7 @@ import fedsim
 from fedsim import RunConfig, regular_files
 from fedsim.errors import FedsimError
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.run_lock import RunLock
 
 MARKER = ".fedsim-run"
 USERS = ("config.toml", "report.html", "metrics.csv", "ledger.jsonl", "clients/mine.txt", "done")
@@ -258,3 +261,15 @@ def test_the_model_is_read_back_as_it_was(tmp_path: Path) -> None:
     read = load_file(directory.model)
     assert all(torch.equal(read[name], arrays[name]) for name in arrays)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_run_begins_while_another_process_looks_whether_the_directory_is_free(tmp_path):
+    lock = RunLock(tmp_path)
+    (tmp_path / MARKER).write_text("")
+    with open(tmp_path / MARKER) as probe:
+        fcntl.flock(probe, fcntl.LOCK_SH)
+        release = threading.Timer(0.02, fcntl.flock, (probe, fcntl.LOCK_UN))
+        release.start()
+        assert lock.take()
+        release.join()
+    lock.release()
