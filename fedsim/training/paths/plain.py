@@ -211,7 +211,7 @@ class PlainPath:
 
     @cached_property
     def _channels_last(self) -> bool:
-        """Whether to use channels last: on a CPU convolutions are faster, narrow GroupNorm slower."""
+        """Whether to use channels last: faster convolutions on a CPU, slower narrow GroupNorm."""
         modules = list(self.model.modules())
         narrow = (isinstance(m, nn.GroupNorm) and m.num_channels < WIDE_NORM for m in modules)
         convolves = any(isinstance(m, nn.Conv2d) for m in modules)
