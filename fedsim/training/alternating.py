@@ -100,7 +100,7 @@ class AlternatingTrainer(Trainer):
         return self._parts[0].ledgers
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Read what a round's config entries say to clients; see `Trainer.receive`."""
+        """Read the entries of a round's config that are for clients; see `Trainer.receive`."""
         for trainer in self._parts:
             trainer.receive(config)
 

@@ -161,7 +161,8 @@ def plan_batches(
         index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
         sizes = np.array([len(indices[i]) for i in members])
-        alike = sizes * (steps[0] + 1) + steps  # a different number for each pair (size, steps)
+        # Clients with the same (size, steps), for each pair a different number, are drawn together.
+        alike = sizes * (steps[0] + 1) + steps
         for number in np.unique(alike):
             rows = np.flatnonzero(alike == number)
             examples = np.stack([indices[i] for i in members[rows]])

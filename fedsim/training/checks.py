@@ -232,6 +232,7 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
     generator = torch.Generator().manual_seed(0)
 
     def made(rows: int) -> Tensor:
+        # Drawn for all clients every time: a client alone gets the same values as in the block.
         values = torch.randn(rows, _WIDTH, generator=generator, dtype=torch.float64)
         return values.expand(_CLIENTS, -1)[clients].clone()
 

@@ -96,7 +96,7 @@ class PersistentState:
         return () if self.kind == "reset" else self.algorithm.carried
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Read what a round's config entries say about clients' state.
+        """Read the entries of a round's config that concern clients' state.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class PersistentState:
         return carried.instead_of(theta, self.algorithm.evaluates)
 
     def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
-        """State of these clients at the start of a round; with None, what a checkpoint needs."""
+        """State of these clients at the start of a round; without ids, what a checkpoint needs."""
         if client_ids is None:
             return self.store.state()
         if self.kind != "client":
@@ -176,7 +176,7 @@ class CarriedState(NamedTuple):
         return torch.where(present, self.rows[name].to(default), default)
 
     def packed(self, client_ids: Ids) -> ClientStates:
-        """State of those of these ``n`` clients that have any, for a checkpoint or a process."""
+        """Rows of the clients that have state, for a checkpoint or another process."""
         present = torch.from_numpy(self.present)
         return {
             CLIENT_IDS: torch.from_numpy(client_ids[self.present]),

@@ -195,6 +195,7 @@ def evaluate_clients(
     chunks = -(-sizes // WIDTH)
     padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
     real = np.zeros(padded.shape, dtype=np.bool_)
+    # A client's chunks are consecutive rows, so that its examples are one run of them, flattened.
     for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
         padded[start:].reshape(-1)[: len(examples)] = examples
         real[start:].reshape(-1)[: len(examples)] = True

@@ -278,6 +278,7 @@ class ExampleReleases:
 
     def _entries(self, round: int, clients: Iterable[RoundStart]) -> Iterator[Entry]:
         for start in clients:
+            # Without a run's name, no earlier entry may match but those of this very object.
             size = self._data.size(start.client)
             plan = self._privacy.plan(self._work, size)
             if plan is not None:

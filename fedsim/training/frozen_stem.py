@@ -97,7 +97,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _kept_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Outputs ``[N, ...]`` of the stem, computed if not cached; None if they take too much."""
+    """Outputs ``[N, ...]`` of the stem, from the cache or computed; None if they are too large."""
     about = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
     key = _digest(*stem.state_dict().values(), *scale, about=about)
@@ -106,6 +106,7 @@ def _kept_outputs(
         _LATEST[key] = {}
     kept = _LATEST[key]
     digests = [_digest(example) for example in data.x[examples].cpu()]
+    # Old and new outputs together would be too large: those of earlier runs are dropped.
     if kept and _too_many(len({*kept, *digests}), next(iter(kept.values()))):
         kept = _LATEST[key] = {}
     # The first of equal examples: reversed, it overwrites the later ones.

@@ -259,6 +259,7 @@ class Factored:
         bounds = []
         for factor in self.factors:
             outputs = factor.delta.abs().sum(1).amax(1)
+            # At least 1, the input of the bias.
             bounds.append(outputs * factor.x.flatten(1).abs().amax(1).clamp_(min=1))
         return torch.stack(bounds).amax(0)
 

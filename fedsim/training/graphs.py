@@ -3,7 +3,7 @@
 Small clients leave a GPU waiting for launches. So what a block does in a step, from gathering
 its batch to updating its state, is captured in a CUDA graph the first time, and replayed from
 then on. A graph reads and writes fixed memory; here these are *buffers*, one for each entry of
-the state. State lies in its buffers while a block trains, and blocks of fewer clients use the
+the state. State stays in its buffers while a block trains, and blocks of fewer clients use the
 first rows of the same memory, so a graph takes none of its own for state. All graphs share the
 memory for intermediate results, as one graph runs at a time.
 
@@ -117,7 +117,7 @@ class StepGraphs:
         """State after one step of all rows, and losses, by a graph or eagerly."""
         phase = self.stepper.algorithm.phase(step) if self.works else None
         # Two steps share a graph only if the algorithm does the same in both, on as many clients,
-        # and if the same entries lie in the same buffers: a graph is blind to all three.
+        # and if the same entries are in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
         if phase is not None and key not in self.graphs:
             try:
@@ -185,14 +185,14 @@ class StepGraphs:
             if shared_by not in self._buffers:
                 self._buffers[shared_by] = _rows_like(tensor, self._rows)
             buffer = self._buffers[shared_by]
-            # What lies in its buffer already, as state does from step to step, is not copied.
+            # What is in its buffer already, as state is from step to step, is not copied.
             if owner == name and tensor.data_ptr() != buffer.data_ptr():
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
         result: State = _changed(entries, "", in_buffer)
         storages = {_storage(buffer) for buffer in self._buffers.values()}
-        # Entries may have changed places (an algorithm swaps two of its tensors): what lies in
+        # Entries may have changed places (an algorithm swaps two of its tensors): what is in
         # another's buffer is saved before anything is written there.
         saved = [(to, t.clone() if _storage(t) in storages else t) for to, t in moves]
         for to, tensor in saved:
@@ -304,8 +304,8 @@ class CudaRecorder:
                 with _no_reading_back():
                     work()
         finally:
-            # Also where a run failed: kernels that it launched may still be writing to the
-            # buffers, which are put back and trained on from this stream.
+            # Also if a run failed: kernels that it launched may still be writing to the buffers,
+            # which are then restored and used from this stream.
             current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # One pool for all graphs: they run one after another, and intermediate results are not

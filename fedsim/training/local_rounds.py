@@ -180,6 +180,7 @@ class LocalRounds:
                 group.carried,
             )
             if self.compression is not None:
+                # Modulo: there is one row for all clients, or one for each.
                 vectors = received.vectors[positions % len(received.vectors)]
                 end = self._compressed(self.compression, end, vectors, group.carried)
             end.carried.update(self.client_state.personal.of_rows(end.theta))

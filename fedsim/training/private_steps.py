@@ -159,6 +159,7 @@ class PrivateSteps(Steps):
         """State of the bound mechanism to keep, of the clients from position ``first`` on."""
         if not self.keeps_state:
             return {}
+        # The state has rows for the clients of the last step only; the ones that end are its last.
         clients = slice(first, first + len(theta))
         public = without_noise(self.state)
         return {MECHANISM + name: tensor[clients] for name, tensor in public.items()}

@@ -215,7 +215,7 @@ class Trainer:
         return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Read what a round's config entries say to clients.
+        """Read the entries of a round's config that are for clients.
 
         These are the state that the server averages, FedProx's mu, and the run's name.
 

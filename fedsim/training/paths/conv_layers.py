@@ -228,7 +228,7 @@ def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
         return None, weights, bias
     rows = past.weight.permute(0, 2, 3, 1).flatten(2)
     inputs = input_gradient(rows, windows, places, patches)
-    down, across = _padding(module)
+    down, across = _padding(module)  # the kernels' images include it
     inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
     return inputs, weights, bias
 

@@ -180,6 +180,8 @@ def getitem(call: NodeCall) -> Any:
         call.need(first and len(places) <= value.axis, "moves the examples")
         axis = value.axis - sum(isinstance(place, int) for place in places)
         return Batched(call.results, axis, value.shared)
+    # The first axis must be taken whole: by a full slice, or by an ellipsis for which the other
+    # places leave at least that axis.
     covers = bool(places) and (places[0] is Ellipsis or places[0] == slice(None))
     if places and places[0] is Ellipsis:
         covers = sum(place is not None for place in places[1:]) < value.like.dim()

@@ -107,7 +107,7 @@ def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool =
     Parameters
     ----------
     model : nn.Module
-        In the mode (training, evaluation) that it is read for; left as it is.
+        In the mode (training or evaluation) that it is read for; not changed.
     loss : callable
         fedsim's own losses are known; any other is read as a model is.
     x, y : Tensor ``[1 or more, ...]``
