@@ -86,7 +86,7 @@ static double of_tiles(double *sums, size_t count)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* The same; and add the remainders, times `scale` and rounded too, to `fine`. */             \
+    /* As `add`; and add the remainders, times `scale` and rounded too, to `fine`. */             \
     void add_fine_##TYPE(const TYPE *rows, ptrdiff_t stride, size_t count, size_t size,           \
                          const double *factors, double *coarse, double *fine, double scale)       \
     {                                                                                             \

@@ -59,7 +59,7 @@ def _in_place(call: NodeCall) -> bool:
 
 
 def elementwise(call: NodeCall) -> Batched:
-    """Functions of which each result depends only on the numbers at its own position."""
+    """Functions whose every number depends only on the arguments' numbers at its own position."""
     result = call.results
     call.need(isinstance(result, Tensor), "gives no tensor")
     # Broadcasting aligns shapes from the right. A batch with as many dimensions as the result stays

@@ -226,7 +226,7 @@ class _Tracer(fx.Tracer):
         self._measuring = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Torch's own modules, except containers and losses."""
+        """Whether a module becomes one node: torch's own do, except containers and losses."""
         # They are traced into, so that what they call has nodes of its own.
         inside = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
         return is_torchs_own(m) and not isinstance(m, inside)

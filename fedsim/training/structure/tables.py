@@ -188,7 +188,7 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def prelu(call: NodeCall) -> Batched:
-    """One slope for all numbers, or one for each channel."""
+    """PReLU, with one slope for all numbers or one for each channel."""
     return rows(2 if call.argument(1, "num_parameters") > 1 else 1)(call)
 
 
