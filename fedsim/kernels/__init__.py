@@ -1,1 +1,1 @@
-"""What a C compiler makes faster where there is one; nothing needs it and no byte depends on it."""
+"""C kernels, compiled at their first use where there is a compiler; numpy or torch otherwise."""

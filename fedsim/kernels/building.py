@@ -1,8 +1,8 @@
-"""Building the compiled parts at their first use, and loading what was built.
+"""Builds C libraries at their first use, caches them, and loads them.
 
-A library is kept in the user's cache under a name that says what it was made of, so that every
-process finds it and none finds another's. Where there is no compiler, no such place, or a library
-that does not give what it should, there is none, and numpy and torch do the work.
+A library is in the user's cache under a digest of all that it was built from, so that a process
+finds the right one or none. Without a compiler, without a cache directory, or if a library fails
+its self-test, numpy and torch do the work.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 DISABLED = "FEDSIM_COMPILED"
-"""Environment variable: "0" for no compiled parts."""
+"""Environment variable that switches compiled kernels off if it is "0"."""
 
-# What the last two leave out has no effect on results.
+# The last two leave out errno and traps, which have no effect on results.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-# Whether a product and its sum are one rounding changes bytes, so that it is always said.
-# For some processors GCC would leave a long sum's products and additions apart, which other builds
-# fuse.
+# Whether a product and its sum are one rounding changes bytes, so it is always set explicitly.
+# For some processors GCC would not fuse the products and additions of a long sum, as other builds
+# do: the parameter makes it.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
 UNFUSED = ("-ffp-contract=off",)
 PROCESSOR = "-march=native"
-# Of a compiler that hangs. All sources take four seconds of CPU time, and a busy machine is no
-# reason to train with other kernels.
+# Timeout for a compiler that hangs. All sources take four seconds of CPU time; a busy machine must
+# not be a reason to train with other kernels.
 SECONDS = 600
 
 
@@ -45,18 +45,18 @@ def library(
     archives: tuple[Path, ...] = (),
     flags: tuple[str, ...] = UNFUSED,
 ) -> ctypes.CDLL | None:
-    """A C file of this package, compiled and loaded; None where that cannot be.
+    """A C file of this package, compiled and loaded; None if that is not possible.
 
     Parameters
     ----------
     source : str
-        Its name.
+        Name of the file.
     self_test : callable
-        Whether a library gives what it should; also prepares it.
+        Whether a library gives correct results; also declares its functions' arguments.
     archives : tuple of path
         Static libraries that it is linked with.
     flags : tuple of str
-        For the compiler, beside those of all.
+        Compiler flags in addition to `FLAGS`.
     """
     if os.environ.get(DISABLED) == "0":
         return None
@@ -65,28 +65,28 @@ def library(
         if self_test(loaded):
             return loaded
         _log.warning("compiled, %s does not give what it should; it is left out", source)
-    # No compiler, none that takes the flags, nowhere to keep a library (RuntimeError where the user
-    # has no home), none of the symbols.
+    # No compiler, or it does not know the flags; no cache directory (RuntimeError if the user has
+    # no home); a missing symbol.
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         _log.debug("%s is not compiled (%s)", source, error)
     return None
 
 
 def declare(compiled: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> None:
-    """Say what a library's functions take; they return nothing."""
+    """Declare the arguments of a library's functions, which return nothing."""
     for name, types in arguments.items():
         function = getattr(compiled, name)
         function.argtypes, function.restype = types, None
 
 
 def loaded(compiled: ctypes.CDLL | None) -> ctypes.CDLL:
-    """A library that is known to be there: callers have asked whether it is."""
+    """A library that is known to exist: callers have checked that."""
     assert compiled is not None
     return compiled
 
 
 def _cache() -> Path:
-    """Where libraries are kept: of this user alone.
+    """The directory of libraries, which only this user can write to.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def _cache() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Raise OSError where another user could have put there what is about to be run."""
+    """Raise OSError if another user could have written a path whose code is about to be run."""
     status = path.lstat()
     others = stat.S_IWGRP | stat.S_IWOTH
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & others:
@@ -114,7 +114,7 @@ def built(
     flags: tuple[str, ...] = UNFUSED,
     processor: str = PROCESSOR,
 ) -> Path:
-    """The library of a source for a kind of processor, compiled unless it is there.
+    """The library of a source for a kind of processor, compiled unless it is cached.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def built(
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
     _announce()
-    # Written beside and renamed: processes that start together each find a library, or none.
+    # Written to a draft and renamed: processes that start together find a whole library or none.
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         draft = Path(directory) / path.name
         command = [compiler, *options, str(source), *map(str, archives), "-lm", "-o", str(draft)]
@@ -147,12 +147,12 @@ def built(
 
 @functools.cache
 def _announce() -> None:
-    """Say once why a run begins some seconds late."""
+    """Log once why a run starts some seconds late."""
     _log.warning("compiling fedsim's kernels, once on this machine: about four seconds")
 
 
 def _processor() -> bytes:
-    """What -march=native is about: machines that share a home may differ in it."""
+    """What -march=native depends on: machines that share a home directory may differ in it."""
     described = [platform.machine()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()

@@ -1,17 +1,18 @@
-/* Softmax of a few classes, and where the cross-entropy leads: all rows of a batch in one pass.
+/* Softmax of a few classes and the gradient of its cross-entropy, for all rows of a batch at once.
 
-   The same bytes as `by_arrays` in classes.py gives: an exponential of our own, made of sums and
-   products that are one rounding each, and sums over classes in their order. */
+   It gives the same bytes as `by_arrays` in classes.py: an exponential of its own, made of sums and
+   products with one rounding each, and sums over the classes in their order. */
 
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Below this, e^x is no normal number any more, and 0 here. */
+/* Below this, e^x is no longer a normal number, and is set to 0. */
 static const float LEAST = -87.0f;
 
-/* e^x of a number that is not positive: 2^n e^r with |r| <= ln(2) / 2, of which a series. */
+/* e^x of a number that is not positive: 2^n e^r with |r| <= ln(2) / 2, and a series for e^r.
+   ln 2 is in two parts: n times the first is exact, so that r keeps its low bits. */
 static inline float exponential(float x)
 {
     float bounded = x >= LEAST ? x : LEAST;
@@ -26,15 +27,15 @@ static inline float exponential(float x)
     series = series * r + 0.5f;
     series = series * r + 1.0f;
     series = series * r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) * (1 << 23);
+    int32_t bits = ((int32_t)n + 127) * (1 << 23); /* 2^n: its biased exponent, no fraction */
     float power;
     memcpy(&power, &bits, sizeof power);
     return x >= LEAST ? series * power : x < LEAST ? 0 : x;
 }
 
-/* Batches of `rows` examples each: their targets and weights; and of each example, once its batch
-   has been gone through, the sum of the exponentials of what its outputs are less than the largest,
-   and how much less the target's is. */
+/* Batches of `rows` examples each: their targets and weights. A pass fills in, for each example,
+   `sums` (over the classes, of exp(output - largest output)) and `below` (the target's output minus
+   the largest output). */
 typedef struct {
     const int64_t *targets;
     const float *weights;
@@ -42,8 +43,8 @@ typedef struct {
     int rows;
 } batches;
 
-/* Gradients of the weighted loss, [count, rows, classes], with respect to the outputs [rows,
-   classes], `stride` apart, of `count` batches from the `first` on. */
+/* Gradients [count, rows, classes] of the weighted loss with respect to outputs, of `count` batches
+   from number `first` on. The outputs of each are [rows, classes], and `stride` apart. */
 void gradients(const batches *b, ptrdiff_t first, int count, int classes, const float *outputs,
                ptrdiff_t stride, float *gradients)
 {
@@ -60,6 +61,7 @@ void gradients(const batches *b, ptrdiff_t first, int count, int classes, const 
                 less[k] = row[k] - largest;
             b->below[batch * rows + i] = less[targets[i]];
         }
+        /* One loop over the whole batch: a few classes alone would not fill a register. */
         for (ptrdiff_t j = 0; j < size; j++)
             gradients[j] = exponential(gradients[j]);
         for (int i = 0; i < rows; i++) {

@@ -1,7 +1,7 @@
 """Cross-entropy of classes, from outputs to gradients in one pass: ``classes.c``, or numpy.
 
-Both make the same sums and products of float32 in the same order. Torch's own exponential is
-another at the end of an array than in its middle, and slow where classes are few.
+Both compute the same float32 sums and products in the same order. Torch's own exponential gives
+other bits at the end of an array than in its middle, and is slow for few classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Floats = npt.NDArray[np.float32]
 Classes = npt.NDArray[np.int64]
 
 LEAST = -87.0
-"""Below this, e^x is no normal number any more, and 0 here."""
+"""Below this, e^x is no longer a normal number, and is set to 0."""
+# ln 2 in two parts (Cody-Waite): as the first has few bits, n times it is exact, so that the
+# reduced argument of the series keeps its low bits.
 LOG2_E, LN_2_HIGH, LN_2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 LN_2 = 0.6931471805599453
 SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
@@ -37,23 +39,23 @@ class _Batches(ctypes.Structure):
 
 
 class ClassBatches:
-    """Targets of batches, and what is known of each example once its batch has been gone through.
+    """Targets of batches, and each example's loss once its batch has had its pass.
 
     Parameters
     ----------
     targets : int64 Tensor ``[S, B]``
         Classes.
     weights : float32 Tensor ``[S, B]``
-        What each example's loss counts.
+        Weight of each example's loss.
     counts : bool Tensor ``[S, B]``
-        Whether an example does; the weight of one that does not is 0, and so is its loss.
+        Whether an example counts; if not, its weight is 0, and so is its loss.
     """
 
     def __init__(self, targets: Tensor, weights: Tensor, counts: Tensor) -> None:
         self._targets, self._weights = targets.contiguous(), weights.contiguous()
         self._counts = counts
         self._least, self._largest = (int(bound) for bound in targets.aminmax())
-        # As where there is one class: a loss of 0.
+        # For batches without a pass, numbers that give a loss of 0: log(1) - 0.
         self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
         self._buffers = self._targets, self._weights, self._sums, self._below
         places = (buffer.data_ptr() for buffer in self._buffers)
@@ -66,12 +68,12 @@ class ClassBatches:
         Parameters
         ----------
         outputs : float32 Tensor ``[n, B, K]`` or ``[B, K]``
-            Of the batches from the ``first`` on, or of that one; each without gaps.
+            Outputs of the batches from number ``first`` on, or of that one; each is contiguous.
 
         Raises
         ------
         FedsimError
-            If a target is no class of the outputs.
+            If a target is not a class of the outputs.
         """
         shape = outputs.shape
         count = shape[0] if len(shape) == 3 else 1
@@ -96,28 +98,28 @@ class ClassBatches:
         return torch.from_numpy(gradients)
 
     def values(self) -> Tensor:
-        """Loss of each example, float32 ``[S, B]``; 0 of batches not gone through."""
+        """Loss of each example, float32 ``[S, B]``; 0 for batches without a pass."""
         logarithms = _logarithms(self._sums.double().numpy())
         losses: Tensor = torch.from_numpy(logarithms).sub_(self._below).to(torch.float32)
         return losses.masked_fill_(~self._counts, 0.0)
 
 
 def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Floats, Floats, Floats]:
-    """What a pass gives of ``outputs [..., K]``, for ``targets`` and ``weights [...]``.
+    """One pass over ``outputs [..., K]``, for ``targets`` and ``weights [...]``, by numpy.
 
     Returns
     -------
     gradients : float32 ``[..., K]``
     sums : float32 ``[...]``
-        Of the exponentials of what the outputs are less than the largest.
+        Sum over the classes of ``exp(output - largest output)``.
     below : float32 ``[...]``
-        How much less the target's is.
+        The target's output minus the largest output.
     """
     x = outputs - outputs.max(axis=-1, keepdims=True)
     places = targets[..., None]
     below = np.take_along_axis(x, places, axis=-1)[..., 0]
     exponentials = _exponentials(x)
-    # One class after another.
+    # One class after another, as in C; `sum` adds in another order.
     sums = np.cumsum(exponentials, axis=-1)[..., -1]
     gradients = exponentials / sums[..., None]
     of_target = np.take_along_axis(gradients, places, axis=-1) - np.float32(1)
@@ -127,7 +129,7 @@ def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Float
 
 
 def _exponentials(x: Floats) -> Floats:
-    """``e^x`` of numbers that are not positive: ``2^n e^r``, of which a series."""
+    """``e^x`` of numbers that are not positive, as ``2^n e^r`` with a series for ``e^r``."""
     bounded = np.where(x >= LEAST, x, np.float32(LEAST))
     n: Floats = np.rint(bounded * np.float32(LOG2_E))
     r: Floats = bounded - n * np.float32(LN_2_HIGH)
@@ -135,6 +137,7 @@ def _exponentials(x: Floats) -> Floats:
     series = np.full_like(r, SERIES[0])
     for coefficient in SERIES[1:]:
         series = series * r + np.float32(coefficient)
+    # 2^n, made from its bits: the biased exponent and no fraction.
     power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
     small = np.where(x < LEAST, np.float32(0), x)
     return np.where(x >= LEAST, series * power, small)
@@ -143,8 +146,8 @@ def _exponentials(x: Floats) -> Floats:
 def _logarithms(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Natural logarithms, to float32's precision: ``2 artanh((m - 1) / (m + 1)) + e ln 2``.
 
-    Numpy's own differ between processors in the last bit, and these do not: ``m`` within a factor
-    sqrt(2) of 1 and the exponent e are exact, and the rest is sums and products in one order.
+    Numpy's own differ between processors in the last bit; these do not: ``m``, within a factor
+    sqrt(2) of 1, and the exponent e are exact, and the rest is sums and products in one order.
     """
     m, e = np.frexp(x)
     low = m < np.sqrt(0.5)
@@ -164,10 +167,10 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
-    """Say what the function takes, and compare what it gives with what numpy gives."""
+    """Declare the function's arguments, and compare its results with numpy's."""
     declare(compiled, _ARGUMENTS)
     random = np.random.default_rng(0)
-    # Some far below the largest, and with a gap between the batches.
+    # Some outputs far below the largest one, and a gap between the batches.
     block = (10 * random.standard_cauchy((3, 7, 11))).astype(np.float32)
     outputs, targets = np.ascontiguousarray(block[1:, :6]), random.integers(0, 11, (3, 6))
     weights = random.random((3, 6), dtype=np.float32)

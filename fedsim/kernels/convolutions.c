@@ -1,8 +1,8 @@
-/* A convolution that is max-pooled, with each window's winner, and its gradients from winners alone.
+/* A max-pooled convolution, with each window's winner, and its gradients from the winners alone.
 
-   Each number of a gradient is one sum that goes through its terms in one order, with one rounding
-   for a product and its sum (built with -ffp-contract=fast, on processors that have it): which
-   numbers share a register does not matter, nor how wide one is. */
+   Each number of a gradient is one sum over its terms in one order, with one rounding for a product
+   and its sum (built with -ffp-contract=fast, on processors that have it). So the bytes depend
+   neither on which numbers share a register nor on how wide a register is. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -29,9 +29,10 @@ typedef float unaligned_t __attribute__((vector_size(BYTES), aligned(4), may_ali
 typedef int32_t words_t __attribute__((vector_size(BYTES)));
 typedef int64_t places_t __attribute__((vector_size(2 * BYTES)));
 
-/* Largest values of a window of `rows` rows of `length` places, the first at `x`, and where each was
-   first found: `channels` of them, a register at most, of which a place has `stride`. `place` is
-   the first one's, and an image has `across` in a row. NaN is larger than all, as torch has it. */
+/* Largest values of a window of `rows` rows of `length` places, the first at `x`, and the place
+   where each was first found, for `channels` channels: a register at most. Places are `stride`
+   numbers apart, rows of an image `across` places. `place` is the number of the window's first
+   place. NaN counts as larger than all numbers, as in torch. */
 static inline __attribute__((always_inline)) void take_largest(
     const float *x, int64_t rows, int64_t length, int64_t stride, int64_t place, int64_t across,
     const size_t channels, float *largest, int64_t *winners)
@@ -50,14 +51,14 @@ static inline __attribute__((always_inline)) void take_largest(
     memcpy(winners, &places, sizeof(int64_t) * channels);
 }
 
-/* What a convolution reads for a place: `rows` rows of `length` numbers, `step` from one to the next;
-   `next` from a place to the one beside it. It gives `channels` numbers: whole registers. */
+/* What a convolution reads at a place: `rows` rows of `length` numbers, `step` apart. Adjacent
+   places are `next` apart. It has `channels` outputs, padded to whole registers. */
 typedef struct {
     int64_t rows, length, step, next, channels;
 } convolution_t;
 
-/* What comes out at some places side by side, in some registers of channels. Each number begins
-   with its bias, and its products are added in the order of a patch. */
+/* Outputs at `places` adjacent places, in `registers` registers of channels. Each sum begins with
+   its bias, and its products are added in the order of a patch. */
 static inline __attribute__((always_inline)) void convolve_some(
     const int places, const int registers, const convolution_t *layer, const float *x,
     const float *weights, const float *bias, float *into)
@@ -82,7 +83,7 @@ static inline __attribute__((always_inline)) void convolve_some(
         *(unaligned_t *)(into + k / registers * layer->channels + k % registers * LANES) = sum[k];
 }
 
-/* What comes out at `places` places side by side: as many together as there are registers. */
+/* Outputs at `places` adjacent places, as many at a time as there are registers for. */
 static void convolve_row(const convolution_t *layer, int64_t places, const float *x,
                          const float *weights, const float *bias, float *into)
 {
@@ -110,12 +111,12 @@ static void convolve_row(const convolution_t *layer, int64_t places, const float
     }
 }
 
-/* Largest values `[images][down][across][outputs]` of windows over what a convolution gives at
-   `height` times `width` places, and where each was first found. A window's places beyond the edge
-   count for nothing.
+/* Largest values `[images][down][across][outputs]` of windows over a convolution's outputs at
+   `height` times `width` places, and the place where each was first found. A window's places beyond
+   the edge are ignored.
 
-   Weights are `[outputs][rows][length]`. Scratch: of channels as many as fill whole registers,
-   `packed` has room for all weights, `biases` for one number each, `convolved` for one a place. */
+   Weights are `[outputs][rows][length]`. Scratch, with channels padded to whole registers: `packed`
+   for all weights, `biases` for a number per channel, `convolved` for one per place and channel. */
 void convolve_and_pool(const float *x, int64_t images, int64_t image, const float *weights,
                        const float *bias, int64_t outputs, const int64_t *offsets, int64_t rows,
                        int64_t length, int64_t step, int64_t next, int64_t height, int64_t width,
@@ -128,6 +129,7 @@ void convolve_and_pool(const float *x, int64_t images, int64_t image, const floa
     const float *const last = largest + images * down * across * outputs - LANES;
     memset(packed, 0, sizeof(float) * (size_t)(terms * channels));
     memset(biases, 0, sizeof(float) * (size_t)channels);
+    /* Transposed, so that a register holds one term's weights of several channels. */
     for (int64_t o = 0; o < outputs; o++) {
         for (int64_t i = 0; i < terms; i++)
             packed[i * channels + o] = weights[o * terms + i];
@@ -147,8 +149,8 @@ void convolve_and_pool(const float *x, int64_t images, int64_t image, const floa
                 const int64_t first = top * width + left;
                 for (int64_t c = 0; c < outputs; c += LANES) {
                     const float *from = convolved + first * channels + c;
-                    /* Whole registers: what is written beyond the last channel belongs to the
-                       windows that follow. */
+                    /* Whole registers: numbers written beyond the last channel belong to the
+                       windows that follow, and are overwritten by them; not at the very end. */
                     if (largest + c <= last)
                         take_largest(from, tall, wide, channels, first, width, LANES, largest + c,
                                      winners + c);
@@ -161,7 +163,8 @@ void convolve_and_pool(const float *x, int64_t images, int64_t image, const floa
     }
 }
 
-/* Stretches of numbers that are added up: `count` times `factors[i]` what begins at `from[i]`. */
+/* The terms of a sum of stretches of numbers: `count` of them, which begin at `from[i]` in
+   `numbers`, each times `factors[i]`. Nothing is read from `end` on. */
 typedef struct {
     const float *numbers, *end;
     const int64_t *from;
@@ -169,7 +172,7 @@ typedef struct {
     int64_t count;
 } terms_t;
 
-/* What is left before `end`, at most a register, and zeros. */
+/* The numbers left before `end`, at most a register of them, padded with zeros. */
 static lanes_t last(const float *x, const float *end)
 {
     lanes_t lanes = {0};
@@ -178,7 +181,7 @@ static lanes_t last(const float *x, const float *end)
     return lanes;
 }
 
-/* Sums of some registers of the terms, each as far from a term's beginning as `reach` says. */
+/* Sums over the terms of some of their registers, which are `reach[k]` from a term's beginning. */
 static inline __attribute__((always_inline)) void add_some(
     const int registers, const terms_t *terms, const int64_t *reach, lanes_t *total)
 {
@@ -202,7 +205,7 @@ static inline __attribute__((always_inline)) void add_some(
         total[k] = sum[k];
 }
 
-/* As few passes over the terms as the sizes that are compiled allow. */
+/* Sums of all registers, in as few passes over the terms as the compiled group sizes allow. */
 static void add_up(const terms_t *terms, const int64_t *reach, int64_t registers, lanes_t *total)
 {
     while (registers > 0) {
@@ -218,7 +221,7 @@ static void add_up(const terms_t *terms, const int64_t *reach, int64_t registers
     }
 }
 
-/* Where the registers of `rows` rows of `length` numbers are, `step` from one row to the next. */
+/* Offsets of the registers of `rows` rows of `length` numbers, `step` apart; returns how many. */
 static int64_t reached(int64_t rows, int64_t length, int64_t step, int64_t *reach)
 {
     int64_t registers = 0;
@@ -230,8 +233,8 @@ static int64_t reached(int64_t rows, int64_t length, int64_t step, int64_t *reac
 
 /* Gradient of the weights, `[outputs][rows][length]`.
 
-   Scratch: `reach` and, on cache lines, `total` have room for each register of a patch, `from` and
-   `factors` for a number a window and channel, `counts` for one a channel. */
+   Scratch: `reach` and, on cache lines, `total`, for each register of a patch; `from` and
+   `factors`, a number for each window and channel; `counts`, one for each channel. */
 void weight_gradient(const float *x, int64_t images, int64_t image, const float *delta,
                      const int64_t *places, int64_t windows, int64_t outputs,
                      const int64_t *offsets, int64_t rows, int64_t length, int64_t step,
@@ -247,6 +250,7 @@ void weight_gradient(const float *x, int64_t images, int64_t image, const float 
                 const int64_t next = o * most + counts[o];
                 from[next] = n * image + offsets[places[o]];
                 factors[next] = delta[o];
+                /* Without a branch: the next entry overwrites one whose delta is zero. */
                 counts[o] += delta[o] != 0.0f;
             }
     for (int64_t o = 0; o < outputs; o++) {
@@ -258,10 +262,10 @@ void weight_gradient(const float *x, int64_t images, int64_t image, const float 
     }
 }
 
-/* Gradient of the images, which is zero to begin with.
+/* Gradient of the images; `gradient` must be zero on entry.
 
-   Scratch: `reach` and `total` as above; `dense` a number and `won` a bit for each place and
-   channel, the bits of a place in words of their own; `from` and `factors` one a channel. */
+   Scratch: `reach` and `total` as above; `dense`, a number, and `won`, a bit, for each place and
+   channel, with whole words for each place; `from` and `factors`, one for each channel. */
 void input_gradient(const float *weights, const float *delta, const int64_t *places,
                     int64_t images, int64_t image, int64_t windows, int64_t outputs,
                     const int64_t *offsets, int64_t positions, int64_t rows, int64_t length,
@@ -274,12 +278,14 @@ void input_gradient(const float *weights, const float *delta, const int64_t *pla
     for (int64_t n = 0; n < images; n++, gradient += image) {
         memset(dense, 0, sizeof(float) * (size_t)(positions * outputs));
         memset(won, 0, sizeof(uint64_t) * (size_t)(positions * words));
+        /* Windows may overlap: a place that wins several has the sum of their deltas. */
         for (int64_t q = 0; q < windows; q++, delta += outputs, places += outputs)
             for (int64_t o = 0; o < outputs; o++) {
                 dense[places[o] * outputs + o] += delta[o];
                 won[places[o] * words + o / WORD] |= UINT64_C(1) << (o % WORD);
             }
         for (int64_t p = 0; p < positions; p++) {
+            /* Terms are the channels that won here, in ascending order: the order of the sum. */
             terms_t terms = {weights, weights + outputs * weight, from, factors, 0};
             for (int64_t word = 0; word < words; word++)
                 for (uint64_t bits = won[p * words + word]; bits; bits &= bits - 1) {

@@ -1,11 +1,11 @@
 """Max-pooled convolutions, and their gradients from windows' winners: ``convolutions.c``.
 
-An image is convolved and pooled before the next one, so that only what is pooled leaves the cache;
-that it has few channels costs nothing. Of a convolution's outputs only those that win a window have
-a gradient: one in five, say. So gradients are sums over winners, not products over all places: a
-weight's gradient goes through the windows, image by image; an image's adds up, place by place, the
-sums over the channels that won there. Each number, of float32, is one sum in one order, on every
-processor.
+An image is convolved and pooled before the next one, so that only pooled outputs leave the cache;
+few channels cost nothing extra. Of a convolution's outputs only those that win a window (are its
+largest) have a gradient: one in five, say. So gradients are sums over winners, not products over
+all positions: a weight's gradient sums over the windows, image by image; an image's gradient adds
+up, position by position, the sums over the channels that won there. Each float32 number is one sum
+in one order, on every processor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import cached_property
 from fedsim.kernels.building import FUSED, declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
-NARROWEST, WIDEST = 4, 16  # float32 numbers of a register
+NARROWEST, WIDEST = 4, 16  # float32 numbers in a register
 WORD = 64  # bits
 TOLERANCE = 1e-5
-"""Of a gradient's norm: how far from torch's a library may be that is used."""
+"""Largest difference from torch's gradient, relative to its norm, of a library that is used."""
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
@@ -41,7 +41,7 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Patches:
-    """What a convolution reads of images ``[n, H, W, C]`` that are padded already.
+    """Geometry of the patches that a convolution reads from padded images ``[n, H, W, C]``.
 
     Attributes
     ----------
@@ -56,17 +56,17 @@ class Patches:
 
     @property
     def length(self) -> int:
-        """Numbers of a patch that lie side by side: a row of it."""
+        """Numbers in a row of a patch, which are contiguous."""
         return self.kernel[1] * self.image[2]
 
     @property
     def step(self) -> int:
-        """From one row of a patch to the next one."""
+        """Distance between two rows of a patch, in numbers."""
         return self.image[1] * self.image[2]
 
     @property
     def places(self) -> tuple[int, int]:
-        """How many patches there are, downwards and across."""
+        """Number of patches, downwards and across."""
         down, across = (
             (side - kernel) // stride + 1
             for side, kernel, stride in zip(self.image[:2], self.kernel, self.stride, strict=True)
@@ -75,32 +75,32 @@ class Patches:
 
     @cached_property
     def pixels(self) -> Tensor:
-        """The first pixel of each patch of an image, int64."""
+        """Index of the first pixel of each patch of an image, int64."""
         down, across = (torch.arange(count) for count in self.places)
         first = down[:, None] * (self.stride[0] * self.image[1]) + across * self.stride[1]
         return first.flatten()
 
     @cached_property
     def offsets(self) -> Tensor:
-        """The same in numbers of an image."""
+        """Index of the first number of each patch of an image, int64."""
         return self.pixels * self.image[2]
 
 
 def is_compiled(dtype: torch.dtype) -> bool:
-    """Whether the functions below can be called, with numbers of that kind."""
+    """Whether the functions below can be called, with this dtype."""
     return dtype == torch.float32 and _compiled() is not None
 
 
 @dataclass(frozen=True)
 class Windows:
-    """What a max-pooling reads, downwards and across; places beyond the edge count for nothing."""
+    """Geometry of max-pooling windows, downwards and across; places beyond the edge are ignored."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
 
     def count(self, places: tuple[int, int]) -> tuple[int, int]:
-        """How many windows there are over so many places, downwards and across."""
+        """Number of windows over so many places, downwards and across."""
         sides = zip(places, self.size, self.stride, self.padding, strict=True)
         down, across = ((side + 2 * pad - size) // stride + 1 for side, size, stride, pad in sides)
         return down, across
@@ -114,19 +114,19 @@ def convolve_and_pool(
     windows: Windows,
     compiled: ctypes.CDLL | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Largest of what a convolution gives in each window, and the places that won.
+    """Largest output of a convolution in each window, and the position of that winner.
 
     Parameters
     ----------
     x : float32 Tensor ``[n, H, W, C]``
-        The images, without gaps.
+        The images, contiguous.
     weight : float32 Tensor ``[O, kernel height, kernel width * C]``
     bias : float32 Tensor ``[O]``, optional
     patches : Patches
-        Fewer than 2**31 an image.
+        Fewer than 2**31 per image.
     windows : Windows
     compiled : CDLL, optional
-        Another library than the one that is in use.
+        A library to use instead of the default one.
 
     Returns
     -------
@@ -161,14 +161,14 @@ def weight_gradient(
     Parameters
     ----------
     x : float32 Tensor ``[n, H, W, C]``
-        The images, without gaps.
+        The images, contiguous.
     delta : float32 Tensor ``[n, Q, O]``
-        Gradient of what each window gives, without gaps.
+        Gradient of each window's output, contiguous.
     places : int64 Tensor ``[n, Q, O]``
-        The place that won it.
+        Position of each window's winner.
     patches : Patches
     compiled
-        As of `convolve_and_pool`.
+        As in `convolve_and_pool`.
     """
     n, windows, outputs = delta.shape
     scratch = (
@@ -193,7 +193,7 @@ def input_gradient(
     patches: Patches,
     compiled: ctypes.CDLL | None = None,
 ) -> Tensor:
-    """Gradient of the images, ``[n, H, W, C]``, from the weights as `weight_gradient` has them."""
+    """Gradient of the images, ``[n, H, W, C]``; ``weight`` in the layout of `weight_gradient`."""
     n, windows, outputs = delta.shape
     positions = len(patches.pixels)
     scratch = (
@@ -213,7 +213,7 @@ def input_gradient(
 
 
 def _registers(patches: Patches) -> tuple[Tensor, Tensor]:
-    """Room for where a patch's registers are, and for what is in them; torch's is on a line."""
+    """Scratch for the offsets of a patch's registers, and for their sums, on a cache line."""
     narrow = -(-patches.length // NARROWEST)
     places = torch.empty(patches.kernel[0] * narrow, dtype=torch.int64)
     return places, torch.empty(patches.kernel[0], -(-patches.length // WIDEST), WIDEST)
@@ -225,17 +225,17 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def self_test(compiled: ctypes.CDLL) -> bool:
-    """Say what its functions take, and compare what they give with what autograd gives."""
+    """Declare the functions' arguments, and compare their results with autograd's."""
     declare(compiled, _ARGUMENTS)
     generator = torch.Generator().manual_seed(0)
     return all(
         _agrees(compiled, patches, outputs, generator)
         for patches, outputs in (
-            # Registers one by one, and in all the numbers that are taken together.
+            # Registers one by one, and in groups of all sizes.
             (Patches((9, 8, 3), (2, 3), (1, 1)), 5),
-            # In neither do the numbers of a row fill its registers, of whatever width.
+            # In neither case do the numbers of a row fill whole registers, of any width.
             (Patches((11, 13, 41), (3, 5), (2, 1)), 67),
-            # What ends with the images is taken together with registers that are full.
+            # A part of a register at the images' end, in one group with whole registers.
             (Patches((6, 9, 7), (4, 3), (1, 1)), 13),
         )
     )
@@ -258,7 +258,7 @@ def _agrees(
     largest, found = convolve_and_pool(
         x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0)), compiled
     )
-    # Rounding may choose another place of a window, though not one with another number.
+    # By rounding another position of a window may win, but only one with nearly the same number.
     at_found = convolved.detach().flatten(2).gather(2, found.flatten(1, 2).transpose(1, 2))
     pairs = (
         (largest - bias, _last(pooled.detach())),

@@ -1,13 +1,13 @@
 /* Dense layers of some clients: outputs, gradients, steps, and inner products of gradients.
 
-   The same bytes from every compiler and for every width of a register. Two kinds of sum give
-   that. Where terms lie side by side (a row of weights times an example) a sum has as many lanes as
-   64 bytes have numbers: lane l takes terms l, l + LANES, and so on, and one fixed tree joins
-   the lanes, the upper half added to the lower until one is left. Everywhere else a sum goes
-   through its terms one after another, and registers hold sums that stand side by side. A product
-   and its sum are one rounding: built with -ffp-contract=fast, on processors that have it. (Of
-   single numbers that has to be said, `FUSED`: a compiler may multiply several at a time.)
-   How many sums are made at once follows the target's registers and changes no byte. */
+   The bytes are the same from every compiler and for every width of a register, as there are only
+   two kinds of sum. Where terms are contiguous (a row of weights times an example), a sum has as
+   many lanes as 64 bytes have numbers: lane l takes terms l, l + LANES, and so on, and a fixed tree
+   joins the lanes, adding the upper half to the lower until one is left. Everywhere else a sum
+   takes its terms one after another, and a register holds adjacent sums. A product and its sum are
+   one rounding: built with -ffp-contract=fast, on processors that have it. (For single numbers this
+   is written out, `FUSED`, since a compiler may multiply several of them before it adds.)
+   How many sums are made at once depends on the target's registers and changes no byte. */
 
 #include <stddef.h>
 #include <string.h>
@@ -26,8 +26,8 @@ typedef float real;
 #define FUSED __builtin_fmaf
 #endif
 
-/* Bytes of a register; how many rows are multiplied by how many others at once, in sums of lanes;
-   and how many rows by how many registers, in sums of terms one after another. */
+/* Bytes of a register; how many rows are multiplied by how many others at once (LEFT by RIGHT), in
+   sums of lanes; how many rows by how many registers (ROWS by COLUMNS), in sums term by term. */
 #ifndef BYTES
 #if defined(__AVX512F__)
 #define BYTES 64
@@ -45,8 +45,8 @@ enum { LEFT = 2, RIGHT = BYTES == 32 ? 3 : 2, ROWS = 3, COLUMNS = 4 };
 #define WIDTH (BYTES / SIZE)
 enum { LANES = 64 / SIZE, PARTS = 64 / BYTES, CACHED = 4096, LONG = 32 };
 
-/* Keeps what was read where it is: GCC would read it again for each of two products, and reading
-   is what sums of lanes wait for. With 64 bytes there are more than two. */
+/* Keeps a value in its register: GCC would read it again for each of two products, and reading is
+   what limits sums of lanes. Not needed with 64 bytes, where there are more than two products. */
 #if defined(__x86_64__) && BYTES < 64
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
 #else
@@ -63,7 +63,7 @@ INLINE vec load(const real *x) { return *(const loose_vec *)x; }
 INLINE void store(real *x, vec values) { *(loose_vec *)x = values; }
 INLINE vec spread(real x) { return x - (vec){0}; }
 
-/* Of the numbers of two registers, in pieces of `h`: the even pieces plus the odd ones. */
+/* Sums of neighbouring pieces of `h` numbers in two registers: even pieces plus odd ones. */
 #define EVEN(i, h) ((i) / (h) * 2 * (h) + (i) % (h))
 #define ODD(i, h) (EVEN(i, h) + (h))
 #define FOUR(PIECE, i, h) PIECE(i, h), PIECE((i) + 1, h), PIECE((i) + 2, h), PIECE((i) + 3, h)
@@ -80,7 +80,7 @@ INLINE vec spread(real x) { return x - (vec){0}; }
 #define JOINED(a, b, h)                                                                           \
     (__builtin_shufflevector(a, b, ALL(EVEN, h)) + __builtin_shufflevector(a, b, ALL(ODD, h)))
 
-/* The sums of the lanes of four totals. */
+/* The lanes of four totals, joined by the fixed tree into four sums. */
 INLINE void join(const vec *a, const vec *b, const vec *c, const vec *d, real *sums)
 {
     const vec *totals[4] = {a, b, c, d};
@@ -97,7 +97,7 @@ UNROLL
         t[i] = (total[0] + total[2]) + (total[1] + total[3]);
 #endif
     }
-    /* A register of each total's lanes becomes one of all four's. */
+    /* Four registers, one for each total, are folded together until one holds all four sums. */
 #if WIDTH == 2
     sums[0] = t[0][0] + t[0][1], sums[1] = t[1][0] + t[1][1];
     sums[2] = t[2][0] + t[2][1], sums[3] = t[3][0] + t[3][1];
@@ -117,12 +117,12 @@ UNROLL
 #endif
 }
 
-/* Inner products of `lefts` rows with `rights` others, both of `size` numbers and without gaps:
-   of row r of the others and row l into sums[r * step + l]. */
+/* Inner products of `lefts` rows with `rights` others, all of `size` numbers and contiguous: that
+   of row l and other row r goes into sums[r * step + l]. */
 INLINE void some_products(const int lefts, const int rights, const real *left, const real *right,
                           ptrdiff_t size, real *sums, ptrdiff_t step)
 {
-    vec total[LEFT * RIGHT + 3][PARTS] = {0};
+    vec total[LEFT * RIGHT + 3][PARTS] = {0}; /* 3 more, since totals are joined by fours */
     real ends[LEFT + RIGHT][LANES], joined[4];
     const ptrdiff_t whole = size / LANES * LANES;
     for (ptrdiff_t k = 0; k < whole; k += LANES)
@@ -141,7 +141,7 @@ UNROLL
                     total[r * lefts + l][part] += b * a[l];
             }
         }
-    if (whole < size) { /* the rest, and zeros */
+    if (whole < size) { /* the rest, padded with zeros */
         memset(ends, 0, sizeof ends);
         for (int l = 0; l < lefts; l++)
             memcpy(ends[l], left + l * size + whole, (size_t)(size - whole) * sizeof(real));
@@ -166,7 +166,7 @@ UNROLL
     }
 }
 
-/* A call with a number as a constant, so that sums stay in registers. */
+/* A call with a number as a compile-time constant, so that sums stay in registers. */
 #define WITH_CONSTANT(NUMBER, CALL)                                                               \
     switch (NUMBER) {                                                                             \
     case 1: CALL(1); break;                                                                       \
@@ -190,7 +190,7 @@ static void products_of(int lefts, const real *left, int rights, const real *rig
 }
 
 /* Inner products [rights, lefts] of all rows [rights, size] with all rows [lefts, size]. A few of
-   the first stay in the nearest cache while the others go by. */
+   the right rows stay in the nearest cache while all left rows are read. */
 static void products(const real *left, int lefts, const real *right, int rights, ptrdiff_t size,
                      real *sums)
 {
@@ -198,7 +198,7 @@ static void products(const real *left, int lefts, const real *right, int rights,
     for (int first = 0; first < rights; first += 3 * RIGHT) {
         int end = rights - first < 3 * RIGHT ? rights : first + 3 * RIGHT;
         for (int l = 0; l < lefts; l += together) {
-            /* The last ones along with some before them, whose sums are made again. */
+            /* The last group overlaps the one before it, whose sums are made again, unchanged. */
             int at = l + together <= lefts ? l : lefts - together;
             for (int r = first, count; r < end; r += count) {
                 int pieces = (end - r + RIGHT - 1) / RIGHT;
@@ -210,8 +210,8 @@ static void products(const real *left, int lefts, const real *right, int rights,
     }
 }
 
-/* Of `rows` rows, `stride` apart, some registers: `old`, or zeros, plus the rows of `x`, one after
-   another, each times a factor. */
+/* `columns` registers of each of `rows` rows: `old`, or zeros, plus the rows of `x`, one after
+   another, each times a factor. Rows of `old` and of `x` are `stride` apart. */
 INLINE void some_sums(const int rows, const int columns, const real *factors, ptrdiff_t row_step,
                       ptrdiff_t term_step, const real *x, ptrdiff_t terms, ptrdiff_t stride,
                       const real *old, real *sums, ptrdiff_t into_stride)
@@ -243,7 +243,7 @@ UNROLL
             store(sums + r * into_stride + c * WIDTH, total[r][c]);
 }
 
-/* One register of each row; never a part of its caller, whose registers it would take. */
+/* One register of each row. Never inlined: it would take registers from its caller. */
 static __attribute__((noinline)) void last_sums(int rows, const real *factors, ptrdiff_t row_step,
                                                 ptrdiff_t term_step, const real *x,
                                                 ptrdiff_t terms, ptrdiff_t stride,
@@ -254,7 +254,7 @@ static __attribute__((noinline)) void last_sums(int rows, const real *factors, p
                   old ? old + r * stride : NULL, sums[r], 0);
 }
 
-/* The same of `size` numbers a row. */
+/* The same for `size` numbers of each row. */
 INLINE void rows_of_sums(const int rows, const real *factors, ptrdiff_t row_step,
                          ptrdiff_t term_step, const real *x, ptrdiff_t terms, ptrdiff_t size,
                          ptrdiff_t stride, const real *old, real *sums)
@@ -263,8 +263,8 @@ INLINE void rows_of_sums(const int rows, const real *factors, ptrdiff_t row_step
     const int overlaps = size % WIDTH && last >= 0;
     real ends[ROWS][WIDTH];
     ptrdiff_t k = 0;
-    /* The last register overlaps with those before. It is summed first, as `old` may be `sums`, and
-       stored at the end: the numbers that are written twice are the same. */
+    /* The last register overlaps those before it. It is summed first, since `old` may be `sums` and
+       is about to be overwritten, and stored last: numbers that are written twice are the same. */
     if (overlaps)
         last_sums(rows, factors, row_step, term_step, x + last, terms, stride,
                   old ? old + last : NULL, ends);
@@ -289,7 +289,7 @@ INLINE void rows_of_sums(const int rows, const real *factors, ptrdiff_t row_step
 
 /* Rows [rows, size]: `old`, which may be `sums`, or zeros (NULL), plus the rows `x` [terms, size],
    one after another, each times factors[row * row_step + term * term_step]. By panels of columns,
-   of which what is read again for other rows stays in the nearest cache. */
+   so narrow that what is read again of `x` for other rows stays in the nearest cache. */
 static void sums_of(int rows, const real *factors, ptrdiff_t row_step, ptrdiff_t term_step,
                     const real *x, ptrdiff_t terms, ptrdiff_t size, const real *old, real *sums)
 {
@@ -301,7 +301,7 @@ static void sums_of(int rows, const real *factors, ptrdiff_t row_step, ptrdiff_t
         for (int r = 0, count; r < rows; r += count) {
             int pieces = (rows - r + ROWS - 1) / ROWS;
             count = (rows - r) / pieces;
-            /* Long sums leave time for what the next ones begin with to come. */
+            /* Long sums leave time to fetch the `old` rows of the next ones. */
             const int soon = rows < r + count + ROWS ? rows : r + count + ROWS;
             for (int next = r + count; old && terms >= LONG && next < soon; next++)
                 for (ptrdiff_t i = 0; i < width; i += LANES)
@@ -315,16 +315,16 @@ static void sums_of(int rows, const real *factors, ptrdiff_t row_step, ptrdiff_t
     }
 }
 
-/* A linear layer and what follows it. `weight` ([outputs, inputs]) and `bias` (-1: none) are places
-   in a client's row; `values` and `deltas` are places in its buffer, of a batch's outputs and of
+/* A linear layer, perhaps with ReLU. `weight` ([outputs, inputs]) and `bias` (-1: none) are offsets
+   in a client's row; `values` and `deltas` are offsets in its buffer, of a batch's outputs and of
    their gradients before the activation, both [batch, outputs]. */
 typedef struct {
     int inputs, outputs, relu;
     ptrdiff_t weight, bias, values, deltas;
 } layer;
 
-/* Layers that batches of one size go through, and the size of a client's buffer; what is from
-   `room` on is to work in. */
+/* A chain of layers for one batch size, and the size of a client's buffer, which is scratch from
+   `room` on. */
 typedef struct {
     const layer *layers;
     int count, batch;
@@ -353,8 +353,8 @@ void forward(const network *net, int clients, const real *row, ptrdiff_t stride,
     }
 }
 
-/* Gradients of the outputs of all layers, from `delta` [clients, batch, outputs] of what the last
-   one gives; and of the inputs [clients, batch, inputs], where there is a place for them. */
+/* Gradients of the outputs of all layers, from `delta` [clients, batch, outputs] of the last one's;
+   and of the inputs [clients, batch, inputs], unless `inputs` is NULL. */
 void backward(const network *net, int clients, const real *row, ptrdiff_t stride, real *buffer,
               const real *delta, real *inputs)
 {
@@ -379,7 +379,7 @@ void backward(const network *net, int clients, const real *row, ptrdiff_t stride
     }
 }
 
-/* Rows `old` less a rate times the gradient, into `row`, which may be `old`. */
+/* Rows `old` minus a rate times the gradient, into `row`, which may be `old`. */
 void subtract(const network *net, int clients, const real *rates, const real *old,
               ptrdiff_t old_stride, real *row, ptrdiff_t stride, const real *xs,
               ptrdiff_t x_stride, real *buffer)
@@ -406,9 +406,9 @@ void subtract(const network *net, int clients, const real *rates, const real *ol
     }
 }
 
-/* The inner product of two batches' gradients, a number a client: over all pairs of examples and
-   all layers, the inner product of their deltas times that of their inputs (and 1, for the bias).
-   The last two of the arguments are room for [batch, batch] each. */
+/* The inner product of two batches' gradients, a number for each client: the sum over all pairs of
+   examples and all layers of the inner product of their deltas times that of their inputs (plus 1,
+   for the bias). The last two arguments are scratch of [batch, batch] each. */
 void inner(const network *net, int clients, const real *xs, ptrdiff_t x_stride, const real *buffer,
            const real *other_xs, ptrdiff_t other_x_stride, const real *other_buffer, real *totals,
            real *of_deltas, real *of_inputs)

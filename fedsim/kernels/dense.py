@@ -1,8 +1,8 @@
 """Dense layers of some clients in a few calls of ``dense.c``: outputs, gradients, steps.
 
-Between a layer's products there is little to do and much to launch, so that one call takes all
-layers of all clients. ``dense.c`` says in which order sums are made: the same for every processor,
-compiler, batch and number of clients. A library's products have other bytes (`client.kernel`).
+In small layers launching operations costs more than computing them, so that one call takes all
+layers of all clients. ``dense.c`` fixes the order of sums: the same for every processor, compiler,
+batch and number of clients. A library's products have other bytes (`client.kernel`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ARGUMENTS = {
     "inner": (*_CLIENTS, *(*_STRIDED, _POINTER) * 2, *[_POINTER] * 3),
 }
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-"""Of a result's norm: how far from torch's a library may be that is used."""
+"""Largest difference from torch's result, relative to its norm, of a library that is used."""
 
 
 class DenseShape(NamedTuple):
-    """A linear layer, and where in a client's row its weight and its bias (-1: none) begin."""
+    """A linear layer, with the offsets of its weight and bias (-1: none) in a client's row."""
 
     inputs: int
     outputs: int
@@ -53,16 +53,17 @@ class _Network(ctypes.Structure):
 
 
 class DenseKernel:
-    """Some layers, for batches of one size. Use `dense_kernel`, which knows whether there is one.
+    """A chain of layers for one batch size. Made by `dense_kernel`, which checks for a library.
 
     A pass of ``n`` clients leaves its outputs and their gradients in ``buffers [n, size]``. Rows
-    ``[n, D]`` and inputs ``[n, B, in]`` are of the kernel's dtype and have no gaps within a client.
+    ``[n, D]`` and inputs ``[n, B, in]`` have the kernel's dtype and are contiguous for each client.
     """
 
     def __init__(
         self, compiled: ctypes.CDLL, shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
     ) -> None:
         self.shapes, self.batch, self.dtype, self._compiled = shapes, batch, dtype, compiled
+        # A client's buffer: outputs and deltas, layer by layer, then scratch for scaled deltas.
         self._layers, size, room = (_Layer * len(shapes))(), 0, 0
         for layer, shape in zip(self._layers, shapes, strict=True):
             layer.inputs, layer.outputs, layer.weight, layer.bias, layer.relu = shape
@@ -74,7 +75,7 @@ class DenseKernel:
         self._address = ctypes.addressof(self._network)
 
     def forward(self, rows: Tensor, x: Tensor) -> Tensor:
-        """All outputs for ``x [n, B, in]`` at packed ``rows [n, D]``: buffers ``[n, size]``."""
+        """Forward pass of ``x [n, B, in]`` at packed ``rows [n, D]``; new buffers ``[n, size]``."""
         n = len(x)
         buffers = torch.empty(n, self._size, dtype=self.dtype)
         self._compiled.forward(
@@ -86,9 +87,9 @@ class DenseKernel:
     def backward(
         self, rows: Tensor, buffers: Tensor, delta: Tensor, *, below: bool
     ) -> Tensor | None:
-        """Put gradients of all outputs into the buffers, from ``delta [n, B, out]`` of the last.
+        """Write gradients of all outputs to the buffers, from ``delta [n, B, out]`` of the last.
 
-        ``below``: give that of the inputs, ``[n, B, in]``.
+        With ``below``, return the gradient of the inputs, ``[n, B, in]``.
         """
         n, delta = len(buffers), delta.contiguous()
         shape = n, self.batch, self.shapes[0].inputs
@@ -100,9 +101,9 @@ class DenseKernel:
         return inputs
 
     def subtract(self, rates: Tensor, old: Tensor, new: Tensor, x: Tensor, buffers: Tensor) -> None:
-        """Put the layers at ``old [n, D]``, less ``rates [n]`` times the gradients, into ``new``.
+        """Write ``old [n, D]`` minus ``rates [n]`` times the gradients to ``new [n, D]``.
 
-        ``new`` may be ``old``; nothing but the layers' numbers is written.
+        ``new`` may be ``old``; only the layers' parameters are written.
         """
         self._compiled.subtract(
             self._address, len(buffers), rates.data_ptr(), old.data_ptr(), old.stride(0),
@@ -110,7 +111,7 @@ class DenseKernel:
         )  # fmt: skip
 
     def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-        """Inner products ``[n]`` of the gradients of two passes, each its inputs and buffers."""
+        """Inner products ``[n]`` of the gradients of two passes, given as (inputs, buffers)."""
         (x, buffers), (other_x, other_buffers) = one, other
         totals = torch.empty(len(x), dtype=self.dtype)
         room = torch.empty(2, self.batch, self.batch, dtype=self.dtype)
@@ -126,7 +127,7 @@ class DenseKernel:
         return self._part(buffers, layer, self._layers[layer].values)
 
     def deltas(self, buffers: Tensor, layer: int) -> Tensor:
-        """Their gradients, before the activation."""
+        """Gradients of a layer's outputs before the activation, ``[n, B, out]``."""
         return self._part(buffers, layer, self._layers[layer].deltas)
 
     def _part(self, buffers: Tensor, layer: int, first: int) -> Tensor:
@@ -138,16 +139,16 @@ class DenseKernel:
 def dense_kernel(
     shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
 ) -> DenseKernel | None:
-    """The kernel of these layers for so many examples; None where there is none.
+    """The kernel of these layers for batches of this size; None if there is none.
 
-    There is one for float32 and float64, where `fedsim.kernels.building` can make it.
+    There is one for float32 and float64, if `fedsim.kernels.building` can build it.
     """
     compiled = _compiled(dtype)
     return None if compiled is None else DenseKernel(compiled, shapes, batch, dtype)
 
 
 def is_compiled(dtype: torch.dtype) -> bool:
-    """Whether there are kernels of such numbers."""
+    """Whether there are kernels for this dtype."""
     return _compiled(dtype) is not None
 
 
@@ -160,14 +161,14 @@ def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Say what the functions take, and compare a pass through three layers with torch's."""
+    """Declare the functions' arguments, and compare a pass through three layers with torch's."""
     declare(compiled, _ARGUMENTS)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, generator=generator)
 
-    # The second layer without bias, the last one without activation, and room between all.
+    # The second layer without bias, the last one without activation, and gaps between all.
     shapes = [
         DenseShape(100, 37, 0, 3712, relu=True),
         DenseShape(37, 24, 3776, -1, relu=True),

@@ -1,15 +1,16 @@
 /* Standard normal draws of numpy's Philox generator, the same bits, drawn in bulk.
 
-   numpy's ziggurat takes one word a draw in 99 cases of 100: eight bits choose a layer, one the
-   sign, 52 the place in it. Those cases are done here, from words made many at a time; the others
-   are left to numpy's own function, from whose answers the layers are learned to begin with. */
+   numpy's ziggurat takes one random word per draw in 99 cases of 100: eight bits choose a layer,
+   one the sign, 52 the place in the layer. Those cases are done here, from words made in bulk; the
+   others are left to numpy's own function. The layers are learned from that function's answers
+   (`learn`), so that no table of numpy's is copied here. */
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Of <numpy/random/bitgen.h>, which wants Python's headers. */
+/* As in <numpy/random/bitgen.h>, which needs Python's headers. */
 typedef struct {
     void *state;
     uint64_t (*next_uint64)(void *state);
@@ -24,7 +25,7 @@ enum { LAYERS = 256, BLOCK = 4, WORDS = 1024, ROUNDS = 10 };
 
 static const uint64_t PLACES = (UINT64_C(1) << 52) - 1;
 
-/* Where numpy keeps a Philox generator's state, in its order. */
+/* State of numpy's Philox generator, in numpy's order. */
 typedef struct {
     uint64_t counter[4], key[2], buffer[BLOCK], used;
 } state_t;
@@ -36,7 +37,7 @@ typedef struct {
     size_t next, filled;
 } stream_t;
 
-static double widths[LAYERS];    /* of a place in a layer */
+static double widths[LAYERS];    /* width of a place in a layer */
 static uint64_t inside[LAYERS];  /* places below this are under the curve */
 
 static void philox(const uint64_t counter[4], const uint64_t keys[ROUNDS][2], uint64_t out[BLOCK])
@@ -54,6 +55,7 @@ static void philox(const uint64_t counter[4], const uint64_t keys[ROUNDS][2], ui
     out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
+/* Start with the words that are left in numpy's buffer; round keys are made once. */
 static void open_stream(stream_t *s, state_t *state)
 {
     s->state = state;
@@ -70,6 +72,7 @@ static void fill(stream_t *s)
 {
     uint64_t *counter = s->state->counter;
     for (size_t i = 0; i < WORDS; i += BLOCK) {
+        /* A counter of 256 bits, lowest word first: a word that becomes 0 carries over. */
         for (int word = 0; word < 4 && ++counter[word] == 0; word++)
             ;
         philox(counter, s->keys, s->words + i);
@@ -78,7 +81,8 @@ static void fill(stream_t *s)
     s->filled = WORDS;
 }
 
-/* Leave the state as if numpy had drawn: at the block that the last word used is of. */
+/* Leave the state as if numpy had drawn: at the block of the last word that was used. Blocks made
+   in advance are taken back from the counter. */
 static void close_stream(stream_t *s)
 {
     uint64_t *counter = s->state->counter;
@@ -103,7 +107,7 @@ static double next_double(void *stream)
     return (double)(next_word(stream) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Put or add so many draws to `out`. */
+/* Write `count` draws to `out`, or add them to it. */
 static void draw(stream_t *s, bitgen_t *numpys, size_t count, bool add, double *out)
 {
     size_t done = 0;
@@ -119,13 +123,14 @@ static void draw(stream_t *s, bitgen_t *numpys, size_t count, bool add, double *
             double value = (double)(int64_t)place * widths[layer];
             uint64_t bits;
             memcpy(&bits, &value, sizeof bits);
-            bits ^= (words[k] << 55) & (UINT64_C(1) << 63);
+            bits ^= (words[k] << 55) & (UINT64_C(1) << 63); /* bit 8 of the word is the sign */
             memcpy(&value, &bits, sizeof bits);
             out[done + k] = add ? out[done + k] + value : value;
         }
         s->next += k;
         done += k;
         if (k < left && done < count) {
+            /* The word that was not accepted is still the next one: numpy's function takes it. */
             double value = random_standard_normal(numpys);
             out[done] = add ? out[done] + value : value;
             done++;
@@ -133,7 +138,7 @@ static void draw(stream_t *s, bitgen_t *numpys, size_t count, bool add, double *
     }
 }
 
-/* `count` draws, or as many sums of `terms` draws: of all first terms, then of all second ones. */
+/* `count` sums of `terms` draws each: all first terms are drawn, then all second ones, ... */
 void normals(state_t *state, size_t count, size_t terms, double *out)
 {
     stream_t s;
@@ -144,7 +149,8 @@ void normals(state_t *state, size_t count, size_t terms, double *out)
     close_stream(&s);
 }
 
-/* What numpy's function is given as its layers are learned: a word, then some that it accepts. */
+/* A stream for learning the layers: it gives one word, then words that numpy's function accepts,
+   and counts how often it was asked. */
 typedef struct {
     uint64_t word;
     int asked;
@@ -162,6 +168,7 @@ static double probe_double(void *probe)
     return 0.5;
 }
 
+/* Whether a place of a layer is accepted at once, from one word; and the draw it gives. */
 static bool accepts(uint64_t layer, uint64_t place, double *value)
 {
     probe_t probe = {place << 9 | layer, 0};
@@ -170,7 +177,8 @@ static bool accepts(uint64_t layer, uint64_t place, double *value)
     return probe.asked == 1;
 }
 
-/* Learn the layers; call it once, before the first draw. */
+/* Learn the layers; call it once, before the first draw. The places of a layer that are accepted at
+   once are those below a limit, which is found by bisection. */
 void learn(void)
 {
     for (uint64_t layer = 0; layer < LAYERS; layer++) {
@@ -184,8 +192,8 @@ void learn(void)
                 high = middle;
         }
         inside[layer] = low;
-        accepts(layer, 1, &widths[layer]);
-        if (low <= 1)
+        accepts(layer, 1, &widths[layer]); /* a draw is its place times the width */
+        if (low <= 1) /* not accepted: no width was learned, and numpy draws from this layer */
             inside[layer] = 0;
     }
 }

@@ -1,4 +1,4 @@
-"""Many standard normal draws at a time, of numpy's Philox generator."""
+"""Standard normal draws in bulk, from numpy's Philox generator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedsim.kernels.building import declare, library
 
 Array = npt.NDArray[np.float64]
 ARCHIVE = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
-"""What numpy draws with."""
-# Draws from which on taking a generator's state and giving it back is worth it.
+"""Static library with which numpy draws."""
+# Number of draws from which on reading and writing back a generator's state pays off.
 LEAST = 1024
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -36,12 +36,13 @@ class _Stream(ctypes.Structure):
 
 
 def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> Array:
-    """Sums of so many standard normal draws, float64 ``[count]``; the generator moves on.
+    """Sums of ``terms`` standard normal draws each, float64 ``[count]``; advances the generator.
 
-    All first terms are drawn, then all second ones, and so on: numpy's draws, compiled or not.
+    All first terms are drawn, then all second ones, and so on. Compiled or not, the draws are
+    numpy's.
     """
     philox = generator.bit_generator
-    # A generator of a class of its own may draw otherwise from the same bits.
+    # A subclass of the generator may make other draws from the same bits.
     plain = type(generator) is np.random.Generator and count * terms >= LEAST
     if plain and isinstance(philox, np.random.Philox):
         compiled = _compiled()
@@ -71,7 +72,7 @@ def _drawn(compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: i
 
 
 def prepare() -> None:
-    """Build and load what draws, where that can be: else the first many draws do."""
+    """Build and load the library now, if possible, and not at the first large draw."""
     _compiled()
 
 
@@ -81,7 +82,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
-    """Learn the layers, and compare with numpy."""
+    """Learn the layers of the ziggurat, and compare draws with numpy's."""
     declare(compiled, _ARGUMENTS)
     compiled.learn()
     philox = np.random.Philox(key=1)

@@ -1,9 +1,9 @@
-/* Rows bounded and summed in two passes, a tile of coordinates at a time.
+/* Norms of rows, and exact sums of rows, each in one pass.
 
-   The same bytes as fedsim.rows.norms and fedsim.rows.exact give: squares are added by halves
-   (each tile of 4,096 numbers, then the tiles' sums, in the same way), and what is summed are
-   whole numbers, which have one sum in any order. Compiled without contracting a product and a
-   sum into one rounding. */
+   They are the same bytes as from fedsim.rows.norms and fedsim.rows.exact: squares are added by
+   halves (each tile of 4,096 numbers, then the tiles' sums in the same way), and the terms of the
+   sums are whole numbers, whose sum is exact in any order. This must be compiled without
+   contracting a product and a sum into one rounding. */
 
 #include <math.h>
 #include <stddef.h>
@@ -19,7 +19,7 @@ static double by_halves(double *numbers, size_t size)
     return numbers[0];
 }
 
-/* Sum of the tiles' sums, tiles of tiles first; they are overwritten. */
+/* Sum of the tiles' sums, tile by tile until one is left; they are overwritten. */
 static double of_tiles(double *sums, size_t count)
 {
     double tile[TILE];
@@ -37,7 +37,7 @@ static double of_tiles(double *sums, size_t count)
 }
 
 #define ROWS_OF(TYPE)                                                                             \
-    /* Sum of the squares of a tile: the first three halvings as its numbers are read. */         \
+    /* Sum of the squares of a tile; the first three halvings are made as numbers are read. */    \
     static double tile_square_##TYPE(const TYPE *x)                                               \
     {                                                                                             \
         double sums[STREAM];                                                                      \
@@ -52,7 +52,7 @@ static double of_tiles(double *sums, size_t count)
         return by_halves(sums, STREAM);                                                           \
     }                                                                                             \
                                                                                                   \
-    /* Squared norms of `count` rows of `size`; `scratch` has room for a number a tile. */        \
+    /* Squared norms of `count` rows of `size` numbers; `scratch` has one number for each tile. */\
     void squares_##TYPE(const TYPE *rows, ptrdiff_t stride, size_t count, size_t size,            \
                         double *scratch, double *squares)                                         \
     {                                                                                             \
@@ -70,7 +70,8 @@ static double of_tiles(double *sums, size_t count)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* Add rows times their factors, each rounded towards zero, to `coarse`. */                   \
+    /* Add rows times their factors, each number rounded towards zero, to `coarse`: by panels of  \
+       columns, so that a panel of `coarse` stays in the nearest cache for all rows. */           \
     void add_##TYPE(const TYPE *rows, ptrdiff_t stride, size_t count, size_t size,                \
                     const double *factors, double *coarse)                                        \
     {                                                                                             \
@@ -85,7 +86,7 @@ static double of_tiles(double *sums, size_t count)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* The same, and what rounding leaves, times `scale` and rounded in turn, to `fine`. */       \
+    /* As `add`; and add the remainders, times `scale` and rounded too, to `fine`. */             \
     void add_fine_##TYPE(const TYPE *rows, ptrdiff_t stride, size_t count, size_t size,           \
                          const double *factors, double *coarse, double *fine, double scale)       \
     {                                                                                             \

@@ -1,4 +1,4 @@
-"""Dense rows measured, and added to a sum on a grid, in one pass each: ``rows.c``."""
+"""Norms of dense rows, and their addition to a sum on a grid, in one pass each: ``rows.c``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _TYPES = ("float", "double")
 def by_halves(numbers: Tensor) -> Tensor:
     """Sums over the last axis of ``[..., d]``, in one order for every machine and block.
 
-    The second half is added to the first until one number is left: of each tile of 4,096, with
-    zeros at the end, then of the tiles' sums.
+    In each tile of 4,096 numbers (padded with zeros), the second half is added to the first until
+    one number is left; then the same is done with the tiles' sums.
     """
     while numbers.shape[-1] != 1:
         d = numbers.shape[-1]
@@ -40,7 +40,7 @@ def by_halves(numbers: Tensor) -> Tensor:
 
 
 def is_supported(rows: Tensor) -> bool:
-    """Whether the functions below take rows ``[n, d]``: float32 or 64, on a CPU, without gaps."""
+    """Whether the functions below take ``rows``: float32 or float64, on a CPU, each contiguous."""
     if rows.is_cuda or rows.dim() != 2 or rows.stride(1) != 1:
         return False
     return rows.dtype in (torch.float32, torch.float64) and _compiled() is not None
@@ -49,7 +49,7 @@ def is_supported(rows: Tensor) -> bool:
 def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
     """Squares of the L2 norms of rows ``[n, d]``, summed as `by_halves` does: float64 ``[n]``.
 
-    ``compiled``: another library than the one that is in use.
+    ``compiled``: a library to use instead of the default one.
     """
     squares = torch.empty(len(rows), dtype=torch.float64)
     scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
@@ -68,8 +68,8 @@ def add_rounded(
 ) -> None:
     """Add rows ``[n, d]`` times ``factors [n]``, rounded towards zero, to ``coarse [d]``.
 
-    What that leaves, times ``scale`` and rounded too, goes to ``fine [d]`` where there is one. All
-    but the rows are float64, without gaps. ``compiled`` as of `squared_norms`.
+    The remainders, times ``scale`` and rounded too, are added to ``fine [d]`` if that is given. All
+    but the rows are float64 and contiguous. ``compiled`` as in `squared_norms`.
     """
     compiled = loaded(compiled or _compiled())
     sums = (factors.data_ptr(), coarse.data_ptr())
@@ -93,11 +93,11 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _self_test(compiled: ctypes.CDLL) -> bool:
-    """Say what its functions take, and compare what they give with what torch gives."""
+    """Declare the functions' arguments, and compare their results with torch's."""
     declare(compiled, {f"{name}_{kind}": of for name, of in _ARGUMENTS.items() for kind in _TYPES})
     generator = torch.Generator().manual_seed(0)
-    # With a gap between rows, as where they are some columns of a block; and of such different
-    # magnitudes that sums in another order round otherwise.
+    # With gaps between rows, as if they were some columns of a block; and with such different
+    # magnitudes that sums in another order would be rounded differently.
     block = torch.randn(8, 2 * TILE + 80, dtype=torch.float64, generator=generator).pow(7)
     return all(
         _agrees(compiled, block.to(dtype)[:, 3:]) for dtype in (torch.float32, torch.float64)

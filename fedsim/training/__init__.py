@@ -1,11 +1,12 @@
-"""The cohort trainer: local work of many clients at once, with a leading client axis.
+"""The cohort trainer: local training of many clients at once, with a leading client axis.
 
-To read it, begin with `trainer` (what the parts are), `local_rounds` (a block from what it is sent
-to where it ends) and `steps`, with `plain_steps` or `private_steps` for one step. Then `paths`, how
-a step's gradients are computed: `paths.choice` has the rule, `paths.program` the fast way for
-chains of layers, `paths.plain` the one that takes everything, `paths.examples` gradients of single
-examples. What a model is known to do is read in `structure.reading`, tried in `probe`, and watched
-in `side_effects`. Beside the gradients: `client_state`, `payload`, and `graphs` for a GPU.
+Where to begin: `trainer` (the parts), `local_rounds` (a block's round, from received parameters to
+trained ones) and `steps`, with `plain_steps` or `private_steps` for a single step. Then `paths`,
+the ways to compute a step's gradients: `paths.choice` has the rule that picks one, `paths.program`
+the fast path for chains of layers, `paths.plain` the path that takes every model, `paths.examples`
+per-example gradients. What a model does is read from its graph in `structure.reading`, tested on
+made-up examples in `probe`, and checked for side effects in `side_effects`. The rest:
+`client_state`, `payload`, and `graphs` (CUDA graphs).
 """
 
 from __future__ import annotations

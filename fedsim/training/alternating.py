@@ -1,10 +1,9 @@
-"""Clients whose parameters are trained in turns, round by round, in rows of one layout.
+"""Training of parameters in turns: one part of them in each round, in rows of one layout.
 
-There is a trainer for each part of an `Alternation`, and in its model what rests is frozen: no
-gradient of it is taken, no step, decay or momentum moves it, no example's row has a place for it
-and no noise is drawn for it. What it gives is put into the row of all parameters, whose other
-columns are exact zeros. The layout, which the plan, the exact sums and a checkpoint rely on, is
-the same in all rounds.
+There is a trainer for each part of an `Alternation`, and in its model all other parts are frozen:
+they get no gradient, no step, decay or momentum, no columns in an example's row, and no noise. The
+trainer's rows become columns of rows of all parameters, whose other columns are exact zeros. So the
+layout, which the plan, the exact sums and a checkpoint rely on, is the same in all rounds.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from fedsim.training.trainer import Trainer
 
 
 class AlternatingTrainer(Trainer):
-    """A trainer whose rounds train one part of the parameters each.
+    """A trainer that trains one part of the parameters in each round.
 
     Parameters
     ----------
     model, algorithm, data, privacy, **settings
-        As of a `Trainer`. Clients keep nothing between rounds: ``state`` is "reset".
+        As in `Trainer`. Clients keep nothing between rounds: ``state`` is "reset".
     alternation : Alternation
-        Of parameters that the model trains.
+        Parts of the trained parameters, and their turns.
 
     Notes
     -----
-    It evaluates, and sends at first, all parameters as any trainer does.
+    As in any trainer, evaluation and the first vector that is sent cover all parameters.
 
     Raises
     ------
     FedsimError
-        As a trainer; or if clients keep something, or send vectors beside the update, that would
-        be of the part which rests in the next round.
+        As `Trainer`; or if clients keep state or are sent named vectors, which would belong to a
+        part that is frozen in the next round.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class AlternatingTrainer(Trainer):
             )
         super().__init__(model, algorithm, data, **settings)
         self.alternation = alternation
-        # One path and one block size for all parts, as a config says them.
+        # One path and one block size for all parts, as in a config.
         of_parts = super()._settings() | {"path": self.path.name, "privacy": privacy}
         self._parts: list[Trainer] = []
         self._columns: list[Tensor] = []
@@ -92,16 +91,16 @@ class AlternatingTrainer(Trainer):
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """Names of what clients report of their training."""
+        """Names of the training metrics that clients report."""
         return self._parts[0].reported
 
     @property
     def ledgers(self) -> ClientLedgers | None:
-        """What clients have spent of their examples' privacy, if they protect it."""
+        """Privacy ledgers of the clients; None without example-level privacy."""
         return self._parts[0].ledgers
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take what is meant for clients; see `Trainer.receive`."""
+        """Read the entries of a round's config that are for clients; see `Trainer.receive`."""
         for trainer in self._parts:
             trainer.receive(config)
 
@@ -112,12 +111,12 @@ class AlternatingTrainer(Trainer):
             trainer.key_by(release)
 
     def join(self, run: str) -> None:
-        """Take part in this run; see `Trainer.join`."""
+        """Set the run's name; see `Trainer.join`."""
         for trainer in self._parts:
             trainer.join(run)
 
     def copy_for(self, device: str) -> Self:
-        """The same clients on another device; see `Trainer.copy_for`."""
+        """A trainer of the same clients on another device; see `Trainer.copy_for`."""
         copied = super().copy_for(device)
         for trainer in copied._parts:
             trainer.rounds.releases = None
@@ -127,7 +126,7 @@ class AlternatingTrainer(Trainer):
         return super()._settings() | {"alternation": self.alternation}
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
-        """Local work of these clients from ``vector [d]``, block by block."""
+        """Train these clients from ``vector [d]``, block by block."""
         trainer, columns = self._placed(vector, round)
         for block in trainer.train(self._on_device(vector)[columns], client_ids, round):
             assert block.rows is not None
@@ -144,11 +143,11 @@ class AlternatingTrainer(Trainer):
         numbers: Mapping[str, Sequence[float]] | None = None,
         randomness: Sequence[Randomness] | None = None,
     ) -> LocalResult:
-        """Train these clients, and keep where they end; parameters as of `Trainer.fit`."""
+        """Train these clients; parameters as in `Trainer.fit`."""
         vectors = self._on_device(vector).view(-1, self.layout.d)
         theta = vectors.expand(len(client_ids), -1).clone()
         metrics: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
-        # What rests stands in the model, so that those go together who were sent the same.
+        # Frozen parts are set in the model, so only clients that were sent the same go together.
         for members in _alike(vectors, len(client_ids)):
             trainer, columns = self._placed(theta[int(members[0])], round)
             result = trainer.fit(
@@ -165,18 +164,18 @@ class AlternatingTrainer(Trainer):
         return LocalResult(theta, metrics)
 
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
-        """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
+        """Why these clients' budgets forbid a round from ``vector [d]``; None if they allow it."""
         trainer, columns = self._placed(vector, round)
         return trainer.over_budget(self._on_device(vector)[columns], client_ids, round)
 
     def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
-        """Write down what these clients will release in a copy that trains them from ``vector``."""
+        """Record the releases of these clients, which a copy will train from ``vector``."""
         trainer, columns = self._placed(vector, round)
         trainer.charge(self._on_device(vector)[columns], client_ids, round)
 
     @torch.no_grad()
     def _placed(self, vector: Tensor, round: int) -> tuple[Trainer, Tensor]:
-        """A round's trainer, whose model has what rests from ``vector [d]``, and its columns."""
+        """A round's trainer, with its frozen parts set from ``vector [d]``, and its columns."""
         turn = self.alternation.part_of(round)
         trainer = self._parts[turn]
         resting = self.alternation.resting(turn)
@@ -188,7 +187,7 @@ class AlternatingTrainer(Trainer):
 
 
 def _frozen_copy(model: nn.Module, names: frozenset[str]) -> nn.Module:
-    """A model with parameters of its own where these are trained, the ``names`` frozen."""
+    """A copy of a model with ``names`` frozen; it shares the parameters that were not trained."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     copied = copy.deepcopy(model, cast(Any, shared))
     for name, parameter in copied.named_parameters():
@@ -198,7 +197,7 @@ def _frozen_copy(model: nn.Module, names: frozenset[str]) -> nn.Module:
 
 
 def _alike(vectors: Tensor, n: int) -> Iterator[Ints]:
-    """Positions of ``n`` clients, together where ``vectors [1 or n, d]`` sent to them are equal."""
+    """Positions of ``n`` clients, in groups that were sent equal ``vectors [1 or n, d]``."""
     if len(vectors) == 1:
         yield np.arange(n)
         return

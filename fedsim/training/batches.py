@@ -1,7 +1,7 @@
-"""How much each client does in a round, and which examples it looks at, step by step.
+"""Each client's amount of work in a round, and the examples of each of its steps.
 
-The physical width of a client's batches follows from the batch size and the client's own
-number of examples only, never from who shares its block: so its bits do not either.
+The physical width of a client's batches depends only on the batch size and on the client's own
+number of examples, never on the other clients of its block; so neither do its bits.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 CLIENTS = 1000
-"""So many clients stand for all of them where their work is estimated."""
+"""Number of clients from which the work of all is estimated."""
 
 PASSES = 3
-"""Of multiplications: the outputs, the gradients of the inputs and those of the weights."""
+"""Products per gradient: for outputs, gradients of the inputs and gradients of the weights."""
 
 
 @dataclass
 class Workload:
-    """The work of a trainer's clients, the same for all of them or each its own.
+    """Local work of a trainer's clients, the same for all or each client's own.
 
     Attributes
     ----------
     work : LocalWork
     data : ClientData
     counts : int64 ``[population]`` or None
-        Each client's own number of epochs, or of steps, in the place of the work's.
+        Each client's own number of epochs or steps, replacing the work's.
     """
 
     work: LocalWork
@@ -51,7 +51,7 @@ class Workload:
 
     @classmethod
     def of(cls, work: LocalWork, data: ClientData, counts: Sequence[int] | Ints | None) -> Workload:
-        """Of clients whose numbers are given, or of all alike.
+        """Build it from each client's own number, or with the same work for all.
 
         Raises
         ------
@@ -73,11 +73,11 @@ class Workload:
         return self._of_each(client_ids, LocalWork.steps_of)
 
     def examples(self, client_ids: Ints) -> Floats:
-        """How many examples each client goes through in a round, ``[n]``."""
+        """Number of examples that each client processes in a round, ``[n]``."""
         return self._of_each(client_ids, LocalWork.examples_of)
 
     def _of_each(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
-        """A number of each client's work and how many examples it has, ``[n]``."""
+        """Values ``[n]`` of ``number``, given each client's work and number of examples."""
         work, counts, size = self.work, self.counts, self.data.size
         if counts is None:
             numbers = [number(work, size(k)) for k in client_ids.tolist()]
@@ -88,19 +88,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of clients that share one physical width ``B``, those with most steps first.
+    """Batches of clients with one physical width ``B``, in descending order of their steps.
 
     Attributes
     ----------
     members : int64 ``[n]``
-        Positions of these clients in the block that was asked for.
+        Positions of these clients in their block.
     index : int64 ``[n, S, B]``
-        Examples; padding repeats the first example of its batch under weight 0: where that one's
-        gradient is finite, its copy's is, and adds nothing.
+        Indices of examples. Padding repeats the batch's first example with weight 0: its gradient
+        is finite if the original's is, and then adds nothing.
     weight : float64 ``[n, S, B]``
         ``1/b`` on the ``b`` real examples of a step, 0 on padding.
     steps : int64 ``[n]``
-        Steps of each client, descending; later entries of its rows mean nothing.
+        Steps of each client, descending; entries of its rows beyond them are undefined.
     """
 
     members: Ints
@@ -109,7 +109,7 @@ class Batches:
     steps: Ints
 
     def within(self, first: int, stop: int) -> Batches:
-        """Those of the clients at positions ``first`` to ``stop - 1``, counted from there."""
+        """Batches of the clients at positions ``first`` to ``stop - 1``, renumbered from 0."""
         inside = (self.members >= first) & (self.members < stop)
         steps = self.steps[inside]
         most = int(steps[0]) if len(steps) else 0
@@ -145,15 +145,15 @@ def plan_batches(
     ----------
     work : LocalWork
     indices : sequence of int64 arrays
-        Examples of each of these clients (not of the whole population).
+        Indices of the examples of each of these clients (not of the whole population).
     client_ids : int64 ``[n]``
     randomness : sequence of Randomness
-        One for each of these clients (a sweep's members differ in theirs).
+        One for each of these clients (they differ between the runs of a sweep).
     round : int
     counts : int64 ``[n]``, optional
-        Epochs, or steps, of each of these clients in the place of the work's.
+        Epochs or steps of each of these clients, replacing the work's.
     one_order : bool
-        Whether all passes of a client's round go in one order.
+        Whether all passes of a client's round use one order.
     """
     stream = Stream()
     works = [work] * len(indices) if counts is None else [work.counted(int(c)) for c in counts]
@@ -161,7 +161,8 @@ def plan_batches(
         index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
         sizes = np.array([len(indices[i]) for i in members])
-        alike = sizes * (steps[0] + 1) + steps  # no two pairs of both have one number
+        # Clients with the same (size, steps), for each pair a different number, are drawn together.
+        alike = sizes * (steps[0] + 1) + steps
         for number in np.unique(alike):
             rows = np.flatnonzero(alike == number)
             examples = np.stack([indices[i] for i in members[rows]])
@@ -182,7 +183,7 @@ WIDEST = 64
 
 
 def chunk_width(batch_size: int, widest: int = WIDEST) -> int:
-    """Rule for the examples of a Poisson batch that go through a model at once.
+    """Rule for the width of a Poisson batch's chunks, which go through a model one by one.
 
     Wide enough that a small batch seldom needs two, narrow enough that a large one wastes
     little on padding.
@@ -201,13 +202,13 @@ def plan_poisson(
     widest: int = WIDEST,
     amplified: bool = True,
 ) -> Iterator[Batches]:
-    """Draw Poisson batches: each example is in one with probability ``|B| / N``.
+    """Draw Poisson batches: each example is in a batch with probability ``|B| / N``.
 
-    Parameters as `plan_batches`; ``chunk``, the examples that go through a model at once, or 0 for
-    `chunk_width`'s rule with at most ``widest`` of them; and whether a private event is
-    ``amplified`` by the draw. The batches have a chunk axis: ``index``
-    and ``weight`` are ``[n, S, chunks, B]``, a weight is 1 on every example drawn, and a step has
-    as many chunks as its largest draw needs.
+    Parameters as in `plan_batches`, and: ``chunk``, the number of examples that go through a model
+    at once, or 0 for `chunk_width`'s rule with at most ``widest``; ``amplified``, whether the draw
+    amplifies a private event. The batches have a chunk axis: ``index`` and ``weight`` are
+    ``[n, S, chunks, B]``, with as many chunks as the largest draw needs; a weight is 1 for every
+    example drawn.
     """
     stream = Stream()
     for B, members, steps in _groups(
@@ -224,11 +225,11 @@ def plan_poisson(
         chunks = max(1, -(-int(drawn.sum(axis=2).max()) // B))
         shape = (len(members), int(steps[0]), chunks * B)
         index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
-        # What is cut off of wider rows is behind their ids.
+        # Rows may be wider than that; as drawn ids come first in a row, none is cut off.
         ids, drawn = ids[:, :, : chunks * B], drawn[:, :, : chunks * B]
         filled = slice(ids.shape[2])
         for row, i in enumerate(members.tolist()):
-            # Where any of a step's are drawn, the first of its row is.
+            # If a step draws any example, the first id of its row is one: padding repeats it.
             index[row] = indices[i][ids[row, :, :1]]
             index[row, :, filled] = np.where(drawn[row], indices[i][ids[row]], index[row, :, :1])
         weight[:, :, filled] = drawn
@@ -241,7 +242,7 @@ def plan_poisson(
 def _groups(
     works: Sequence[LocalWork], indices: Sequence[Ints], width_of: Callable[[int], int]
 ) -> Iterator[tuple[int, Ints, Ints]]:
-    """Clients with data by physical width: it, their positions and steps, most steps first."""
+    """Group clients with data by width; yields it, their positions and steps, most steps first."""
     groups: dict[int, list[int]] = {}
     for position, examples in enumerate(indices):
         if len(examples):
@@ -256,13 +257,15 @@ def _groups(
 def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, steps: int) -> None:
     """Cut shuffled ``passes [k, P, N]`` of clients into batches, in these rows of ``[n, S, B]``.
 
-    A pass at a time, for all of them at once.
+    One pass at a time, for all ``k`` clients at once. A pass ends with a short batch if ``batch``
+    does not divide N, so that batches never span two passes.
     """
     full, short = divmod(passes.shape[2], batch)
     for number, first in enumerate(range(0, steps, full + (short > 0))):
         shuffled = passes[:, number]
         complete = min(full, steps - first)
         whole = shuffled[:, : complete * batch].reshape(-1, complete, batch)
+        # The first example everywhere, then the batch over it: what remains is padding.
         index[rows, first : first + complete] = whole[:, :, :1]
         index[rows, first : first + complete, :batch] = whole
         weight[rows, first : first + complete, :batch] = 1.0 / batch
@@ -273,10 +276,10 @@ def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, ste
 
 
 def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dtype) -> float:
-    """Multiplications of a client's local work, on average over the first clients."""
+    """Average number of multiplications of a client's local work, over the first clients."""
     data, work = workload.data, workload.work
     sizes = [data.size(client) for client in range(min(data.population, CLIENTS))]
-    one = data.one_example(protected=True)  # how many processes there are tells of nobody
+    one = data.one_example(protected=True)  # the number of processes must not depend on data
     if one is None or not any(sizes):
         return 0.0
     gradients = sum(work.steps_of(n) * min(work.batch_size or n, n) for n in sizes) / len(sizes)
@@ -286,17 +289,17 @@ def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dty
 
 @torch.no_grad()
 def multiplications(model: nn.Module, sample: Tensor) -> float:
-    """About how many multiplications one gradient of one example takes.
+    """Approximate number of multiplications for the gradient of one example.
 
-    Each module's own parameters count once for every place that it puts out: a linear layer's
-    once an example (or token), a convolution's once a pixel.
+    Each module's own parameters count once for every output position: a linear layer's once per
+    example (or token), a convolution's once per pixel.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it is.
+        Not changed.
     sample : Tensor ``[B, ...]``
-        Examples.
+        Inputs of some examples.
     """
     counted = 0.0
 

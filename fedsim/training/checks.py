@@ -1,4 +1,4 @@
-"""What a trainer refuses: models that no block can train, and settings that do not go together."""
+"""Checks of a trainer's model, settings and calls: whatever it cannot train is refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     Raises
     ------
     FedsimError
-        For batch normalisation with running statistics, which a row does not carry; and for
-        parameters of a type that no Flower array carries.
+        For batch normalisation with running statistics, which a row does not contain; and for
+        parameters of a dtype that no Flower array can have.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in CARRIED:
@@ -50,7 +50,7 @@ def device_of(device: torch.device | str) -> torch.device:
     Raises
     ------
     FedsimError
-        If PyTorch knows none, or this machine has none.
+        If PyTorch does not know it, or this machine does not have it.
     """
     try:
         found = torch.device(device)
@@ -60,7 +60,7 @@ def device_of(device: torch.device | str) -> torch.device:
         ) from None
     try:
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError):  # the latter of a PyTorch without CUDA
+    except (RuntimeError, AssertionError):  # the latter from a PyTorch built without CUDA
         raise FedsimError(
             f"device is '{device}', which PyTorch does not find on this machine; it must be one "
             "that is there, such as 'cpu'."
@@ -77,9 +77,9 @@ def check_call(
     ----------
     vector : Tensor ``[d]``
     sizes : collection of int
-        What d may be.
+        Allowed values of d.
     client_ids : int64 ``[n]``
-        Each once; in order they are checked fastest.
+        Each client once; sorted ids are checked fastest.
     round, population : int
 
     Raises
@@ -131,7 +131,7 @@ def check_settings(
     *,
     private: bool,
 ) -> None:
-    """Refuse test examples of other clients, impossible norms, and what examples' privacy excludes.
+    """Refuse test data of other clients, a negative norm, and what example-level privacy excludes.
 
     Raises
     ------
@@ -163,9 +163,9 @@ def check_settings(
 def check_algorithm(
     algorithm: LocalAlgorithm, state: str, compression: object, *, personal: bool
 ) -> None:
-    """Refuse what does not go with parameters that clients keep, or with compressed updates.
+    """Refuse algorithms that conflict with personal parameters or compression, or mix clients.
 
-    And what mixes clients: each protects its own row, not what another's is made of.
+    A bound limits what a client's own row adds to a sum, not what it does to other clients' rows.
 
     Raises
     ------
@@ -207,10 +207,10 @@ _CLIENTS, _WIDTH, _STEPS = 3, 8, 6
 
 
 def _mixes_clients(algorithm: LocalAlgorithm, *, personal: bool) -> bool:
-    """Whether clients of a block end otherwise than each alone, on made-up gradients.
+    """Whether a client of a block ends differently than it does alone, on made-up gradients.
 
-    False where that cannot be told: of an algorithm that draws numbers of its own, or that fails,
-    as its clients will.
+    False if that cannot be tested: the algorithm draws random numbers, or fails, as it will again
+    when its clients run it.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -227,11 +227,12 @@ def _mixes_clients(algorithm: LocalAlgorithm, *, personal: bool) -> bool:
 
 
 def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[str, Tensor]:
-    """What these of the made-up clients end two rounds with, by name, ``[n, ...]``."""
-    algorithm = copy.deepcopy(algorithm)  # it may keep something of what it was given
+    """Results of two rounds of these made-up clients, by name, ``[n, ...]``."""
+    algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
     generator = torch.Generator().manual_seed(0)
 
     def made(rows: int) -> Tensor:
+        # Drawn for all clients every time: a client alone gets the same values as in the block.
         values = torch.randn(rows, _WIDTH, generator=generator, dtype=torch.float64)
         return values.expand(_CLIENTS, -1)[clients].clone()
 
@@ -258,7 +259,7 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
 
 
 def _agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether they are equal, beyond rounding."""
+    """Whether two sets of results are equal up to rounding."""
     return all(
         torch.allclose(values.double(), other[name].double(), rtol=1e-6, atol=1e-12, equal_nan=True)
         for name, values in one.items()
@@ -268,7 +269,7 @@ def _agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def check_statistics(
     model: nn.Module, algorithm: LocalAlgorithm, personal: Collection[str], *, private: bool
 ) -> list[str]:
-    """Refuse statistics of batches that no client could keep to itself.
+    """Refuse batch statistics that clients cannot keep to themselves.
 
     Parameters
     ----------

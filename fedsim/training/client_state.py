@@ -1,4 +1,4 @@
-"""What clients keep between rounds, and where it lies: in memory, in files, or at the server."""
+"""State that clients keep between rounds, and its stores: in memory, in files, at the server."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE, KEEP_SINCE, ClientStates
 from fedsim.training.payload import PERSONAL, Personal
 
 StateKind = Literal["reset", "client", "server"]
-"""Whether what clients keep is dropped after a round, kept by each, or averaged by the server."""
+"""Whether state is reset after a round, kept by each client, or averaged by the server."""
 
-ABSENT = -1  # the row of a client without state
+ABSENT = -1  # row number of a client without state
 
 
 class PersistentState:
-    """What a trainer's clients keep between rounds, and where that makes them start and evaluate.
+    """State that clients keep between rounds, and the parameters they start and evaluate with.
 
-    An algorithm may keep a whole model to evaluate with (`LocalAlgorithm.evaluates`), beside its
-    state and the personal parameters.
+    Besides its state and the personal parameters, an algorithm may keep a whole model to evaluate
+    with (`LocalAlgorithm.evaluates`).
 
     Parameters
     ----------
     kind : "reset", "client" or "server"
-        As a trainer's ``state``.
+        The trainer's ``state``.
     algorithm : LocalAlgorithm
     personal : Personal
     population : int
     directory : path, optional
-        Where each client's own state is, in files.
+        Directory for the files of clients' state; in memory by default.
 
     Attributes
     ----------
     store : StateStore
-        Where clients have their state from.
+        Loads and stores clients' state.
 
     Raises
     ------
     FedsimError
-        If clients would keep something, and ``kind`` does not let them; or if the server is to send
-        a state that is as large as the model.
+        If clients must keep state and ``kind`` does not allow it; or if the server would have to
+        send a state as large as the model.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class PersistentState:
 
     @property
     def required(self) -> bool:
-        """Whether the run means nothing unless each client keeps its own state."""
+        """Whether the run makes sense only if each client keeps its own state."""
         return bool(self.personal or self.algorithm.evaluates or self.algorithm.remembers)
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """Entries of the algorithm's state that outlive a round."""
+        """Entries of the algorithm's state that are kept between rounds."""
         return () if self.kind == "reset" else self.algorithm.carried
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take what the config entries of a round's instructions say of clients' state.
+        """Read the entries of a round's config that concern clients' state.
 
         Raises
         ------
         FedsimError
-            If clients count on the server, and it keeps none.
+            If clients need the server's averaged state and it sends none.
         """
         if self.kind != "server":
             self.store.keep_since(config.get(KEEP_SINCE))
@@ -114,9 +114,9 @@ class PersistentState:
         self.store = ServerState(config)
 
     def start(self, shared: Tensor, carried: CarriedState) -> Tensor:
-        """Where ``n`` clients start from shared parameters ``[1 or n, D]``, packed ``[n, D]``.
+        """Start parameters ``[n, D]`` of ``n`` clients that were sent ``shared [1 or n, D]``.
 
-        Perhaps one row for all; what was sent to them is not written to.
+        Both are packed. The result may be one expanded row; ``shared`` is not written to.
         """
         n, personal = len(carried.present), self.personal
         if not personal:
@@ -127,7 +127,7 @@ class PersistentState:
         return theta
 
     def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
-        """With what these clients evaluate ``vector [d]``, packed ``[1 or n, D]``."""
+        """Packed parameters ``[1 or n, D]`` with which these clients evaluate ``vector [d]``."""
         carried = self.store.load(client_ids, None)
         theta = self.personal.shared.pack(vector[None])
         if self.personal:
@@ -135,7 +135,7 @@ class PersistentState:
         return carried.instead_of(theta, self.algorithm.evaluates)
 
     def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
-        """What these clients keep, as of the start of a round; without clients, a checkpoint's."""
+        """State of these clients at the start of a round; without ids, what a checkpoint needs."""
         if client_ids is None:
             return self.store.state()
         if self.kind != "client":
@@ -143,32 +143,32 @@ class PersistentState:
         return self.store.load(client_ids, round).packed(client_ids)
 
     def keep(self, states: ClientStates, round: int) -> None:
-        """Let these clients keep what `state` gave elsewhere, at the end of ``round``."""
+        """Store state that `state` returned in another process, as of the end of ``round``."""
         client_ids, rows = unpacked(states)
         self.store.store(client_ids, round, rows)
 
 
 class CarriedState(NamedTuple):
-    """What ``n`` clients have from earlier rounds.
+    """State of ``n`` clients from earlier rounds.
 
     Attributes
     ----------
     present : bool ``[n]``
-        Which of them have anything.
+        Whether a client has any state.
     rows : mapping of name to Tensor ``[n, ...]``
-        It; rows of clients that have nothing mean nothing.
+        The state; rows of clients without any are undefined.
     """
 
     present: npt.NDArray[np.bool_]
     rows: Mapping[str, Tensor]
 
     def at(self, positions: npt.NDArray[np.int64] | slice) -> CarriedState:
-        """What the clients at these positions have."""
+        """State of the clients at these positions."""
         index = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         return CarriedState(self.present[positions], {k: v[index] for k, v in self.rows.items()})
 
     def instead_of(self, default: Tensor, name: str) -> Tensor:
-        """``default [1 or n, ...]``, but for clients that have something of this name: that."""
+        """The entry ``name [n, ...]``, with ``default [1 or n, ...]`` for clients without it."""
         if name not in self.rows:
             return default
         present = torch.from_numpy(self.present).to(default.device)
@@ -176,7 +176,7 @@ class CarriedState(NamedTuple):
         return torch.where(present, self.rows[name].to(default), default)
 
     def packed(self, client_ids: Ids) -> ClientStates:
-        """What these ``n`` clients have, for a checkpoint or another process."""
+        """Rows of the clients that have state, for a checkpoint or another process."""
         present = torch.from_numpy(self.present)
         return {
             CLIENT_IDS: torch.from_numpy(client_ids[self.present]),
@@ -185,7 +185,7 @@ class CarriedState(NamedTuple):
 
 
 def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
-    """Clients, and what they keep."""
+    """Client ids, and their state by name."""
     if not states:
         return np.zeros(0, dtype=np.int64), {}
     rows = {name: values for name, values in states.items() if name != CLIENT_IDS}
@@ -193,24 +193,24 @@ def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
 
 
 class StateStore:
-    """State of clients between rounds; this one keeps none, so that each round starts afresh."""
+    """Store of clients' state between rounds; this base class keeps none."""
 
     def load(self, client_ids: Ids, round: int | None) -> CarriedState:
-        """What these clients have from rounds before this one; without a round, the latest."""
+        """State of these clients from before ``round``; the latest if it is None."""
         return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """Keep these clients' state as of the end of ``round``."""
+        """Store these clients' state as of the end of ``round``."""
 
     def state(self) -> ClientStates:
-        """What a checkpoint must hold: nothing where it outlives the process by itself."""
+        """State that a checkpoint must hold; none if the store itself outlives the process."""
         return {}
 
     def restore(self, states: ClientStates) -> None:
-        """Resume from what `state` gave, and nothing else."""
+        """Replace all state by what `state` returned."""
 
     def keep_since(self, round: object) -> None:
-        """Keep the states since this round too, to which the run may go back; None: no such."""
+        """Also keep states since ``round``, from which the run may resume; None: no such round."""
 
 
 class MemoryStore(StateStore):
@@ -223,7 +223,7 @@ class MemoryStore(StateStore):
 
     @property
     def client_ids(self) -> Ids:
-        """Who has state."""
+        """Ids of the clients that have state."""
         return np.flatnonzero(self._row_of != ABSENT)
 
     def load(self, client_ids: Ids, round: int | None) -> CarriedState:
@@ -234,7 +234,7 @@ class MemoryStore(StateStore):
         return CarriedState(rows != ABSENT, columns)
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """Keep all of it, or nothing where memory runs out."""
+        """Store all of it, or nothing if memory runs out."""
         # A column has at least one row: `load` takes any of them for clients without state.
         if not state or not len(client_ids):
             return
@@ -248,7 +248,7 @@ class MemoryStore(StateStore):
             self._columns[name][index.to(rows.device)] = rows
 
     def _column(self, name: str, rows: Tensor, more: int) -> Tensor:
-        """The entry's column, with room for so many clients more."""
+        """The entry's column, grown where needed to hold ``more`` further clients."""
         column = self._columns.get(name, rows.new_zeros(0, *rows.shape[1:]))
         needed = self._used + more
         if needed <= len(column):
@@ -262,12 +262,12 @@ class MemoryStore(StateStore):
         return self.load(self.client_ids, None).packed(self.client_ids)
 
     def restore(self, states: ClientStates) -> None:
-        """Resume from what `state` gave.
+        """Replace all state by what `state` returned.
 
         Raises
         ------
         FedsimError
-            If it is of another population.
+            If it has a client that this population does not.
         """
         client_ids, rows = unpacked(states)
         population = len(self._row_of)
@@ -281,17 +281,17 @@ class MemoryStore(StateStore):
 
 
 class FileStore(StateStore):
-    """State on disk, ``client-ID/round-R.safetensors``, where no process outlives a round.
+    """State on disk, ``client-ID/round-R.safetensors``, for processes that end with a round.
 
-    A round's state is a file of its own, written beside its place and renamed, so that a process
+    Each round's state is a file of its own, written to a draft and renamed, so that a process
     killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
-    again must start from the state *before* it, and may find that its own is written already.
-    Where a checkpoint lies further back (`keep_since`), so does the oldest file kept.
+    again must start from the state *before* it, and may find its own file already written.
+    If the last checkpoint is older (`keep_since`), so is the oldest file kept.
 
     Parameters
     ----------
     directory : path
-        One for each run.
+        Directory of one run.
     """
 
     KEEP = 2
@@ -301,7 +301,7 @@ class FileStore(StateStore):
         self._since: int | None = None
 
     def keep_since(self, round: object) -> None:
-        """Keep what clients had at the end of this round, and since; None: no such round."""
+        """Also keep states of the end of ``round`` and since; None: no such round."""
         self._since = round if isinstance(round, int) else None
 
     def _rounds(self, client: int) -> list[tuple[int, Path]]:
@@ -310,12 +310,12 @@ class FileStore(StateStore):
         return sorted((int(number[1]), path) for number, path in numbers if number)
 
     def load(self, client_ids: Ids, round: int | None) -> CarriedState:
-        """What these clients have from rounds before this one; without a round, the latest.
+        """State of these clients from before ``round``; the latest if it is None.
 
         Raises
         ------
         FedsimError
-            If a file cannot be read, or has other entries than another of these clients'.
+            If a file cannot be read, or has other entries than another client's.
         """
         present = np.zeros(len(client_ids), dtype=np.bool_)
         rows: dict[str, Tensor] = {}
@@ -336,7 +336,7 @@ class FileStore(StateStore):
                 rows = {k: v.new_zeros(len(client_ids), *v.shape) for k, v in state.items()}
             shapes = {name: row.shape[1:] for name, row in rows.items()}
             if {name: row.shape for name, row in state.items()} != shapes:
-                # The block fails, its clients are then asked one by one, and each has its own.
+                # The block fails; its clients are then trained one by one, from their own entries.
                 raise FedsimError(
                     f"the state of client {client} in {path} has other entries than other "
                     "clients' states."
@@ -347,7 +347,7 @@ class FileStore(StateStore):
         return CarriedState(present, rows)
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """Write a file for each client; it is there whole or not at all."""
+        """Write a file for each client, whole or not at all."""
         if not state:
             return
         for k, client in enumerate(client_ids.tolist()):
@@ -364,20 +364,20 @@ class FileStore(StateStore):
         rounds = self._rounds(client)
         last = len(rounds) - self.KEEP
         if self._since is not None:
-            # The last file up to that round is what the client had at its end: it stays as well.
+            # The last file up to that round is the client's state at its end: it must stay too.
             last = min(last, sum(number <= self._since for number, _ in rounds) - 1)
         return [path for _, path in rounds[: max(last, 0)]]
 
 
 class ServerState(StateStore):
-    """State that the server sends: one number for all, the mean of what others ended with.
+    """State that the server sends: one number per entry, averaged over the last round's clients.
 
-    Nothing is kept here. What clients end with goes back among their metrics.
+    Nothing is stored here: clients report their final state among their metrics.
 
     Parameters
     ----------
     config : mapping
-        The config entries of a round's instructions; they hold none before the first round ended.
+        A round's config entries; they hold no state before the first round has ended.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -389,7 +389,7 @@ class ServerState(StateStore):
         }
 
     def load(self, client_ids: Ids, round: int | None) -> CarriedState:
-        """The same for every client."""
+        """The server's numbers, the same for every client."""
         n = len(client_ids)
         rows = {k: torch.full((n,), v, dtype=torch.float64) for k, v in self._values.items()}
         return CarriedState(np.full(n, bool(rows)), rows)

@@ -1,4 +1,4 @@
-"""Clients' data: one resident pair of tensors, and who owns which of its examples."""
+"""Clients' data: one pair of tensors for all, and the indices of each client's examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED
 
-# One by one a million clients take ten seconds.
+# Clients whose indices are checked at once: one by one, a million clients take ten seconds.
 CHECKED_TOGETHER = 10_000
 
 
@@ -27,10 +27,10 @@ class ClientData:
     Attributes
     ----------
     x : Tensor ``[N, ...]``
-        Inputs on the device that trains, in memory or mapped; a batch is converted as it is
-        gathered. uint8 are images, floating numbers what they are, other integers tokens.
+        Inputs on the device that trains, in memory or memory-mapped; a batch is converted when it
+        is gathered. uint8 are images, other integers are tokens.
     y : Tensor ``[N]`` or ``[N, ...]``
-        Targets: integers are classes, floating numbers what they are.
+        Targets: integers are classes, floating-point numbers are regression targets.
     indices : sequence of int64 arrays
         ``indices[i]`` are the examples of client ``i``; an empty array is a client without data.
     mean, std : Tensor broadcastable to one example, or None
@@ -39,13 +39,13 @@ class ClientData:
         Which targets count. Those that do not are gathered as `fedsim.tasks.IGNORED` (classes) or
         NaN (numbers).
     unusable : bool array ``[N]``, or None
-        Examples whose label or token is none, and has been replaced. A client that has one fails;
-        with privacy for examples their gradients count as zero.
+        Examples with an invalid label or token, which has been replaced. A client that has one
+        fails; with example-level privacy such examples' gradients count as zero.
 
     Raises
     ------
     FedsimError
-        If an index lies outside the data, or inputs, targets and mask do not fit each other.
+        If an index is outside the data, or the sizes of inputs, targets and mask do not match.
     """
 
     x: Tensor
@@ -96,7 +96,7 @@ class ClientData:
         return replace(self, **tensors)
 
     def require_usable(self, client_ids: Iterable[int]) -> None:
-        """Raise FedsimError if a client has an example that is none."""
+        """Raise FedsimError if a client has an unusable example."""
         if self.unusable is None:
             return
         for client in client_ids:
@@ -136,10 +136,10 @@ class ClientData:
         return self.inputs(no_example, dtype), self.targets(no_example, dtype)
 
     def one_example(self, *, protected: bool) -> ClientData | None:
-        """One client with one example, to try a model, a loss and metrics on; None without any.
+        """One client with one example, to test a model, a loss and metrics; None without any.
 
-        It is the first that a client has. Where clients' data are protected it is made up, of ones:
-        whether a run begins must not follow from what anybody's example is.
+        It is the first example that any client has. If clients' data are protected, it is made up,
+        of ones: whether a run starts must not depend on anyone's data.
         """
         if not len(self.x):
             return None
@@ -151,7 +151,7 @@ class ClientData:
         return replace(self, x=x, y=y, indices=one, mask=None, unusable=None)
 
     def require_disjoint(self) -> None:
-        """Raise FedsimError if an example is a client's twice, or two clients'."""
+        """Raise FedsimError if two clients have an example, or one client has it twice."""
         seen, count = np.zeros(len(self.x), dtype=np.bool_), 0
         for part in self.indices:
             seen[part] = True
@@ -165,7 +165,7 @@ class ClientData:
 
 
 def _require_positions(parts: Sequence[object], first: int) -> None:
-    """Refuse examples of clients ``first``, ``first + 1``, ... that are no arrays of positions."""
+    """Refuse ``parts`` of clients ``first``, ``first + 1``, ... that are not integer arrays."""
     for client, part in enumerate(parts, first):
         if not isinstance(part, np.ndarray) or (len(part) and part.dtype.kind not in "iu"):
             raise FedsimError(
@@ -175,5 +175,5 @@ def _require_positions(parts: Sequence[object], first: int) -> None:
 
 
 def _within(examples: npt.NDArray[np.int64], count: int) -> bool:
-    """Whether all of them are positions of ``count`` examples."""
+    """Whether all indices are in ``0 .. count - 1``."""
     return not len(examples) or (int(examples.min()) >= 0 and int(examples.max()) < count)

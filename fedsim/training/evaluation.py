@@ -32,25 +32,25 @@ from fedsim.training.structure.reading import read
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
 MOST_CHUNKS = 64  # chunks in one call
-CLIENTS = 256  # of a block
-CALL_BYTES = 2**26  # of the inputs and outputs of one call
+CLIENTS = 256  # clients in a block
+CALL_BYTES = 2**26  # most bytes of the inputs and outputs of one call
 
 
 @dataclass
 class CallSize:
-    """How many chunks go through a model at once: one, until the size of an output is known."""
+    """Number of chunks that go through a model at once: one, until an output's size is known."""
 
     chunks: int = 1
 
     def learn(self, *tensors: Tensor) -> None:
-        """Follow from what a call took and gave, each with a chunk to a row."""
+        """Set it from the inputs and outputs of a call, tensors with one row per chunk."""
         chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
         self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
 
 
 @dataclass
 class Evaluation:
-    """Evaluates clients with what each of them has.
+    """Evaluates each client's model on the client's own examples.
 
     Parameters
     ----------
@@ -58,14 +58,14 @@ class Evaluation:
     stepper : Stepper
     metrics : mapping of name to Metric
     data : ClientData
-        Test examples, or those they train on.
+        Test examples, or the training examples if there are none.
     client_state : PersistentState
 
     Attributes
     ----------
     threads : int
-        That take calls of the model at once, where its graph was read: what a user's own code may
-        keep to itself, threads would share. The numbers are those of one thread.
+        Most threads that call the model at once, if its graph was read: state that a user's own
+        code may keep would be shared by them. Results do not depend on the number of threads.
     """
 
     trained: TrainedModel
@@ -79,7 +79,7 @@ class Evaluation:
     def blocks(
         self, vector: Tensor, client_ids: Ints, round: int, randomness: Randomness
     ) -> Iterator[Block]:
-        """Loss and metrics of ``vector [d]``."""
+        """Loss and metrics of ``vector [d]`` for these clients, block by block."""
         for first in range(0, len(client_ids), CLIENTS):
             ids = client_ids[first : first + CLIENTS]
             self.data.require_usable(ids.tolist())
@@ -100,13 +100,13 @@ class Evaluation:
 
     @cached_property
     def _metrics(self) -> Mapping[str, Metric]:
-        """Loss and metrics, which keep nothing of one client's examples for another's."""
+        """Loss and metrics, which carry nothing over from one client's examples to another's."""
         metrics = {"loss": MeanOf(self.trained.loss), **self.metrics}
         return {name: _forgetting(metric) for name, metric in metrics.items()}
 
     @cached_property
     def _paths(self) -> tuple[Sequence[Path], bool]:
-        """What evaluates, once for each thread, and whether metrics see one chunk at a time."""
+        """A path for each thread, and whether metrics must see one chunk at a time."""
         stepper = self.stepper
         shapes = stepper.data.empty(stepper.dtype)
         model, loss, structure = (
@@ -127,7 +127,8 @@ class Evaluation:
             or self.data.x.is_cuda
         ):
             return [path], not by_example
-        # A call puts a client's parameters into the modules of its path for as long as it lasts.
+        # For as long as it lasts, a call puts a client's parameters into the path's modules: each
+        # thread needs modules of its own. The tensors in them are shared.
         tensors = [*path.model.parameters(), *path.model.buffers()]
         copies = [
             replace(path, model=copy.deepcopy(path.model, {id(t): t for t in tensors}))
@@ -138,7 +139,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Forgetting(Metric):
-    """A metric whose attributes are put back after each call."""
+    """A metric whose attributes are restored after each call."""
 
     metric: Metric
     own_state: OwnState
@@ -175,26 +176,26 @@ def evaluate_clients(
     *,
     by_chunk: bool = False,
 ) -> dict[str, Floats]:
-    """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of n clients.
+    """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of ``n`` clients.
 
-    Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
-    what a client reports does not depend on who else is asked. As many calls are made at once, in
-    threads, as there are ``paths``, which share no module. ``seeds`` are those of a model that
-    draws even when it is evaluated; ``call_size`` is known from earlier evaluations of it. With
-    ``by_chunk`` metrics see one chunk at a time, as they must where the loss, or a metric, may look
-    across the examples that it is given: how many chunks go through a model at once is no matter
-    of theirs.
+    Examples go through the model in chunks, each of one client, and metrics merge exactly, so that
+    a client's results do not depend on the other clients. Calls are made in parallel, in one thread
+    for each of the ``paths``, which share no module. ``seeds`` are given for a model that draws
+    random numbers in evaluation; ``call_size`` is carried over from earlier evaluations. With
+    ``by_chunk`` metrics see one chunk at a time. They must where the loss or a metric may look
+    across the examples it is given: its value must not depend on how many chunks a call has.
 
     Returns
     -------
     dict of str to float64 ``[n]``
-        ``num-examples`` and every metric; those of a client without data are 0, and NaN is what is
-        not defined on a client's data.
+        ``num-examples`` and every metric: 0 for a client without data, NaN where it is not defined
+        on a client's data.
     """
     sizes = np.array([len(examples) for examples in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
     padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
     real = np.zeros(padded.shape, dtype=np.bool_)
+    # A client's chunks are consecutive rows, so that its examples are one run of them, flattened.
     for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
         padded[start:].reshape(-1)[: len(examples)] = examples
         real[start:].reshape(-1)[: len(examples)] = True
@@ -210,7 +211,7 @@ def evaluate_clients(
     @torch.no_grad()  # which a thread does not inherit
     def called(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
         x, whose = data.inputs(all_indices[call], theta.dtype), torch.from_numpy(owner[call])
-        # The same for all clients is not copied for each chunk.
+        # One row for all clients is expanded, not copied for each chunk.
         points = theta.expand(len(x), -1) if len(theta) == 1 else theta[whose.to(theta.device)]
         if isinstance(path, PlainPath):
             counts = real[call].sum(axis=1).tolist()
@@ -222,7 +223,7 @@ def evaluate_clients(
     with exact(data.x.device), thread_pool(len(paths)) as pool:
         while start < len(padded):
             left = len(padded) - start
-            # Calls of one size for all threads; what one call takes is not worth sharing out.
+            # Calls of one size for all threads; what fits into one call is not split.
             threads = min(len(paths), -(-left // call_size.chunks))
             turns = -(-left // (threads * call_size.chunks))
             size = -(-left // (threads * turns))
@@ -252,9 +253,9 @@ def _take(
     outputs: Tensor,
     targets: Tensor,
 ) -> None:
-    """Let each client's metrics see its chunks ``[c, WIDTH, ...]``, less the padding.
+    """Update each client's metrics with its chunks ``[c, WIDTH, ...]``, without the padding.
 
-    Those of one group at once, which are one client's.
+    All chunks of a group, which belong to one client, make one update.
     """
     firsts = np.flatnonzero(np.diff(groups, prepend=-1))
     for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):

@@ -1,4 +1,4 @@
-"""Example-level privacy inside a client: which rows are drawn, what is noised, what it costs."""
+"""Example-level privacy inside a client: sampling, bound and noise, and the privacy cost."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class ExamplePrivacy:
 
     Guarantee: for each client on its own, with zero-out adjacency of one of its examples (which
     contributes nothing instead), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
-    counts every gradient evaluation: two an ADADP iteration, discarded ones included. Where noise
-    is correlated over the steps of a round, a round is one Gaussian of multiplier z over the
-    noise's sensitivity. Clients hold disjoint data, so the federation's epsilon is the largest of
-    theirs.
+    counts every gradient evaluation: two per ADADP iteration, discarded ones included. If noise is
+    correlated over the steps of a round, a round is one Gaussian of multiplier z over the noise's
+    sensitivity. Clients hold disjoint data, so the federation's epsilon is the largest client's.
 
     The number of examples ``N_i`` of every client is public, since rates, steps and denominators
     follow from it: adding or removing an example is not covered.
@@ -52,24 +51,24 @@ class ExamplePrivacy:
     Parameters
     ----------
     mechanism : Mechanism
-        Bounds the gradients of single examples.
+        Bounds per-example gradients.
     noise : Noise or float
-        What is added to a sum; a number is the multiplier of independent noise that is not
-        hardened. Correlated noise (`LambdaCGD`, `BISR`, `Tree`) is correlated over the steps of a
-        client's round, with shuffled passes, all of a round in one order.
+        Noise added to a sum; a number is the multiplier of independent noise that is not hardened.
+        Correlated noise (`LambdaCGD`, `BISR`, `Tree`) is correlated over the steps of a client's
+        round, and needs shuffled passes, all of a round in one order.
     sampling : "poisson" or "shuffle"
-        Poisson batches: each example is in a batch with probability ``|B| / N_i``, however many
-        that makes. Shuffled passes are charged as one Gaussian without amplification a pass.
+        Poisson batches: each example is in a batch with probability ``|B| / N_i``, and batch sizes
+        vary. Shuffled passes: each pass is charged as one Gaussian without amplification.
     chunk : int
-        Examples that go through the model at once; 0 leaves it to a rule of the batch size.
-        A batch of any size takes as many chunks as it needs, and is never truncated.
+        Examples that go through the model at once; 0 for a rule by the batch size. A batch of any
+        size takes as many chunks as it needs, and is never truncated.
     delta : float
     max_epsilon : float, optional
-        What no client spends more than.
+        Largest epsilon that a client may spend.
     stopping : Stopping
-        Whether what is released may end the run: the budget then holds at half of delta.
+        Whether released values may end the run: the budget then holds at half of delta.
     ledger_dir : path, optional
-        Where each client's ledger is; in memory otherwise.
+        Directory of the clients' ledgers; in memory by default.
     unprotected_metrics : bool
         Whether a client reports its un-noised training loss.
     """
@@ -107,7 +106,7 @@ class ExamplePrivacy:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
 
     def ledgers(self) -> ClientLedgers:
-        """Where clients write their releases down, and what they have spent."""
+        """The clients' ledgers, which record releases and enforce the budget."""
         return ClientLedgers(
             self.ledger_dir,
             delta=self.delta,
@@ -117,7 +116,7 @@ class ExamplePrivacy:
 
     @property
     def made(self) -> Noise:
-        """The noise."""
+        """The noise, made from its multiplier if that was given."""
         assert isinstance(self.noise, Noise)
         return self.noise
 
@@ -127,9 +126,9 @@ class ExamplePrivacy:
         return self.mechanism.guarantee == "gaussian" and self.made.multiplier > 0
 
     def fitted(self, work: LocalWork, sizes: Iterable[int]) -> ExamplePrivacy:
-        """With noise of the same coefficients for clients of all these sizes.
+        """A copy whose noise has the same coefficients for clients of all these sizes.
 
-        They are the best for a client with most steps, whose passes are as short as any client's.
+        They are optimal for a client with the most steps and the shortest passes of any client.
         """
         each = [
             self._sampler(work, size).participation(work.steps_of(size)) for size in {*sizes} - {0}
@@ -142,7 +141,7 @@ class ExamplePrivacy:
     def plan(
         self, work: LocalWork, size: int, rounds: int | None = None
     ) -> ReleasePlan[Mechanism] | None:
-        """What a client with ``size`` examples releases; None without any."""
+        """Release plan of a client with ``size`` examples; None without any."""
         if size == 0:
             return None
         return ReleasePlan(
@@ -168,7 +167,7 @@ class ExamplePrivacy:
         round: int,
         widest: int = WIDEST,
     ) -> Iterator[Batches]:
-        """Draw clients' batches as their events say; parameters as `plan_poisson`.
+        """Draw clients' batches by the sampler that is charged; parameters as in `plan_poisson`.
 
         Batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``.
         """
@@ -182,7 +181,7 @@ class ExamplePrivacy:
     def keyed(
         self, randomness: Randomness, algorithm: LocalAlgorithm, work: LocalWork, loss: Loss
     ) -> Randomness:
-        """Randomness without a config's release digest, keyed by what is known of the release."""
+        """Randomness keyed by a digest of known settings, for a run without a release digest."""
         settings = {
             "seed": randomness.seed,
             "algorithm": algorithm,
@@ -199,7 +198,7 @@ class ExamplePrivacy:
 def example_events(
     privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> list[Event]:
-    """What ``rounds`` rounds cost clients of these sizes that take part in all of them."""
+    """Privacy events of ``rounds`` rounds, for clients of these sizes that are in all of them."""
     plans = (privacy.plan(work, size) for size in sorted(set(sizes)))
     return [plan.event().times(rounds) for plan in plans if plan is not None]
 
@@ -215,12 +214,12 @@ def example_epsilon(
 
 
 class ExampleReleases:
-    """What each round of these clients is to their ledgers.
+    """Makes the ledger entries of clients' rounds, and records them.
 
-    A release is the same as an earlier one if it is of the same round of the same run (where nobody
-    has named the run, only if this very object made it), and the client's keyed fingerprint
-    of all that it is a function of is the same: data and normalisation, frozen parameters, what
-    came in, the work, and the files of the user's own code.
+    A release counts as the same as an earlier one if two things hold. It belongs to the same round
+    of the same run; without a name of the run, it was made by this very object. And the client's
+    keyed fingerprint of all that the release depends on is the same: data and normalisation, frozen
+    parameters, received tensors, the work, and the files of the user's own code.
 
     Parameters
     ----------
@@ -233,9 +232,9 @@ class ExampleReleases:
     Attributes
     ----------
     run : str or None
-        Which run the rounds are of, by the key in its directory; None where it is unknown.
+        Name of the run, by the key in its directory; None if it is unknown.
     changing : collection of str
-        Names of frozen parameters that are not the same in every round: a part of what came in.
+        Names of frozen parameters that change between rounds: they count as received tensors.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class ExampleReleases:
         self.ledgers = privacy.ledgers()
         self._privacy, self._model, self._work = privacy, trained.model, work
         self._data, algorithm = stepper.data, stepper.algorithm
-        # Another path or method gives other bits.
+        # In the fingerprint, since another path or method gives other bits.
         path = f"{stepper.path.name}, {method.name}"
         bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
         self._settings = (algorithm, work, *bounded, path, stepper.device.type)
@@ -260,25 +259,26 @@ class ExampleReleases:
         self._once = f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[RoundStart]) -> None:
-        """A line for each of these clients, on disk when this returns.
+        """Write a ledger line for each of these clients; it is on disk when this returns.
 
         Raises
         ------
         FedsimError
-            If a client's budget does not allow it, or it goes through a round of a run again with
-            other data or from another model, and its noise follows from the seed.
+            If a client's budget does not allow it, or if it repeats a round of a run with other
+            data or another model while its noise is determined by the seed.
         """
         for entry in self._entries(round, clients):
             self.ledgers.record(entry)
 
     def exceeded(self, round: int, clients: Iterable[RoundStart]) -> str | None:
-        """Why one of these clients' budgets does not allow the round; None if all do."""
+        """Why one of these clients' budgets forbids the round; None if all allow it."""
         if self._privacy.max_epsilon is None:
             return None
         return self.ledgers.exceeded(self._entries(round, clients))
 
     def _entries(self, round: int, clients: Iterable[RoundStart]) -> Iterator[Entry]:
         for start in clients:
+            # Without a run's name, no earlier entry may match but those of this very object.
             size = self._data.size(start.client)
             plan = self._privacy.plan(self._work, size)
             if plan is not None:
@@ -316,7 +316,7 @@ class ExampleReleases:
 
     @cached_property
     def _frozen(self) -> bytes:
-        """Digest of the model, what of it is not trained, and user code; for the HMAC only."""
+        """Digest of the model, its untrained tensors and user code; only used inside an HMAC."""
         frozen: dict[str, Tensor | None] = {}
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad and name not in self.changing:
@@ -329,7 +329,7 @@ class ExampleReleases:
 
 
 def _files_of(things: Iterable[object]) -> Iterator[bytes]:
-    """Files that define the user's own classes and functions: their bodies may have changed."""
+    """Contents of the files that define the user's own classes and functions, which may change."""
     callables = (thing.func if isinstance(thing, partial) else thing for thing in things)
     for name in sorted({str(thing.__module__) for thing in callables}):
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")

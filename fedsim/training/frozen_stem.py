@@ -1,7 +1,7 @@
-"""Layers that are not trained, at the front of a model: computed once for each example.
+"""Frozen layers at the front of a model (its stem): computed once for each example.
 
-Their outputs are the same in every round, so a model that is trained behind a frozen stem
-(pre-trained convolutions, say) is trained on the stem's outputs instead.
+Their outputs are the same in every round, so that the layers behind a frozen stem (pre-trained
+convolutions, say) are trained on the stem's outputs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
 
 MOST_BYTES = 2**30
-"""What the outputs of all examples may take; beyond it they are computed batch by batch."""
+"""Most memory for the outputs of all examples; beyond it they are computed batch by batch."""
 
 
 _LATEST: dict[bytes, dict[bytes, Tensor]] = {}
-"""Outputs of the stem that this process used last: by its digest, and by those of examples.
+"""Cache of the outputs of the stem that was used last: by its digest, then by examples' digests.
 
-The runs of a sweep differ in what comes after the stem and in how examples are split, and going
-through it may take longer than training does.
+The runs of a sweep differ in the layers behind the stem and in how examples are split, and
+computing the stem's outputs may take longer than training.
 """
 
-# Modules whose output for an example is a function of that example.
+# Modules whose output for an example is a function of that example alone.
 BY_EXAMPLE = (
     nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.GroupNorm,
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
@@ -38,27 +38,27 @@ BY_EXAMPLE = (
 
 
 def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientData]:
-    """What is trained, and the data as it sees them.
+    """Split a frozen stem off a model, and replace the data by the stem's outputs.
 
     Parameters
     ----------
     model : nn.Module
-        Taken apart if it is a Sequential that begins with frozen layers of the usual kinds;
+        Split if it is a Sequential that begins with frozen layers of the kinds in `BY_EXAMPLE`;
         its parameters keep their names.
     data : ClientData
 
     Returns
     -------
     nn.Module
-        The rest of the model; the model itself where nothing can be computed once.
+        The rest of the model; the model itself if nothing can be computed once.
     ClientData
-        Those examples that some client has, as the frozen layers leave them: floating, and
-        not normalised again.
+        The stem's outputs for the examples that some client has: floating-point numbers, which
+        are not normalised again.
 
     Notes
     -----
-    On a CPU examples go one at a time, on a GPU in batches of one width, so that an example's
-    bits do not depend on whose else there are.
+    On a CPU examples go through the stem one at a time, on a GPU in batches of one width, so that
+    an example's bits do not depend on the other examples.
     """
     if type(model) is not nn.Sequential or not data.population:
         return model, data
@@ -82,7 +82,7 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
 
 
 def _fixed(module: nn.Module) -> bool:
-    """Whether a module is frozen, and takes its examples one by one."""
+    """Whether a module is frozen, and treats each example by itself."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
     if type(module) is nn.Sequential:
@@ -97,7 +97,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _kept_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Outputs ``[N, ...]`` of the stem, computed for examples that no run had before."""
+    """Outputs ``[N, ...]`` of the stem, from the cache or computed; None if they are too large."""
     about = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
     key = _digest(*stem.state_dict().values(), *scale, about=about)
@@ -106,8 +106,10 @@ def _kept_outputs(
         _LATEST[key] = {}
     kept = _LATEST[key]
     digests = [_digest(example) for example in data.x[examples].cpu()]
+    # Old and new outputs together would be too large: those of earlier runs are dropped.
     if kept and _too_many(len({*kept, *digests}), next(iter(kept.values()))):
         kept = _LATEST[key] = {}
+    # The first of equal examples: reversed, it overwrites the later ones.
     first = {digest: k for k, digest in reversed([*enumerate(digests)]) if digest not in kept}
     if new := sorted(first.values()):
         with exact(data.x.device):
@@ -140,6 +142,7 @@ def _outputs(
     last = not data.x.is_cuda and takes_channels_last(stem.modules())
     for start in range(0, count, width):
         chunk = examples[start : start + width]
+        # The last chunk is padded: with fewer rows a GPU may choose another kernel.
         x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
         if last and x.dim() == 4:
             x = channels_last(x)

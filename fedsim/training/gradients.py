@@ -1,12 +1,12 @@
-"""Gradients of a block's clients in the forms in which paths have them.
+"""Gradients of a block's clients, in the forms that the paths produce.
 
 Rows are packed (`fedsim.rows.packing`): ``D`` is ``d`` plus gaps of zeros.
 
-A weight gradient of a dense layer is a product of two factors, the layer's inputs and the gradients
-of its outputs. It is as large as the layer, its factors are as large as a batch. A plain step only
-subtracts it, so that the layered path hands out the factors and the step folds them into the
-weights (`Factored.subtract_from`): what would be written down and read back once never leaves the
-cache. Norms and distances follow from the factors as well.
+The weight gradient of a dense layer is a product of two factors, the layer's inputs and the
+gradients of its outputs. It is as large as the layer, while its factors are only as large as a
+batch. A plain step does nothing but subtract it. So the layered path returns the factors, and the
+step subtracts their product directly from the weights (`Factored.subtract_from`): the gradient is
+never written to memory. Norms and distances follow from the factors as well.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from fedsim.clients.base import Dense, Gradient
 from fedsim.rows.packing import Packing, aligned_empty, product
 
-WIDE = 16  # columns, of which libraries make products as of large matrices
-LARGE = 2**17  # bytes
+WIDE = 16  # columns from which on libraries multiply as they do large matrices
+LARGE = 2**17  # bytes of a client's matrix from which on clients go one by one (`_pieces`)
 
 
 class BlockOfOne(Mapping[str, Tensor]):
-    """One client's tensors ``[*shape]`` by name, as those of a block of one: ``[1, *shape]``."""
+    """One client's tensors ``[*shape]`` by name, viewed as a block of one: ``[1, *shape]``."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self.named = named
@@ -48,7 +48,7 @@ class RowViews(NamedTuple):
     ----------
     row : Tensor ``[1, D]``
     views, gradients : list of Tensor ``[*shape]``
-        Of the parameters that have a gradient.
+        Views and gradients of the parameters that have a gradient.
     """
 
     row: Tensor
@@ -66,7 +66,7 @@ class Parts:
         A parameter that is missing has no gradient.
     packing : Packing
     row_views : RowViews, optional
-        The row that they are gradients at, where the model's parameters are views of it.
+        The row at which they were taken, if the model's parameters are views of it.
     """
 
     parts: Mapping[str, Tensor]
@@ -74,11 +74,11 @@ class Parts:
     row_views: RowViews | None = None
 
     def __getitem__(self, clients: slice) -> Parts:
-        """Of these clients."""
+        """Gradients of these clients."""
         return Parts({k: gradient[clients] for k, gradient in self.parts.items()}, self.packing)
 
     def dense(self) -> Tensor:
-        """Write them side by side, ``[n, D]``."""
+        """Packed rows ``[n, D]`` of the gradients."""
         first = next(iter(self.parts.values()))
         out = first.new_zeros(len(first), self.packing.width)
         for name, gradient in self.parts.items():
@@ -86,7 +86,7 @@ class Parts:
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """One multiply-add for each parameter."""
+        """Subtract ``rate`` times the gradients, by one multiply-add for each parameter."""
         views = self.row_views
         if out is None and views is not None and theta is views.row:
             # One launch for all parameters, written through the views straight into the row.
@@ -104,17 +104,17 @@ class Parts:
             )
 
     def distance(self, other: Gradient) -> Tensor:
-        """Norms of the difference, parameter by parameter."""
+        """L2 distances ``[n]``, computed parameter by parameter."""
         if not isinstance(other, Parts):
             return Dense(self.dense()).distance(other)
         return _joint_norms(part - other.parts[name] for name, part in self.parts.items())
 
     def norms(self) -> Tensor:
-        """Of the parameters' norms."""
+        """L2 norms ``[n]``, from the norms of the parameters' gradients."""
         return _joint_norms(self.parts.values())
 
     def scaled(self, factors: Tensor) -> Parts:
-        """Each part times the factors."""
+        """The gradients times ``factors [n]``."""
         parts = {
             name: part * factors.view(-1, *[1] * (part.dim() - 1))
             for name, part in self.parts.items()
@@ -122,14 +122,14 @@ class Parts:
         return Parts(parts, self.packing)
 
     def peak(self) -> Tensor:
-        """The largest coordinate."""
+        """Largest absolute coordinate, ``[n]``."""
         return torch.stack(
             [Dense(gradient.flatten(1)).peak() for gradient in self.parts.values()]
         ).amax(0)
 
 
 def _joint_norms(parts: Iterable[Tensor]) -> Tensor:
-    """L2 norms ``[n]`` of rows that are parts ``[n, *shape]`` beside each other."""
+    """L2 norms ``[n]`` of rows that consist of these parts ``[n, *shape]``."""
     norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in parts]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return norm
@@ -137,16 +137,16 @@ def _joint_norms(parts: Iterable[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Factor:
-    """One dense layer's share: ``delta^T x`` is its weight gradient.
+    """Factors of one dense layer's gradient: ``delta^T x`` is its weight gradient.
 
     Attributes
     ----------
     x : Tensor ``[..., B, in]``
         Inputs of the layer, of one client or of ``n``.
     delta : Tensor ``[..., B, out]``
-        Gradients of the loss with respect to its outputs, weighted.
+        Gradients of the weighted loss with respect to its outputs.
     weight, bias : slice or None
-        Where the parameters lie in a packed row; None for one that is not trained.
+        Slices of the parameters in a packed row; None for one that is not trained.
     """
 
     x: Tensor
@@ -155,21 +155,21 @@ class Factor:
     bias: slice | None
 
     def __getitem__(self, clients: slice | None) -> Factor:
-        """Of these clients; with None one client's as those of a block of one."""
+        """Factors of these clients; with None, one client's factors as a block of one."""
         return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
 
 
 def distance_between(square: Tensor, other: Tensor, inner: Tensor) -> Tensor:
     """L2 distance of two gradients from their squared norms and their inner product, ``[...]``.
 
-    The relative error grows with ``(|gradient| / distance)^2``, far below what moves a step.
+    The relative error grows with ``(|gradient| / distance)^2``, far too small to affect a step.
     """
     return (square + other - 2 * inner).clamp_(min=0).sqrt_()
 
 
 @dataclass(frozen=True)
 class Factored:
-    """Gradients of dense layers one after another, as factors.
+    """Gradients of a chain of dense layers, as factors.
 
     Attributes
     ----------
@@ -181,11 +181,11 @@ class Factored:
     packing: Packing
 
     def __getitem__(self, clients: slice) -> Factored:
-        """Of these clients."""
+        """Gradients of these clients."""
         return Factored([factor[clients] for factor in self.factors], self.packing)
 
     def dense(self) -> Tensor:
-        """Write the gradients out, ``[n, D]``."""
+        """Packed rows ``[n, D]`` of the gradients, multiplied out."""
         first = self.factors[0].delta
         out = first.new_zeros(len(first), self.packing.width)
         for factor in self.factors:
@@ -198,7 +198,7 @@ class Factored:
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """Fold the factors into ``theta`` without a gradient in between."""
+        """Subtract ``rate`` times the products of the factors, without forming a gradient."""
         for factor in self.factors:
             n, B, outputs = factor.delta.shape
             scaled = aligned_empty(theta, n, B, outputs)
@@ -210,7 +210,7 @@ class Factored:
                 else:
                     new = out[:, factor.weight].view(n, outputs, -1)
                     for k in _pieces(new):
-                        # Copies `old` into `new` first: a large layer while it is in the cache.
+                        # This first copies `old` to `new`: by pieces, `new` is then in the cache.
                         torch.baddbmm(
                             old[k], scaled[k].transpose(1, 2), factor.x[k], alpha=-1, out=new[k]
                         )
@@ -219,33 +219,34 @@ class Factored:
                 torch.sub(theta[:, factor.bias], _summed(scaled), out=into)
 
     def distance(self, other: Gradient) -> Tensor:
-        """From the factors, by inner products."""
+        """L2 distances ``[n]``, from inner products of the factors."""
         if not isinstance(other, Factored):
             return Dense(self.dense()).distance(other)
         return distance_between(self._inner(self), other._inner(other), self._inner(other))
 
     def norms(self) -> Tensor:
-        """From the factors, by inner products."""
+        """L2 norms ``[n]``, from inner products of the factors."""
         return self._inner(self).clamp_(min=0).sqrt_()
 
     def _inner(self, other: Factored) -> Tensor:
         """Inner product of the two gradients, ``[n]``.
 
-        The sum over pairs of examples of ``(x_i . x_j) (delta_i . delta_j)``, added up over the
-        layers first: no weight gradient is written down.
+        It is the sum over pairs of examples of ``(x_i . x_j) (delta_i . delta_j)``, added up over
+        the layers first: no weight gradient is formed.
         """
         total: Tensor | None = None
         for mine, theirs in zip(self.factors, other.factors, strict=True):
             products = product(mine.delta, theirs.delta.transpose(-1, -2))
             if mine.weight is not None:
                 inputs = product(mine.x, theirs.x.transpose(-1, -2))
+                # A bias is the weight of an input that is always 1.
                 products *= inputs if mine.bias is None else inputs.add_(1)
             total = products if total is None else total.add_(products)
         assert total is not None
         return total.flatten(1).sum(1)
 
     def scaled(self, factors: Tensor) -> Factored:
-        """The output gradients times the factors."""
+        """The gradients times ``factors [n]``, by scaling the output gradients."""
         scaled = []
         for factor in self.factors:
             delta = aligned_empty(factor.delta, *factor.delta.shape)
@@ -254,10 +255,11 @@ class Factored:
         return Factored(scaled, self.packing)
 
     def peak(self) -> Tensor:
-        """A bound from the factors: ``max_o sum_b |delta_bo| max |x|``."""
+        """Upper bound of the coordinates from the factors: ``max_o sum_b |delta_bo| max |x|``."""
         bounds = []
         for factor in self.factors:
             outputs = factor.delta.abs().sum(1).amax(1)
+            # At least 1, the input of the bias.
             bounds.append(outputs * factor.x.flatten(1).abs().amax(1).clamp_(min=1))
         return torch.stack(bounds).amax(0)
 
@@ -266,8 +268,8 @@ def _summed(deltas: Tensor) -> Tensor:
     """Sums over the examples ``[n, out]`` of ``deltas [n, B, out]``."""
     if deltas.is_cuda:
         return deltas.sum(1)
-    # As products: their order is known, that of a sum depends on how many outputs there are. Ones
-    # that are written out: `bmm` would copy expanded ones client by client.
+    # By products with ones, whose order of sums is known: that of `sum` depends on the number of
+    # outputs. The ones are not expanded, since `bmm` would copy expanded ones for each client.
     ones = deltas.new_ones(len(deltas), deltas.shape[1], WIDE)
     return torch.bmm(deltas.transpose(1, 2), ones)[..., 0]
 

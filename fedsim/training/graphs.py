@@ -3,21 +3,21 @@
 Small clients leave a GPU waiting for launches. So what a block does in a step, from gathering
 its batch to updating its state, is captured in a CUDA graph the first time, and replayed from
 then on. A graph reads and writes fixed memory; here these are *buffers*, one for each entry of
-the state. State lies in its buffers while a block trains, and blocks of fewer clients use the
-first rows of the same memory, so a graph takes none of its own for state. What kernels need
-in between they share, as one graph runs at a time.
+the state. State stays in its buffers while a block trains, and blocks of fewer clients use the
+first rows of the same memory, so a graph takes none of its own for state. All graphs share the
+memory for intermediate results, as one graph runs at a time.
 
-A graph repeats kernels on addresses and knows nothing else. So what decides which kernels run, and
-on which memory, must be part of the key under which it is kept: the phase (`LocalAlgorithm.phase`),
-the number of clients, and which entries lie in which buffers with which strides, among them the
-batch's width. What a step computes on the host (a rate from a schedule) would be frozen at its
-value of the captured step; it lies in a tensor that is filled before each replay (`_Clock`). And a
+A graph repeats kernels on addresses and knows nothing else. So whatever decides which kernels run,
+and on which memory, must be part of the key under which it is kept: phase (`LocalAlgorithm.phase`),
+number of clients, and which entries are in which buffers with which strides, which include the
+batch's width. A number that a step computes on the host (a rate from a schedule) would be frozen at
+its value in the captured step; so it is in a tensor, filled before each replay (`_Clock`). And a
 step that reads a tensor back (`.item()`, a branch on values) cannot be captured at all.
 
 Every step is computed for a whole block, however few clients are left in it: a GPU's libraries
-choose the order of a product's sums by its shape, so that in fewer rows a client's last bits would
-depend on how many train beside it. Rows that stand for nobody are computed on whatever they hold
-and never read. Where a capture fails the trainer trains without graphs, on the same rows.
+choose the order of a product's sums by its shape, so that with fewer rows a client's last bits
+would depend on the number of clients. Rows without a client are computed on whatever they hold, and
+never read. If a capture fails, the trainer trains without graphs, on the same rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 128  # of a trainer, about a MB each; the one not used for longest goes
+MOST_GRAPHS = 128  # of a trainer, about a MB each; the least recently used one is dropped
 WARM_UP = 2
 INDEX, WEIGHT = "batch.index", "batch.weight"
 
@@ -51,22 +51,22 @@ Work = Callable[[], tuple[State, Tensor]]
 
 
 class GraphRecorder(Protocol):
-    """What captures."""
+    """Captures work for later replays."""
 
     def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
-        """Run ``work``, which may be done more than once, and capture it.
+        """Run ``work``, perhaps several times, and capture it.
 
         Returns
         -------
         callable
-            Does it again, on what its tensors hold by then.
+            Replays it, on what its tensors hold by then.
         (State, Tensor)
-            What ``work`` returned; doing it again writes into these very tensors.
+            What ``work`` returned; each replay writes into these very tensors.
         """
 
 
 def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
-    """Steps from graphs, on a GPU and where all kernels of a step are those of a whole block."""
+    """Captured steps, on a GPU and for paths whose kernels take a whole block; else None."""
     path = stepper.path
     of_block = isinstance(path, FuncPath) or (isinstance(path, Program) and not path.convolutions)
     if stepper.device.type == "cuda" and of_block:
@@ -76,15 +76,15 @@ def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
 
 
 class StepGraphs:
-    """Steps from graphs.
+    """Local steps by replays of CUDA graphs.
 
     Parameters
     ----------
     stepper : Stepper
-        Its eager steps are captured, and made where that cannot be.
+        Its eager steps are captured, and run directly where that is not possible.
     recorder : GraphRecorder
     block_size : int
-        Clients that every step is computed for; more than these take a multiple of it.
+        Number of clients that every step is computed for; a larger block takes a multiple of it.
     """
 
     def __init__(self, stepper: Stepper, recorder: GraphRecorder, block_size: int) -> None:
@@ -95,10 +95,10 @@ class StepGraphs:
         self._rows = 0
 
     def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
-        """As `Stepper`; the state it leaves lies in buffers that the next block writes over."""
+        """As `Stepper.eager`; the new state is in buffers that the next block overwrites."""
         n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
-            # Graphs know their buffers by address: larger buffers are others.
+            # Graphs know their buffers by address: with larger buffers all must be captured again.
             self.graphs.clear()
             self._buffers.clear()
             self._rows = rows
@@ -114,16 +114,16 @@ class StepGraphs:
     def _step(
         self, buffered: State, structure: Hashable, step: Step, rows: int
     ) -> tuple[State, Tensor]:
-        """The state after a step of all rows, and losses: by a graph, or without one."""
+        """State after one step of all rows, and losses, by a graph or eagerly."""
         phase = self.stepper.algorithm.phase(step) if self.works else None
         # Two steps share a graph only if the algorithm does the same in both, on as many clients,
-        # and if the same entries lie in the same buffers: a graph is blind to all three.
+        # and if the same entries are in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
         if phase is not None and key not in self.graphs:
             try:
                 self.graphs[key] = self._capture(buffered, step, rows)
             except RuntimeError as error:
-                # What failed has put the state back into its buffers.
+                # `_capture` has restored the state in its buffers.
                 _log.warning("a CUDA graph could not be captured (%s); training without one", error)
                 self.works = False
                 self.graphs.clear()
@@ -141,8 +141,8 @@ class StepGraphs:
 
     def _capture(self, buffered: State, step: Step, rows: int) -> _Captured:
         clock = _Clock(step.round, step.index, buffered[INDEX].device)
-        # Capturing runs the step several times, and each time it moves the state on: afterwards
-        # everything is put back, and the first replay makes the step.
+        # Capturing runs the step several times, and each run changes the state: afterwards all of
+        # it is restored, and the first replay takes the step.
         before: list[tuple[Tensor, Tensor]] = []
 
         def save(_: str, tensor: Tensor) -> Tensor:
@@ -166,10 +166,10 @@ class StepGraphs:
         return _Captured(replay, clock, state, losses)
 
     def _hold(self, entries: State, rows: int) -> tuple[State, Hashable]:
-        """The entries as ``rows`` rows of buffers, copied there if they are elsewhere.
+        """Put the entries into buffers, as ``rows`` rows; those that are elsewhere are copied.
 
-        Entries that are one tensor stay one. Also what is the same in all states that a graph
-        can take.
+        Entries that are one tensor stay one. Also returns the structure, which is the same for all
+        states that one graph can take.
         """
         owners: dict[Hashable, str] = {}
         structure: list[Hashable] = []
@@ -185,14 +185,14 @@ class StepGraphs:
             if shared_by not in self._buffers:
                 self._buffers[shared_by] = _rows_like(tensor, self._rows)
             buffer = self._buffers[shared_by]
-            # What lies in its buffer already, as state does from step to step, is not copied.
+            # What is in its buffer already, as state is from step to step, is not copied.
             if owner == name and tensor.data_ptr() != buffer.data_ptr():
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
         result: State = _changed(entries, "", in_buffer)
         storages = {_storage(buffer) for buffer in self._buffers.values()}
-        # Entries may have changed places (an algorithm swaps two of its tensors): what lies in
+        # Entries may have changed places (an algorithm swaps two of its tensors): what is in
         # another's buffer is saved before anything is written there.
         saved = [(to, t.clone() if _storage(t) in storages else t) for to, t in moves]
         for to, tensor in saved:
@@ -201,17 +201,17 @@ class StepGraphs:
 
 
 def _entries(buffered: State) -> State:
-    """The algorithm's, without the batch."""
+    """The algorithm's entries, without the batch."""
     return {name: value for name, value in buffered.items() if name not in (INDEX, WEIGHT)}
 
 
 @dataclass(frozen=True)
 class _Clock(Step):
-    """A step as a graph sees it: what depends on where it stands lies in tensors.
+    """A step as a graph sees it: numbers that depend on round or index are in tensors.
 
-    A number is known by its place among those that the step asks for: an algorithm may make a new
-    function each time. The tensors are made in the first run, before the capture: making one is
-    a kernel, which every replay would repeat, with the value of the step that was captured.
+    A number is identified by its position among those that the step asks for, since an algorithm
+    may make a new function each time. The tensors are made in the first run, before the capture:
+    making one is a kernel, which every replay would repeat with the captured step's value.
     """
 
     device: torch.device
@@ -219,7 +219,7 @@ class _Clock(Step):
     counts: list[int] = field(default_factory=list)
 
     def run(self, work: Work) -> tuple[State, Tensor]:
-        """Do the work once, which asks for as many numbers each time."""
+        """Do the work once; it must ask for the same count of numbers each time."""
         self.counts.append(0)
         result = work()
         if self.counts[-1] != self.counts[0]:
@@ -246,7 +246,7 @@ class _Clock(Step):
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, with the tensors that it leaves its results in."""
+    """A graph, with the tensors that hold its results."""
 
     replay: Callable[[], None]
     clock: _Clock
@@ -255,7 +255,7 @@ class _Captured:
 
 
 def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A state, or what is in it, with every tensor changed; each has a name of its own."""
+    """A state, or a part of one, with ``change`` applied to every tensor and its own name."""
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, Mapping):
@@ -265,15 +265,15 @@ def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> 
     if isinstance(value, Dense | Parts | Factored | Factor):
         entry = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(value, **_changed(entry, name, change))
-    return value  # what gradients know besides their tensors
+    return value  # a gradient's fields that are not tensors
 
 
 def _rows_like(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros ``[rows, ...]``, laid out as the rows of ``tensor``: its kernels depend on that."""
+    """Zeros ``[rows, ...]`` with the memory layout of ``tensor``, on which kernels depend."""
     shape, inner = tensor.shape[1:], tensor.stride()[1:]
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, inner, strict=True))
-    # Rows that start on a cache line are some entries apart; much more apart than that, and the
-    # tensor is a part of something larger, whose gaps are not its own.
+    # Rows padded to a cache line have small gaps, which are kept. With larger ones, the tensor is a
+    # part of something larger, and the gaps are not its own.
     padded = 0 <= tensor.stride(0) - extent < LINE
     stride = tensor.stride(0) if padded else extent
     return tensor.new_empty_strided((rows, *shape), (stride, *inner)).zero_()
@@ -304,13 +304,13 @@ class CudaRecorder:
                 with _no_reading_back():
                     work()
         finally:
-            # Also where a run failed: kernels that it launched may still be writing to the
-            # buffers, which are put back and trained on from this stream.
+            # Also if a run failed: kernels that it launched may still be writing to the buffers,
+            # which are then restored and used from this stream.
             current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        # One pool for all graphs: they run one after another, and what a kernel leaves in it for
-        # the next one is of no use to the next graph. A capture that fails leaves its stream the
-        # current one in some releases of torch. Other threads may meanwhile allocate.
+        # One pool for all graphs: they run one after another, and intermediate results are not
+        # needed by the next graph. In some releases of torch a capture that fails leaves its own
+        # stream as the current one. "thread_local": other threads may allocate meanwhile.
         with (
             torch.cuda.stream(current),
             _no_garbage_collection(),
@@ -324,7 +324,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_reading_back() -> Iterator[None]:
-    """Make waiting for the GPU an error: raised here, it spoils no capture."""
+    """Make waiting for the GPU an error: raised here, before a capture, it cannot break one."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
@@ -337,7 +337,7 @@ def _no_reading_back() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing another trainer's graphs: that would spoil a capture."""
+    """Keep the collector from freeing another trainer's graphs, which would break a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

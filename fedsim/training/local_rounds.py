@@ -1,4 +1,4 @@
-"""Rounds of local work, a block of clients at a time: from what they are sent to where they end."""
+"""Rounds of local training, one block of clients at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What ``n`` clients end with.
+    """Result of a local round of ``n`` clients.
 
     Attributes
     ----------
@@ -41,13 +41,12 @@ class LocalResult:
 
 @dataclass
 class LocalRounds:
-    """What a block of clients does in a round, in order.
+    """Runs a block's local round, in a fixed order.
 
-    A client's ledger line is on disk before anything of the round is drawn, and what it keeps
-    changes last, once its block is done: a block that raised can be trained again. Until then its
-    clients have started the round and not ended it (``_started``: the round of each of them); they
-    have released nothing, so that the second time they ask for the same draws and are charged
-    nothing more.
+    A client's ledger line is on disk before anything of the round is drawn, and the state that it
+    keeps changes last, once its block is done: a block that raised can be trained again. Until then
+    its clients have started the round but not ended it (``_started``: client to round). They have
+    released nothing, so that a second attempt repeats the same draws and is not charged again.
 
     Attributes
     ----------
@@ -57,16 +56,16 @@ class LocalRounds:
     payload : Payload
     workload : Workload
     compression : Compression or None
-        Of what clients send.
+        Compression of what clients send.
     privacy : ExamplePrivacy or None
-        Of clients that protect their examples.
+        Example-level privacy, if clients have it.
     factory : PlainStepFactory or PrivateStepFactory
         Makes their batches and steps.
     releases : ExampleReleases or None
-        Where they write down what they release of their examples; None where they release
-        nothing, or where another trainer has written it down.
+        Records clients' releases in their ledgers; None without example-level privacy, or where
+        another trainer has recorded them.
     server_numbers : mapping of str to float
-        The algorithm's numbers as the server sends them, in the place of its own.
+        Values of the algorithm's numeric settings that the server sent, replacing its own.
     """
 
     trained: TrainedModel
@@ -93,16 +92,16 @@ class LocalRounds:
                 stepper, workload, self.privacy, method, draws, keeps_state=keeps
             )
             self.releases = ExampleReleases(self.privacy, trained, stepper, workload.work, method)
-        # All of its modules; then, to go through them for each block would take longer than a step.
+        # Here for all modules: to visit them for each block would take longer than a small step.
         trained.model.train()
 
     def blocks(
         self, client_ids: Ints, round: int, randomness: Randomness, size: int
     ) -> Iterator[RoundClients]:
-        """These clients, ``size`` at a time, as they go into a round.
+        """Yield these clients in blocks of ``size``, ready to start a round.
 
-        Some draw their batches before their block's turn comes, many at once: they have started
-        the round then.
+        Small blocks draw their batches ahead, many blocks at once: their clients have then started
+        the round.
         """
         first = 0
         while first < len(client_ids):
@@ -126,7 +125,7 @@ class LocalRounds:
     def one_block(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> RoundClients:
-        """These clients as they go into a round, each with its own source of randomness."""
+        """These clients as one block, ready to start a round, each with its own randomness."""
         carried = self.client_state.store.load(client_ids, round)
         sources = self._sources(client_ids, round, randomness)
         return RoundClients(client_ids, round, sources, carried)
@@ -134,7 +133,7 @@ class LocalRounds:
     def _sources(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> list[Randomness]:
-        """Where clients' draws come from; those that have started the round repeat theirs."""
+        """Sources of clients' draws; clients that have started the round repeat theirs."""
         return [
             source.repeated() if self._started.get(client) == round else source
             for client, source in zip(client_ids.tolist(), randomness, strict=True)
@@ -144,7 +143,7 @@ class LocalRounds:
         self._started.update(dict.fromkeys(client_ids.tolist(), round))
 
     def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
-        """What these clients go into the round with, from ``vectors [1 or n, d]``."""
+        """Inputs of each client's round, given the received ``vectors [1 or n, d]``."""
         start = self.client_state.start(self.payload.received(vectors).parameters, clients.carried)
         return clients.starts(start, self._numbers({}, len(clients)))
 
@@ -152,9 +151,9 @@ class LocalRounds:
     def fit(
         self, received: Received, clients: RoundClients, numbers: Mapping[str, Sequence[float]]
     ) -> BlockResult:
-        """Train from what was ``received``; clients keep nothing of it before `finish`.
+        """Train from what was ``received``; clients' stored state does not change before `finish`.
 
-        The parameters of the result lie in memory of their own.
+        The parameters of the result are in memory of their own.
         """
         n = len(clients)
         values = self._numbers(numbers, n)
@@ -171,7 +170,7 @@ class LocalRounds:
             all_of_them = np.array_equal(members, np.arange(n))
             group = clients if all_of_them else clients.at(members)
             steps = self.factory.steps(batches, group)
-            # One start for all is given as such: it needs no rows before steps write to them.
+            # One start for all stays one expanded row, which steps copy when they write to rows.
             shared = all_of_them or start.stride(0) == 0
             end = steps.run(
                 start[: len(members)] if shared else start[positions],
@@ -181,17 +180,18 @@ class LocalRounds:
                 group.carried,
             )
             if self.compression is not None:
+                # Modulo: there is one row for all clients, or one for each.
                 vectors = received.vectors[positions % len(received.vectors)]
                 end = self._compressed(self.compression, end, vectors, group.carried)
             end.carried.update(self.client_state.personal.of_rows(end.theta))
             losses = steps.mean_losses() if self.factory.reports_loss else None
             result.add(members, end, losses, report_state=self.client_state.kind == "server")
-        if not result.carried:  # no client has data, and the start is not theirs to write to
+        if not result.carried:  # no client has data: the result is still the start's own memory
             result.theta = start.clone()
         return result
 
     def finish(self, result: BlockResult, clients: RoundClients) -> None:
-        """Let clients keep what they ended with: the last thing that happens to a block."""
+        """Store the state that clients keep: the last thing that happens in a block's round."""
         for members, carried in result.carried:
             self.client_state.store.store(clients.client_ids[members], clients.round, carried)
         for client in clients.client_ids.tolist():
@@ -203,7 +203,7 @@ class LocalRounds:
         return self.factory.batches(clients.client_ids, clients.round, clients.randomness)
 
     def _start(self, clients: RoundClients, start: Tensor, numbers: Mapping[str, Floats]) -> None:
-        """Charge each client, but for a round that it starts again."""
+        """Charge each client for the round, unless it has started the same round before."""
         if self.releases is not None:
             for client in clients.starts(start, numbers):
                 if self._started.get(client.client) != clients.round:
@@ -212,7 +212,7 @@ class LocalRounds:
         self._mark_started(clients.client_ids, clients.round)
 
     def _numbers(self, of_each: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
-        """The algorithm's numbers of ``n`` clients, each ``[n]``.
+        """Values ``[n]`` of each numeric setting of the algorithm, for ``n`` clients.
 
         Raises
         ------
@@ -245,7 +245,7 @@ class LocalRounds:
         return metrics
 
     def _mask(self, n: int) -> dict[str, Tensor]:
-        """Which parameters are personal, for an algorithm that asks."""
+        """Mask of the personal parameters, for an algorithm that treats them differently."""
         if not self.algorithm.parts:
             return {}
         return {PERSONAL_MASK: self.client_state.personal.mask.expand(n, -1)}
@@ -253,31 +253,31 @@ class LocalRounds:
     def _compressed(
         self, compression: Compression, end: EndState, vectors: Tensor, carried: CarriedState
     ) -> EndState:
-        """What clients that started at ``vectors [n, d]`` send, and what they leave out."""
+        """Compress the updates from ``vectors [n, d]``, and keep the part that is not sent."""
         shared = self.payload.shared
         target = shared.unpack(end.theta) - vectors
         if LEFT_OUT in carried.rows:
             present = torch.from_numpy(carried.present).to(target.device)[:, None]
             target = torch.where(present, target + carried.rows[LEFT_OUT].to(target), target)
         sent = vectors + compression(target)
-        # Against the update as it arrives: the sum with the parameters has been rounded.
+        # Relative to the update as the server sees it: adding the parameters has rounded it.
         left_out = target - (sent - vectors)
         return replace(end, theta=shared.pack(sent), carried={**end.carried, LEFT_OUT: left_out})
 
 
 @dataclass
 class BlockResult:
-    """What a block of clients ends with, put together from groups whose batches have one width.
+    """Result of a block's local round, put together from groups with one batch width each.
 
     Attributes
     ----------
     theta : Tensor ``[n, D]``
-        Packed parameters: at first where clients start, who stay there without data.
+        Packed parameters; those of clients without data stay at the start.
     metrics : dict of str to float64 ``[n]``
     vectors : mapping of name to Tensor ``[n, D]`` or ``[n, 1]``
-        What clients send beside: zeros of those without data.
+        Named vectors to send; zeros for clients without data.
     carried : list of (positions, state)
-        What which of the clients are to keep.
+        State to keep, with the positions of the clients that keep it.
     """
 
     theta: Tensor
@@ -288,16 +288,16 @@ class BlockResult:
     def add(
         self, members: Ints, end: EndState, losses: Floats | None, *, report_state: bool
     ) -> None:
-        """Put in where the clients at these positions end.
+        """Add the results of the clients at these positions.
 
-        ``report_state``: what they keep is one number for each entry, which they report.
+        With ``report_state`` they also report the state to keep, which is one number per entry.
         """
         n = len(self.theta)
         if np.array_equal(members, np.arange(n)):
             self.theta = end.theta
         else:
             if not self.carried:
-                self.theta = self.theta.clone()  # it may be one start for all
+                self.theta = self.theta.clone()  # it may be one expanded row
             self.theta[torch.from_numpy(members).to(self.theta.device)] = end.theta
         self.carried.append(_finite_state(members, end))
         for name, rows in end.sent.items():
@@ -308,7 +308,7 @@ class BlockResult:
             self._column(name, 0.0)[members] = report.double().cpu().numpy()
         if report_state:
             for name, rows in end.carried.items():
-                # A client without data has no part in the mean.
+                # NaN by default: a client without data must not enter the server's mean.
                 column = self._column(f"{CLIENT_STATE}.{name}", np.nan)
                 column[members] = rows.double().cpu().numpy()
 
@@ -317,7 +317,7 @@ class BlockResult:
 
 
 def _finite_state(members: Ints, end: EndState) -> tuple[Ints, dict[str, Tensor]]:
-    """Which clients end with finite numbers, and what they keep; others keep what they had."""
+    """Positions and state of clients that end with finite numbers; others keep their old state."""
     if not end.carried:
         return members, {}
     carried = {name: _own_memory(rows, end.theta) for name, rows in end.carried.items()}
@@ -331,6 +331,6 @@ def _finite_state(members: Ints, end: EndState) -> tuple[Ints, dict[str, Tensor]
 
 
 def _own_memory(rows: Tensor, theta: Tensor) -> Tensor:
-    """These rows outside the memory of ``theta``, which is overwritten before they are kept."""
+    """These rows, copied if they share memory with ``theta``, which changes before `finish`."""
     together = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
     return rows.clone() if together else rows

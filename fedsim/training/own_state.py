@@ -1,8 +1,8 @@
-"""What a model and a loss keep from one call to the next: buffers, attributes, fixed parameters.
+"""State inside a model and a loss: buffers, attributes, and parameters that are not trained.
 
-Nothing of one client, or of one protected example, may reach another's update this way: each begins
-from the same ones, which are put back between them. With example-level privacy a model or a loss
-that changes them is refused, too, where it is seen to.
+It must not carry one client's data, or one protected example's, into another's update: it is
+restored in between, so that each starts from the same state. With example-level privacy a model or
+a loss that is seen to change it is refused as well.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedsim.errors import FedsimError
 from fedsim.tasks.losses import Loss
 from fedsim.training.structure.tables import is_torchs_own
 
-# Of every module: its registries are looked at by themselves, and hooks are nobody's memory.
+# Attributes of every module: its registries are saved separately, and hooks hold no data.
 _MODULES_OWN = frozenset(vars(nn.Module()))
 _REGISTRIES = ("_parameters", "_modules")
 
-# What torch's recurrent layers keep of their own parameters.
+# References to their own parameters that torch's recurrent layers hold.
 _RECURRENT = frozenset(
     {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
 )
@@ -51,19 +51,19 @@ class OwnState:
     ----------
     model : nn.Module
     loss : callable
-        Those of a function are what a user set on it; what it closes over is out of reach. A metric
-        may stand in its place.
+        A function's attributes are those that a user set on it; variables that it closes over are
+        out of reach. May be a metric instead.
     trained : collection of str
-        The parameters that are trained, of which every call is given its own.
+        Names of the trained parameters, which every call gets as tensors of its own.
     strict : bool
         Whether an attribute that cannot be copied is refused; otherwise it is left as it is.
 
     Attributes
     ----------
     quiet : bool
-        Whether it is known that there is nothing to put back: the model is made of torch's own
-        layers without buffers, none of which writes to its parameters, and the loss is fedsim's
-        own.
+        Whether nothing can change, and so nothing need be restored: the model is made of torch's
+        own layers without buffers, none of which writes to its parameters, and the loss is
+        fedsim's own.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OwnState:
     ) -> None:
         self._owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
         self._strict = strict
-        # Modules and parameters are not copied with what refers to them.
+        # The memo of deep copies: attributes that refer to modules or parameters share them.
         models = [m for m in (model, loss) if isinstance(m, nn.Module)]
         self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
         self._modules = [module for m in models for module in m.modules()]
@@ -92,11 +92,11 @@ class OwnState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back what calls have changed, once they are over."""
+        """Restore on exit what the calls within have changed."""
         if self.quiet:
             yield
             return
-        self._snapshot()  # a trainer may have told its model which round it is
+        self._snapshot()  # every time: an attribute (the round, say) may have been set since
         try:
             yield
         finally:
@@ -104,7 +104,7 @@ class OwnState:
 
     @property
     def changed(self) -> list[str]:
-        """Names of what has changed since."""
+        """Names of what has changed since the last snapshot."""
         fixed = [name for name, (p, _, before) in self._values.items() if not _same(p.data, before)]
         return fixed + [
             f"{whose}{name}"
@@ -138,6 +138,7 @@ class OwnState:
         return isinstance(value, _NEVER_CHANGES) or id(value) in self._shared
 
     def _restore(self) -> None:
+        # By identity: a forward may have put another module or parameter in a registry.
         for registry, entries in self._registered:
             if [*map(id, registry.values())] != [*map(id, entries.values())]:
                 registry.clear()
@@ -154,7 +155,7 @@ _NOTHING = object()
 
 
 def _named(whose: str, owner: object) -> list[tuple[str, object]]:
-    """A module's parts, or what a function is of, each with a name for sentences."""
+    """A module's submodules, or a function and its owners, each with a name for messages."""
     if isinstance(owner, nn.Module):
         return [(f"{whose}{name}{name and '.'}", part) for name, part in owner.named_modules()]
     inner = owner.func if isinstance(owner, partial) else getattr(owner, "__self__", None)
@@ -164,15 +165,15 @@ def _named(whose: str, owner: object) -> list[tuple[str, object]]:
 
 
 def _leaves_itself(owner: object) -> bool:
-    """Whether something is known to change neither its attributes nor its parameters."""
+    """Whether an object is known to change neither its attributes nor its parameters."""
     if not isinstance(owner, nn.Module):
         return str(getattr(owner, "__module__", "")).startswith("fedsim.")
-    # A buffer is there to be written to.
+    # A module with buffers may write to them.
     return is_torchs_own(owner) and not owner._buffers and getattr(owner, "max_norm", None) is None
 
 
 def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, nn.Parameter]:
-    """Parameters that are not trained, each with a name for sentences."""
+    """Parameters that are not trained, each with a name for messages."""
     own = {f"the model's {n}": p for n, p in model.named_parameters() if n not in trained}
     if isinstance(loss, nn.Module):
         own |= {f"the loss's {name}": p for name, p in loss.named_parameters()}
@@ -180,7 +181,7 @@ def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, 
 
 
 class _Slots(MutableMapping[str, Any]):
-    """What an object keeps in `__slots__`, as if it were in its `__dict__`."""
+    """An object's attributes in `__slots__`, as a mapping like its `__dict__`."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -212,7 +213,7 @@ class _Slots(MutableMapping[str, Any]):
 
 
 def _attributes(owner: object) -> list[MutableMapping[str, Any]]:
-    """What an object keeps by name."""
+    """Mappings that hold an object's attributes."""
     attributes: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {}), _Slots(owner)]
     if isinstance(owner, partial):
         attributes.append(owner.keywords)
@@ -226,7 +227,7 @@ def _own(attributes: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as far as they can be looked into."""
+    """Whether two values are equal, as far as they can be inspected."""
     if one is other:
         return True
     if type(one) is not type(other):

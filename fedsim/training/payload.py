@@ -1,7 +1,7 @@
-"""What of a client's parameters is sent, and the row in which it is sent.
+"""Which of a client's parameters it sends, and how they are packed into a row.
 
-A row is the update of the parameters that are shared, then the algorithm's named vectors; a client
-may keep parameters to itself, and may compress what it sends.
+A row is the update of the shared parameters, then the algorithm's named vectors. A client may keep
+some parameters to itself (personal), and may compress what it sends.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from fedsim.rows.layout import Layout, Width, vectors_in, with_vectors
 from fedsim.rows.packing import Packing
 
 PERSONAL = "personal"
-"""Name of the personal parameters among what a client keeps."""
+"""Name of the personal parameters in the state that a client keeps."""
 
 
 @dataclass(frozen=True)
 class Personal:
-    """Which of a model's trained parameters are sent, and which are each client's own.
+    """Which trained parameters are sent (shared), and which are each client's own (personal).
 
-    A client trains all of them, and sends the update of those that are shared (Arivazhagan et al.
-    2019, "FedPer"). Its personal ones begin as the model's initial ones, are among what it keeps
-    between rounds, and are what it evaluates with.
+    A client trains all of them, and sends the update of the shared ones (Arivazhagan et al. 2019,
+    "FedPer"). Its personal parameters start at the model's initial values, are kept between rounds,
+    and are used when it evaluates.
 
     Attributes
     ----------
     packing : Packing
-        Of all trained parameters.
+        Packing of all trained parameters.
     shared : Packing
-        Of those that are sent, at their places in the same packed rows.
+        Packing of the shared parameters, at their positions in the same packed rows.
     initial : Tensor ``[D]``
         The model's own parameters, packed.
     inside : int64 Tensor ``[P]``
-        Places of the personal ones in a packed row.
+        Positions of the personal parameters in a packed row.
     """
 
     packing: Packing
@@ -52,12 +52,12 @@ class Personal:
 
     @classmethod
     def of(cls, model: nn.Module, names: Collection[str]) -> Self:
-        """Of a model whose parameters of these names are personal.
+        """Build it for a model, given the names of its personal parameters.
 
         Raises
         ------
         FedsimError
-            If no parameter is left to be shared, or one is not the model's.
+            If no parameter is shared, or the model has none of a given name.
         """
         known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         if unknown := [name for name in names if name not in known]:
@@ -82,12 +82,12 @@ class Personal:
         )
 
     def places(self, names: Collection[str]) -> Tensor:
-        """Places of some parameters in a packed row, int64 ``[P]``."""
+        """Positions of some parameters in a packed row, int64 ``[P]``."""
         return _places(self.packing, names, self.inside.device)
 
     @property
     def names(self) -> list[str]:
-        """Of the personal parameters."""
+        """Names of the personal parameters, in the row's order."""
         return [name for name in self.packing.slices if name not in self.shared.slices]
 
     def __bool__(self) -> bool:
@@ -95,13 +95,13 @@ class Personal:
 
     @property
     def mask(self) -> Tensor:
-        """1 at the places of the personal parameters, ``[D]``."""
+        """1 at the positions of the personal parameters, else 0, ``[D]``."""
         mask = torch.zeros_like(self.initial)
         mask[self.inside] = 1
         return mask
 
     def of_rows(self, theta: Tensor) -> dict[str, Tensor]:
-        """What of ``theta [n, D]`` clients keep to themselves."""
+        """Personal parameters ``[n, P]`` in ``theta [n, D]``, by name; empty if there are none."""
         return {PERSONAL: theta[:, self.inside]} if self else {}
 
 
@@ -121,11 +121,11 @@ class Received:
     Attributes
     ----------
     vectors : Tensor ``[1 or n, d]``
-        As it came: one row for all, or each client's own.
+        All of it, unchanged: one row for all clients, or each client's own.
     parameters : Tensor ``[1 or n, D]``
-        The shared parameters among it, packed.
+        The shared parameters, packed.
     named : mapping of name to Tensor ``[1 or n, D]`` or ``[1 or n, 1]``
-        The server's vectors.
+        The server's named vectors.
     """
 
     vectors: Tensor
@@ -135,16 +135,16 @@ class Received:
 
 @dataclass(frozen=True)
 class Payload:
-    """Rows ``[n, d]`` from what clients end with, packed, and back.
+    """Converts packed parameters and vectors to rows ``[n, d]``, and back.
 
     Attributes
     ----------
     shared : Packing
-        Of the parameters that are sent.
+        Packing of the parameters that are sent.
     layout, received_layout : Layout
-        Of a row, and of what clients are sent, which may have more vectors at its end.
+        Layout of a row, and of what clients are sent, which may have more vectors at its end.
     receives : mapping of name to "model" or "number"
-        The vectors.
+        Named vectors that clients are sent, with their widths.
     """
 
     shared: Packing
@@ -154,13 +154,13 @@ class Payload:
 
     @classmethod
     def of(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
-        """What an algorithm's clients send and are sent."""
+        """Build it for the named vectors that an algorithm sends and receives."""
         row = with_vectors(shared.layout, algorithm.sends)
         receives = algorithm.receives
         return cls(shared, row, with_vectors(shared.layout, receives), receives)
 
     def received(self, vectors: Tensor) -> Received:
-        """What came, ``[1 or n, d]`` of the received layout."""
+        """Unpack what clients were sent, ``[1 or n, d]`` in the received layout."""
         named = {
             name: self.shared.pack(values) if self.receives[name] == "model" else values
             for name, values in vectors_in(self.received_layout, vectors).items()
@@ -168,9 +168,9 @@ class Payload:
         return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
     def ended(self, theta: Tensor, sent: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
-        """What ``n`` clients that came from ``vectors [1 or n, d]`` reply, ``[n, d]``.
+        """Replies ``[n, d]`` of ``n`` clients that were sent ``vectors [1 or n, d]``.
 
-        To what they received of the server's vectors they add what they send.
+        A named vector in a reply is the one that was received plus the one that is sent.
         """
         parameters = self.shared.unpack(theta)
         if not sent:
@@ -180,9 +180,9 @@ class Payload:
         return torch.cat([parameters, *added], dim=1)
 
     def rows(self, theta: Tensor, sent: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """`ended` less ``vector [d]``: the same bytes as a server gets from replies.
+        """`ended` minus ``vector [d]``: the same bytes as a server computes from replies.
 
-        They may lie in the memory of ``theta``, which is overwritten.
+        The rows may be written into the memory of ``theta``.
         """
         parameters, added = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
         if not sent:
@@ -195,27 +195,27 @@ class Payload:
 
 
 LEFT_OUT = "compression.left-out"
-"""Name of what a client has left out so far, ``[n, d]``, among what it keeps."""
+"""Name of what a client has left out so far, ``[n, d]``, in the state that it keeps."""
 
 INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What of an update is sent.
+    """Compression of updates: the largest coordinates alone, or coordinates rounded to some bits.
 
     With error feedback (Seide et al. 2014; Karimireddy et al. 2019) a client compresses its update
-    plus what it has left out so far, and keeps the difference. What is compressed is what is sent,
-    bounded and summed: a bound sees nothing else.
+    plus what it has left out so far, and keeps the difference. The compressed update is what is
+    sent, bounded and summed: a bound sees nothing else.
 
     Attributes
     ----------
     share : float
-        Of the coordinates, the largest in absolute value, at least one; 1 for all of them.
+        Share of coordinates that are sent: the largest in absolute value, at least one; 1 for all.
     bits : int
-        Of a coordinate: it is rounded to one of ``2^bits - 1`` multiples, from -m to m, of the
+        Bits of a coordinate: it is rounded to one of ``2^bits - 1`` multiples, from -m to m, of the
         largest absolute value over m. With 1 bit it is its sign times the mean absolute value. 0
-        for as it is.
+        for no rounding.
     """
 
     share: float = 1.0
@@ -223,7 +223,7 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """``top-k(0.01)`` or ``bits(8)``; None for an empty text.
+        """Parse ``top-k(0.01)`` or ``bits(8)``; None for an empty text.
 
         Raises
         ------
@@ -246,7 +246,7 @@ class Compression:
         )
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The rows ``[n, d]`` as they are sent, each by itself."""
+        """Compress rows ``[n, d]``, each by itself."""
         if self.bits == 0:
             largest = torch.topk(rows.abs(), self.coordinates(rows.shape[1]), dim=1).indices
             return torch.zeros_like(rows).scatter_(1, largest, rows.gather(1, largest))
@@ -257,11 +257,11 @@ class Compression:
         return torch.where(unit > 0, (rows / unit).round() * unit, rows)
 
     def coordinates(self, d: int) -> int:
-        """How many of ``d`` are sent."""
+        """How many of ``d`` coordinates are sent."""
         return min(d, math.ceil(self.share * d))
 
     def bytes(self, d: int, itemsize: int) -> int:
-        """What a row takes: values with their places, or so many bits each and their unit."""
+        """Bytes of a compressed row: values with their indices, or rounded bits and their unit."""
         if self.bits:
             return math.ceil(d * self.bits / 8) + itemsize
         return self.coordinates(d) * (itemsize + INDEX_BYTES)

@@ -1,10 +1,10 @@
-"""Local steps on gradients as they are: which batches clients draw, and which loop steps them.
+"""Local steps on un-noised gradients: the batches that clients draw, and the loops over steps.
 
-There are two loops besides the general one of `Steps`, both for a CPU. `SequentialSteps` go client
-by client: one that takes all its steps before the next begins keeps its row in the cache, and by
-autograd the model's parameters are views of that row for all of its steps. `ProgramSteps` are those
-of a model program, for which the targets of all steps are prepared together: all clients of a
-block at once where their models are small, else client by client too.
+Besides the general loop of `Steps` there are two, both for a CPU. `SequentialSteps` go client by
+client: a client that takes all its steps before the next one begins keeps its row in the cache, and
+autograd's parameters are bound to that row once for all steps. `ProgramSteps` run a model program,
+with the targets of all steps prepared in advance: all clients of a block at once if their models
+are small, else client by client too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import Seeds
 from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
-# To draw for more clients at once gains nothing; so many examples of steps take a MiB.
+# Most clients that draw batches ahead (more gain nothing), and most batch entries (a MiB).
 MOST_PREFETCHED, PREFETCHED_PLACES = 64, 2**16
 
-# Inputs of so many bytes are gathered at once: those of some batches.
+# Bytes of inputs that are gathered at once: those of several batches.
 GATHERED = 2**19
 
 
 @dataclass(frozen=True)
 class PlainStepFactory:
-    """Batches and steps of clients that do not protect single examples.
+    """Makes the batches and steps of clients without example-level privacy.
 
     Parameters
     ----------
     stepper : Stepper
     workload : Workload
     draws : bool
-        Whether the model draws in training.
+        Whether the model draws random numbers in training.
     """
 
     stepper: Stepper
@@ -53,17 +53,17 @@ class PlainStepFactory:
     reports_loss = True
 
     def prefetched(self, client_ids: Ints, size: int) -> int:
-        """How many of these clients, in blocks of ``size``, draw their batches before they begin.
+        """How many of the first clients draw their batches ahead, before their block's turn.
 
-        The first ones, in whole blocks, and no more than there is room for; 0 where each block
-        draws when it begins.
+        Whole blocks of ``size`` clients, or all, as many as fit into `PREFETCHED_PLACES`; 0 if each
+        block draws when it begins.
         """
         if size >= MOST_PREFETCHED:
             return 0
         client_ids = client_ids[: MOST_PREFETCHED // size * size]
         sizes = [self.stepper.data.size(i) for i in client_ids.tolist()]
         widest = max(width(self.workload.work.batch_size, size) for size in sizes)
-        # Each has room for as many steps as another takes.
+        # Arrays are padded to the steps of the client that takes most.
         most_steps = np.maximum.accumulate(self.workload.steps(client_ids))
         places = most_steps * widest * np.arange(1, len(sizes) + 1)
         fit = int((places <= PREFETCHED_PLACES).sum())
@@ -72,12 +72,12 @@ class PlainStepFactory:
     def batches(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> Iterator[Batches]:
-        """Draw these clients' batches, those of one width together.
+        """Draw these clients' batches, grouped by physical width.
 
         Raises
         ------
         FedsimError
-            If a client has an example whose label or token is none.
+            If a client has an example with an invalid label or token.
         """
         self.stepper.data.require_usable(client_ids.tolist())
         counts = self.workload.counts
@@ -91,9 +91,9 @@ class PlainStepFactory:
         )
 
     def steps(self, batches: Batches, clients: RoundClients) -> Steps:
-        """The steps of the clients whose batches these are, ready to be run."""
+        """The loop over these clients' batches, ready to run."""
         stepper, path = self.stepper, self.stepper.path
-        # A GPU's steps are captured, or bound by launches: the general loop is the fastest there.
+        # On a GPU steps are captured, or limited by launches: the general loop is fastest there.
         on_cpu = stepper.device.type == "cpu"
         if isinstance(path, Program) and on_cpu and stepper.captured is None:
             return ProgramSteps(stepper, path, batches, clients.round)
@@ -103,7 +103,7 @@ class PlainStepFactory:
 
 
 class SequentialSteps(Steps):
-    """Steps of one client after another, by autograd."""
+    """Steps by autograd, one client after another."""
 
     def __init__(
         self, stepper: Stepper, batches: Batches, round: int, seeds: Seeds | None = None
@@ -112,11 +112,11 @@ class SequentialSteps(Steps):
         self._losses = np.zeros(batches.weight.shape)
 
     def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
-        """All steps of each client; parameters as of `Steps.run`."""
+        """Run all steps of all clients; parameters as in `Steps.run`."""
         ends, theta = [], empty_rows(len(start), start.shape[1], start.dtype)
         for k, steps in enumerate(self.batches.steps.tolist()):
             client, row = slice(k, k + 1), theta[k : k + 1]
-            # Not all rows are copied at once: the one just written is in the cache.
+            # Copied here, not for all clients at once: the row just written is in the cache.
             own_numbers = {name: values[client] for name, values in numbers.items()}
             state = self.start(row.copy_(start[client]), own_numbers, carried.at(client))
             self._all_steps(state, k, steps)
@@ -127,15 +127,17 @@ class SequentialSteps(Steps):
         return EndState.joined(ends, theta)
 
     def _all_steps(self, state: State, k: int, steps: int) -> None:
-        """All steps of client ``k``."""
+        """Take all steps of client ``k``, from ``state`` and in it."""
         stepper, path = self.stepper, self.stepper.path
         assert isinstance(path, PlainPath)
         data, dtype, algorithm = stepper.data, stepper.dtype, stepper.algorithm
         seeds = None if self.seeds is None else self.seeds.of_client(k, steps).tolist()
-        # Real examples come first.
+        # Real examples come first in a batch, then padding, which this path leaves out.
         is_real = self.batches.weight[k, :steps] != 0
         counts = is_real.sum(axis=1).tolist()
         generator = nullcontext() if self.seeds is None else torch.random.fork_rng(devices=[])
+        # Bound here once: as long as the algorithm steps in place, `gradient_of_one` finds the
+        # parameters bound to this very row, and binds nothing.
         with generator, path.state.restored(), path.bound(algorithm.point(state)):
             for together in self._gathered(steps):
                 index, weight = self.index[k, together], self.weight[k, together]
@@ -156,7 +158,7 @@ class SequentialSteps(Steps):
                 self._losses[k, together][is_real[together]] = torch.cat(losses).to(dtype).numpy()
 
     def _gathered(self, steps: int) -> Iterator[slice]:
-        """Which of a client's batches are gathered at once."""
+        """Ranges of a client's batches whose inputs are gathered at once."""
         batch_bytes = self.stepper.data.x[:1].nbytes * self.index.shape[2]
         at_once = max(1, GATHERED // max(batch_bytes, 1))
         for start in range(0, steps, at_once):
@@ -164,7 +166,7 @@ class SequentialSteps(Steps):
 
     @property
     def example_losses(self) -> Floats:
-        """Loss of each example, shaped as the batches' weights."""
+        """Loss of each example, in the shape of the batches' weights."""
         return self._losses
 
 
@@ -174,13 +176,13 @@ class ProgramSteps(SequentialSteps):
     def __init__(self, stepper: Stepper, path: Program, batches: Batches, round: int) -> None:
         super().__init__(stepper, batches, round)
         self.path = path
-        # Step by step, as a block takes them: batch number is step * clients + client.
+        # In the order in which a block takes them: batch number is step * clients + client.
         self._by_step = self.index.transpose(0, 1).contiguous()
         targets = stepper.data.targets(self._by_step.flatten(0, 1), stepper.dtype)
         self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
 
     def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
-        """All steps of each client; parameters as of `Steps.run`."""
+        """Run all steps of all clients; parameters as in `Steps.run`."""
         run = super().run if self.path.sequential else partial(Steps.run, self)
         return run(start, numbers, carried)
 
@@ -196,7 +198,7 @@ class ProgramSteps(SequentialSteps):
                 self._step(state, x[None], number, k)
 
     def _step(self, state: State, x: Tensor, number: int, first: int) -> None:
-        """A step of as many clients as there are batches ``x [n, B, ...]``, from one on."""
+        """One step, on batches ``x [n, B, ...]``, of ``n`` clients from position ``first`` on."""
         stepper, batch = self.stepper, number * self._by_step.shape[1] + first
         point = stepper.algorithm.point(state)
         gradient = self.path.gradient_of(point, x, self.batch_losses, batch)
@@ -204,6 +206,6 @@ class ProgramSteps(SequentialSteps):
 
     @property
     def example_losses(self) -> Floats:
-        """Loss of each example, shaped as the batches' weights."""
+        """Loss of each example, in the shape of the batches' weights."""
         losses: Floats = self.batch_losses.values().double().numpy()
         return losses.reshape(self._by_step.shape).swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""Local steps on releases of single examples' gradients: bounded, summed, noised, divided."""
+"""Local steps with example-level privacy: per-example gradients bounded, summed and noised."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from fedsim.training.steps import RoundClients, Stepper, Steps
 
 GPU_CHUNK = 256
 MECHANISM = "mechanism."
-"""What the names of the mechanism's state begin with, among what a client keeps."""
+"""Prefix of the names of the mechanism's state in the state that a client keeps."""
 
 
 @dataclass(frozen=True)
 class PrivateStepFactory:
-    """Batches and steps of clients that protect their examples: every gradient is a release.
+    """Makes the batches and steps of clients with example-level privacy.
+
+    Every gradient is a release.
 
     Parameters
     ----------
@@ -37,9 +39,9 @@ class PrivateStepFactory:
     workload : Workload
     privacy : ExamplePrivacy
     method : GradientMethod
-        Gives the gradients of single examples.
+        Computes per-example gradients.
     draws : bool
-        Whether the model draws in training.
+        Whether the model draws random numbers in training.
     keeps_state : bool
         Whether the mechanism's state outlives a round.
     """
@@ -53,44 +55,44 @@ class PrivateStepFactory:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether clients report their training loss, which nothing protects."""
+        """Whether clients report their un-noised training loss."""
         return self.privacy.unprotected_metrics
 
     def prefetched(self, client_ids: Ints, size: int) -> int:
-        """Nobody: a client's ledger line is on disk before anything of its round is drawn."""
+        """Always 0: batches are not drawn ahead, since a client's ledger line must come first."""
         return 0
 
     def batches(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> Iterator[Batches]:
-        """Draw these clients' batches as their plan says, those of one width together."""
+        """Draw these clients' batches as their plan says, grouped by physical width."""
         indices = [self.stepper.data.indices[i] for i in client_ids]
         drawn = (self.workload.work, indices, client_ids, randomness, round)
         return self.privacy.batches(*drawn, self._widest_chunk)
 
     @property
     def _widest_chunk(self) -> int:
-        """A GPU waits for launches, which wide chunks save, as long as their rows fit in 1 GiB."""
+        """Most examples in a chunk; more on a GPU, to save launches, if rows then fit in 1 GiB."""
         small = self.stepper.packing.layout.d <= 2**30 // (4 * GPU_CHUNK)
         return GPU_CHUNK if self.stepper.device.type == "cuda" and small else WIDEST
 
     def steps(self, batches: Batches, clients: RoundClients) -> PrivateSteps:
-        """The steps of the clients whose batches these are, ready to be run."""
+        """The loop over these clients' batches, ready to run."""
         return PrivateSteps(self, batches, clients)
 
 
 class PrivateSteps(Steps):
     """Steps on gradients that are noisy sums of bounded per-example gradients.
 
-    Batches and noise are drawn on the host; what follows from the examples stays on the device.
+    Batches and noise are drawn on the host; all that is computed from examples stays on the device.
 
     Parameters
     ----------
     factory : PrivateStepFactory
     batches : Batches
-        With a chunk axis.
+        Batches with a chunk axis, ``[n, S, chunks, B]``.
     clients : RoundClients
-        Whose noise is drawn, and what they have from earlier rounds.
+        The clients, with their randomness for noise and their state from earlier rounds.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class PrivateSteps(Steps):
         layout = stepper.packing.layout
         self.releaser = Releaser(plans, layout, device=stepper.device, exact=False)
         self.state: dict[str, Tensor] = {}
-        """The mechanism's, of the clients that were active last."""
+        """The bound mechanism's state, of the clients that were active in the last step."""
         for name, initial in privacy.mechanism.init(layout).items():
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
             kept = self.keeps_state
@@ -123,20 +125,20 @@ class PrivateSteps(Steps):
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         stepper = self.stepper
-        # The algorithm sees the release and nothing else of the examples.
+        # The guarantee rests on this: the release is all that the algorithm sees of the examples.
         mean = self._released(stepper.algorithm.point(state), index, active)
         gradient = Dense(stepper.packing.pack(mean))
         stepper.algorithm.step(state, gradient, Step(self.round, index))
 
     def _released(self, point: Tensor, index: int, active: int) -> Tensor:
-        """The noisy means ``[active, d]`` of a step's gradients, chunk by chunk."""
+        """Noisy means ``[active, d]`` of a step's gradients, which are summed chunk by chunk."""
         data, dtype = self.stepper.data, self.stepper.dtype
         total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)
         losses = torch.zeros_like(self.weight[:active, index])
         chunks = self.index.shape[2]
         seeds = None if self.seeds is None else self.seeds.of_step(index, active, chunks).T.tolist()
         for chunk in range(chunks):
-            # A batch of any size goes through in chunks; a chunk may be empty for all clients.
+            # Chunks bound the memory that a batch of any size needs; some are empty for all.
             counts = self.counts[:active, index, chunk]
             if not counts.any():
                 continue
@@ -154,20 +156,21 @@ class PrivateSteps(Steps):
         return release.mean
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
-        """State of the mechanism of the clients that end, from position ``first``."""
+        """State of the bound mechanism to keep, of the clients from position ``first`` on."""
         if not self.keeps_state:
             return {}
+        # The state has rows for the clients of the last step only; the ones that end are its last.
         clients = slice(first, first + len(theta))
         public = without_noise(self.state)
         return {MECHANISM + name: tensor[clients] for name, tensor in public.items()}
 
 
 class StepNoise:
-    """Sources of the noise of a client's steps in one round.
+    """Noise sources of a client's steps in one round.
 
-    Steps draw one after another from one source; or, where they share draws, each from addresses
-    of its own, of which those of earlier steps are asked for again. Where draws come from the
-    operating system these are keyed by a secret that ends with the round.
+    With independent noise, all steps draw in turn from one source. With correlated noise, each step
+    draws from addresses of its own, and later steps regenerate the draws of earlier ones. If draws
+    come from the operating system, these addresses are keyed by a secret that ends with the round.
     """
 
     def __init__(self, noise: Noise, randomness: Randomness, round: int, client: int) -> None:
@@ -179,13 +182,14 @@ class StepNoise:
         self._one = None if self._shared else NoiseSource(self._generator(0, 0, 0), self._hardened)
 
     def of_step(self, index: int) -> NoiseSource:
-        """The source of a step's noise, from 0 on; each is asked for once."""
+        """The noise source of step ``index``, from 0; to be called once for each step."""
         if self._one is not None:
             return self._one
         elsewhere = partial(self._generator, index)
         return NoiseSource(self._generator(index, 0, 0), self._hardened, index + 1, elsewhere)
 
     def _generator(self, index: int, age: int, number: int) -> np.random.Generator:
+        # Only draws of an earlier step (``age`` steps ago) may use an address a second time.
         randomness = self._randomness.repeated() if age else self._randomness
         return randomness.generator(
             Purpose.NOISE,

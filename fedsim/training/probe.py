@@ -1,12 +1,12 @@
-"""Whether what is taken for gradients of single examples is that: tried when a trainer is built.
+"""Test, when a trainer is built, that per-example gradients depend on one example each.
 
-A bound on an example's gradient bounds nothing if other examples have a part in it. Rows are rows
-of one example by how they are made (`fedsim.training.paths.examples`): from a graph that was read,
-or one example at a time. This is a second look, on made-up examples, never on anybody's data: what
-a probe finds must not tell of them. It refuses a model that mixes them where it could be seen to,
-which would be trained as something else one example at a time; one that takes no example alone; and
-one that changes its buffers or attributes, or whose loss does. Of the methods to compute gradients
-the fastest that gives what one example at a time gives is used.
+A bound on an example's gradient is void if other examples contribute to it. That they do not is
+ensured by how rows are computed (`fedsim.training.paths.examples`): from a graph that was read, or
+one example at a time. The probe is a second check. It uses made-up examples and never real data,
+since its result must not depend on anyone's data. It refuses a model that visibly mixes examples
+(one at a time, it would be trained as a different model), a model that does not take one example
+alone, and a model or a loss that changes its buffers or attributes. Of the gradient methods it
+picks the fastest one that gives the same as one example at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from fedsim.training.side_effects import exact, seeded
 _log = logging.getLogger(__name__)
 
 EXAMPLES = 5
-WATCHED = (0, 2, EXAMPLES - 1)
+WATCHED = (0, 2, EXAMPLES - 1)  # first, middle and last
 TOLERANCE = 1e-5
-"""Of what rounding may do to an example in a batch of another size, or by another method."""
+"""Relative tolerance for rounding, between batches of different sizes and between methods."""
 
 SEED = 1
 
 
 def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
-    """All that a model's structure allows, from the fastest to the one that takes everything."""
+    """Methods that a model's structure allows, from the fastest to one that takes every model."""
     model, packing, loss, program = trained.model, trained.packing, trained.loss, trained.program
     state = OwnState(model, loss, packing.slices)
     structure, read_loss = trained.reading.structure, trained.reading.loss
@@ -64,16 +64,16 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
 
 @dataclass(frozen=True)
 class Probe:
-    """A model and a loss, with made-up examples of its data's shapes and dtypes.
+    """Tests a model and a loss on made-up examples of its data's shapes and dtypes.
 
-    What the model draws is held fixed where examples change, and left out (by evaluating) where
-    batches of several sizes are compared.
+    The model's random draws are fixed where other examples change, and switched off (by evaluation
+    mode) where batches of different sizes are compared.
     """
 
     trained: TrainedModel
 
     def fastest(self, methods: Sequence[GradientMethod]) -> GradientMethod:
-        """The first of the methods, from fast to slow, that gives gradients of single examples.
+        """The first of the methods, from fast to slow, that gives correct per-example gradients.
 
         Raises
         ------
@@ -96,13 +96,13 @@ class Probe:
                     "and a loss must leave their buffers and attributes as they are."
                 )
             if self.trained.draws.evaluation:
-                methods = methods[-1:]  # no two of them could be compared
+                methods = methods[-1:]  # draws would differ: two methods cannot be compared
             found: GradientMethod | None = None
             why = ""
             for method in methods:
                 try:
                     fault = self._fault(method, methods[-1], batch, others)
-                # A user's code, in surroundings that it was not written for.
+                # A user's code may raise anything in surroundings that it was not written for.
                 except (Exception, SystemExit) as error:
                     fault = f"{type(error).__name__}: {error}"
                 if not fault:
@@ -120,16 +120,15 @@ class Probe:
         return found
 
     def _train(self, drawing: bool) -> None:
-        """The mode of training, or the one in which a model does not draw."""
+        """Set training mode, or, if not ``drawing``, a mode in which the model does not draw."""
         structure = self.trained.reading.structure
         for module in (self.trained.model, *((structure.module,) if structure else ())):
             module.train(drawing or not self.trained.draws.training)
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
-        """Two batches that have nothing in common, and that the model takes.
+        """Two batches without a common example, which the model takes.
 
-        Where not even the loss of one is finite, what it is made of hides behind NaN: others are
-        tried.
+        If a loss is not finite, other batches are tried: NaN would hide what it depends on.
         """
         generator = torch.Generator().manual_seed(SEED)
         x, y = self.trained.data.empty(self.trained.packing.layout.dtype)
@@ -144,7 +143,7 @@ class Probe:
                 losses = torch.cat([self._run(batch)[1] for batch in (first, second)])
             except FedsimError:
                 raise
-            # Numbers below zero, or classes of zero, need not suit a user's model.
+            # A user's model need not take negative numbers, or class 0.
             except (Exception, SystemExit) as error:
                 failure = error
                 continue
@@ -161,7 +160,7 @@ class Probe:
 
     @property
     def _theta(self) -> Tensor:
-        """Somewhere near the initial parameters: layers that start at zero hide what they do."""
+        """Parameters near the initial ones: layers that start at zero would hide what they do."""
         generator = torch.Generator().manual_seed(SEED)
         row = self.trained.packing.layout.flatten(dict(self.trained.model.named_parameters()))
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
@@ -191,7 +190,7 @@ class Probe:
         return outputs if rows else None, losses
 
     def _require_separate(self, batch: _Batch, others: _Batch) -> None:
-        """Refuse a model or a loss in which an example's result follows from other examples."""
+        """Refuse a model or a loss in which an example's result depends on other examples."""
         results = self._run(batch)
         still = self._run(batch, drawing=False)
         for j in WATCHED:
@@ -231,7 +230,7 @@ class Probe:
     def _fault(
         self, method: GradientMethod, reference: GradientMethod, batch: _Batch, others: _Batch
     ) -> str:
-        """What is wrong with a method; empty if nothing is."""
+        """What is wrong with a method's gradients; empty if nothing is."""
         rows, losses = self._rows(method, batch)
         if rows.shape != (EXAMPLES, self.trained.packing.layout.d):
             return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
@@ -266,14 +265,14 @@ class _Batch:
         return _Batch(self.x[j : j + 1], self.y[j : j + 1])
 
     def with_example(self, j: int, batch: _Batch) -> _Batch:
-        """These examples, but the one at ``j`` from another batch."""
+        """This batch with the example at ``j`` from another batch."""
         x, y = self.x.clone(), self.y.clone()
         x[j], y[j] = batch.x[j], batch.y[j]
         return _Batch(x, y)
 
 
 def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
-    """Made-up values: real numbers, larger ones for ``k = 1``; or classes, tokens or lengths."""
+    """Made-up values: real numbers, larger for ``k = 1``; or else classes, tokens or lengths."""
     shape = (EXAMPLES, *tensor.shape[1:])
     if not tensor.is_floating_point():
         values = torch.randint(2, shape, generator=generator)
@@ -287,7 +286,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference; infinite if not even what is not finite is the same."""
+    """L2 norm of the difference; infinite if non-finite entries differ."""
     if _same_bits(a, b):
         return 0.0
     difference = float(torch.linalg.vector_norm((a - b).double()))
@@ -295,6 +294,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _size(a: Tensor, b: Tensor) -> float:
-    """Norm of the largest row."""
+    """Largest L2 norm of a row of either."""
     rows = torch.cat([a.flatten(1) if a.dim() > 1 else a[:, None] for a in (a, b)])
     return float(torch.linalg.vector_norm(rows.double(), dim=1).max())

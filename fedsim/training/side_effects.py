@@ -1,17 +1,17 @@
-"""What a model does besides giving outputs: it draws random numbers, and may remember what it saw.
+"""Side effects of a model: random draws, and state that it keeps between calls.
 
 A model that draws (dropout, noise layers, `torch.rand` in a forward) takes its numbers from torch's
-global generator. So does everything else in the process, so that its bits would depend on who
-trains beside it. Such a model is found out when its trainer is built, and from then on the
-generator is lent to one client and step at a time, seeded from the client's own keyed stream.
+global generator, as everything else in the process does: its bits would depend on what else is
+trained. Such a model is detected when its trainer is built. From then on the generator serves one
+client and step at a time, seeded from the client's own keyed stream.
 
-What a model keeps from one call to the next (a counter in a buffer, a list in an attribute) would
-carry one client's data into another's update, or one example's into another's gradient: it is
-refused where it shows (`hidden_draws`), and put back between examples that are protected
+State that a model keeps between calls (a counter in a buffer, a list in an attribute) would carry
+one client's data into another's update, or one example's into another's gradient. It is refused
+where it shows (`hidden_draws`), and restored between protected examples
 (`fedsim.training.own_state`).
 
-A GPU's arithmetic depends on settings of the process as generators do: `exact` sets them around
-every call whose bits count.
+A GPU's arithmetic depends on settings of the process too: `exact` sets them around every call whose
+bits matter.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fedsim.training.data import ClientData
 Ints = npt.NDArray[np.int64]
 
 EVALUATION = 2**40
-"""The part of an evaluation's address, where a training step has its number."""
+"""Part of the address of an evaluation's draws, in the place of a training step's number."""
 
-# Modules of which it is known that they neither draw nor change their buffers.
+# Modules that are known neither to draw nor to change their buffers.
 QUIET = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
@@ -49,28 +49,28 @@ QUIET = (
 
 @dataclass(frozen=True)
 class HiddenDraws:
-    """Whether a model draws in training, and whether in evaluation."""
+    """Whether a model draws random numbers in training, and whether in evaluation."""
 
     training: bool
     evaluation: bool
 
 
 def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
-    """Run a copy of a model, and watch the generators.
+    """Run a copy of a model, and watch the random generators.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it is.
+        Not changed.
     x : Tensor ``[4, ...]`` or None
-        Inputs of its data's kind; without any, or where the model does not take them, what its
-        modules are known to draw decides.
+        Inputs of its data's shape and dtype. With None, or if the model does not take them, the
+        types of its modules decide.
 
     Raises
     ------
     FedsimError
-        If it draws from numpy's or Python's generator, changes its buffers in training, or keeps
-        anything else from one call to the next that its outputs follow from.
+        If it draws from numpy's or Python's generator, changes its buffers, or keeps any other
+        state between calls that its outputs depend on.
     """
     if all(type(module) in QUIET for module in model.modules()):
         return HiddenDraws(training=False, evaluation=False)
@@ -89,9 +89,9 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
 
 
 def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
-    """Inputs ``[4, ...]`` of the data's kind for `hidden_draws`; None without any data.
+    """Made-up inputs ``[4, ...]`` of the data's shape for `hidden_draws`; None without any data.
 
-    Nobody's own: what is found, and may be refused, must not tell of anybody.
+    Never real examples: the result, which may be a refusal, must not depend on anyone's data.
     """
     if not len(data.x):
         return None
@@ -100,7 +100,7 @@ def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
 
 
 def scratch_copy(model: nn.Module) -> nn.Module:
-    """A model to try things on: all that it may write to is its own, parameters too."""
+    """A copy of a model for tests: it shares no memory with the model, not even parameters."""
     return copy.deepcopy(model)
 
 
@@ -146,7 +146,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
 
 
 def _remembers(model: nn.Module, x: Tensor) -> bool:
-    """Whether the same inputs, with the same draws, give others outputs after other inputs."""
+    """Whether the same inputs, with the same draws, give other outputs after other inputs."""
     half = len(x) // 2
     outputs: list[Tensor] = []
     for others in (None, x[half:], x[:half]):
@@ -157,7 +157,7 @@ def _remembers(model: nn.Module, x: Tensor) -> bool:
             output = model(x[:half])
         if isinstance(output, Tensor):
             outputs.append(output.clone())
-    # Not to the bit: a GPU may add in any order.
+    # With a tolerance: a GPU may add in any order.
     return any(
         output.shape != outputs[0].shape
         or not torch.allclose(output, outputs[0], rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -179,7 +179,7 @@ def _foreign_generators() -> tuple[object, ...]:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """With torch's generators of the CPU and this device seeded; without a seed, as they are."""
+    """Seed torch's generators of the CPU and this device for a while; with None, do nothing."""
     if seed is None:
         yield
         return
@@ -193,12 +193,12 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Arithmetic as on a CPU, and the same every time, where ``device`` is a GPU.
+    """Full precision and the same bits every time, if ``device`` is a GPU.
 
-    By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may
-    sum them in any order: cuDNN by the algorithm it picks, cuBLAS by the workspace it finds free
-    where several streams are in use. cuBLAS reads the size of its workspaces from the environment
-    when it is first called in a process; a value that is set already stays.
+    By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may sum
+    them in any order: cuDNN depending on the algorithm it picks, cuBLAS on the workspace it finds
+    free when several streams are in use. cuBLAS reads the size of its workspaces from the
+    environment at its first call in a process; a value that is already set is kept.
     """
     if device.type != "cuda":
         yield
@@ -217,7 +217,7 @@ def exact(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Of what the models of ``n`` clients draw in a round.
+    """Seeds of the models' own random draws (dropout), for ``n`` clients in a round.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ class Seeds:
         return np.concatenate([self._seeds(k, one_step, count) for k in range(active)])
 
     def _seeds(self, position: int, steps: range, count: int) -> Ints:
-        """Of one of the clients, ``[steps, count]``."""
+        """Seeds for these steps of one client, ``[steps, count]``."""
         generators = self.randomness[position].generators(
             Purpose.DROPOUT,
             level="example",
@@ -249,7 +249,7 @@ class Seeds:
             parts=steps,
             stream=self._stream,
         )
-        # Each generator is good until the next is asked for.
+        # Each generator is valid only until the next one is made (they share a stream).
         seeds = [draws.integers(2**63, size=count, dtype=np.uint64) for draws in generators]
         return np.array(seeds, dtype=np.uint64).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Clients as they go into a round, and the loop over their local steps."""
+"""What clients start a round with, and the loop over their local steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fedsim.training.side_effects import Seeds, exact
 
 @dataclass(frozen=True)
 class RoundClients:
-    """``n`` clients that go into a round.
+    """``n`` clients at the start of a round.
 
     Attributes
     ----------
     client_ids : int64 ``[n]``
     round : int
     randomness : sequence of n Randomness
-        Where each client's draws come from.
+        Source of each client's random draws.
     carried : CarriedState
-        What they have from earlier rounds.
+        Their state from earlier rounds.
     drawn : sequence of Batches or None
-        Their batches, where they have been drawn already.
+        Their batches, if these were drawn ahead.
     """
 
     client_ids: Ints
@@ -46,7 +46,7 @@ class RoundClients:
         return len(self.client_ids)
 
     def at(self, positions: Ints) -> RoundClients:
-        """The clients at these positions."""
+        """The clients at these positions, without batches drawn ahead."""
         return RoundClients(
             self.client_ids[positions],
             self.round,
@@ -56,14 +56,14 @@ class RoundClients:
 
     @property
     def seeds(self) -> Seeds:
-        """Of what their models draw in the round."""
+        """Seeds of the models' own random draws (dropout) in the round."""
         return Seeds(self.randomness, self.client_ids, self.round)
 
     def starts(self, theta: Tensor, numbers: Mapping[str, Floats]) -> Iterator[RoundStart]:
-        """What each of these clients goes into the round with, from ``theta [n, D]``."""
+        """Inputs of each client's round, given the start parameters ``theta [n, D]``."""
         for position, client in enumerate(self.client_ids.tolist()):
             received = {"start": theta[position]}
-            # The rows of a client without state may hold another client's: they mean nothing.
+            # Rows of a client without state are undefined: they may be another client's.
             rows = self.carried.rows if self.carried.present[position] else {}
             received |= {f"kept.{name}": values[position] for name, values in rows.items()}
             values = {name: float(column[position]) for name, column in numbers.items()}
@@ -72,16 +72,16 @@ class RoundClients:
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What a client goes into a round with.
+    """Inputs of one client's round.
 
     Attributes
     ----------
     client : int
     randomness : Randomness
     received : mapping of name to Tensor
-        Parameters that came in, and state from earlier rounds.
+        Start parameters, and state from earlier rounds.
     numbers : mapping of name to float
-        The algorithm's numbers, which may be the client's own.
+        Numeric settings of the algorithm, which may differ between clients.
     """
 
     client: int
@@ -101,14 +101,14 @@ class Stepper:
     algorithm : LocalAlgorithm
     packing : Packing
     carried : tuple of str
-        Entries of the algorithm's state that outlive a round.
+        Entries of the algorithm's state that are kept between rounds.
     max_norm : float
-        A batch's gradient that is longer is shortened to this L2 norm; 0 for any length.
+        Largest L2 norm of a batch's gradient; longer ones are scaled down to it. 0 for no limit.
     statistics : int64 Tensor ``[s]``, optional
-        Places in a packed row that the model itself writes to when it runs (statistics of batches),
-        and that no rule of the algorithm (decay, a pull) may move.
+        Positions in a packed row of batch statistics: the model itself writes them when it runs,
+        and no update rule (weight decay, a proximal term) may change them.
     captured : callable, optional
-        Makes the steps of `eager` from CUDA graphs: `fedsim.training.graphs.StepGraphs`.
+        Does what `eager` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`.
     """
 
     path: Path
@@ -122,12 +122,12 @@ class Stepper:
 
     @property
     def device(self) -> torch.device:
-        """Where steps are made."""
+        """The device that trains."""
         return self.data.x.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """The model's dtype."""
         return self.packing.layout.dtype
 
     def eager(
@@ -144,12 +144,12 @@ class Stepper:
         ----------
         state : State
         index : int64 Tensor ``[n, B]``
-            Examples.
+            Indices of each client's examples.
         weight : Tensor ``[n, B]``
-            What each counts; 0 on padding.
+            Weight of each example's loss; 0 on padding.
         at : Step
         seeds : sequence of n ints, optional
-            Of what the model draws for each client; on the plain path.
+            Seeds of the model's own random draws for each client; on the plain path only.
 
         Returns
         -------
@@ -167,13 +167,14 @@ class Stepper:
         return losses
 
     def update(self, state: State, gradient: Gradient, at: Step) -> None:
-        """Update the state by these gradients, shortened where that is asked for."""
+        """Update the state by these gradients, scaled down to `max_norm` where that is set."""
         if self.max_norm:
-            # As torch.nn.utils.clip_grad_norm_ does it.
+            # The same formula as torch.nn.utils.clip_grad_norm_.
             gradient = gradient.scaled((self.max_norm / (gradient.norms() + 1e-6)).clamp_(max=1.0))
         if self.statistics is None:
             self.algorithm.step(state, gradient, at)
             return
+        # The forward pass has just written them: the algorithm's step must leave them unchanged.
         statistics = state["theta"][:, self.statistics]
         self.algorithm.step(state, gradient, at)
         state["theta"][:, self.statistics] = statistics
@@ -181,16 +182,16 @@ class Stepper:
 
 @dataclass(frozen=True)
 class EndState:
-    """Where clients end.
+    """Results of clients' local steps.
 
     Attributes
     ----------
     theta : Tensor ``[n, D]``
     reports : dict of str to Tensor ``[n]``
     carried : dict of str to Tensor ``[n, ...]``
-        What they keep for the next round.
+        State to keep for the next round.
     sent : dict of str to Tensor ``[n, D]`` or ``[n, 1]``
-        Vectors beside their updates.
+        Named vectors that are sent in addition to updates.
     """
 
     theta: Tensor
@@ -199,7 +200,7 @@ class EndState:
     sent: dict[str, Tensor]
 
     def clone(self) -> EndState:
-        """A copy."""
+        """A copy in memory of its own."""
         return EndState(
             self.theta.clone(),
             *(
@@ -210,7 +211,7 @@ class EndState:
 
     @classmethod
     def joined(cls, groups: list[EndState], theta: Tensor | None = None) -> EndState:
-        """Of all clients, in the order of the groups; ``theta`` where it is joined already."""
+        """Join groups of clients, in their order; give ``theta`` if its rows are joined already."""
         if len(groups) == 1:
             return groups[0]
         first = groups[0]
@@ -223,7 +224,7 @@ class EndState:
 
 
 class Steps:
-    """Local steps of ``n`` clients, those with most steps first.
+    """Local steps of ``n`` clients, in descending order of their number of steps.
 
     Parameters
     ----------
@@ -231,7 +232,7 @@ class Steps:
     batches : Batches
     round : int
     seeds : Seeds, optional
-        Of what the model draws, if it draws.
+        Seeds of the model's own random draws, if it makes any.
     """
 
     def __init__(
@@ -243,9 +244,9 @@ class Steps:
         self.losses: list[Tensor] = []
 
     def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
-        """All steps, from packed parameters ``start [n, D]``, perhaps one row for all.
+        """Run all steps, from packed parameters ``start [n, D]`` (perhaps one expanded row).
 
-        What clients have ``carried`` from earlier rounds replaces entries of the initial state.
+        State ``carried`` from earlier rounds replaces entries of the initial state.
         """
         steps = self.batches.steps
         state = self.start(start.clone(), numbers, carried)
@@ -265,7 +266,7 @@ class Steps:
         return EndState.joined(groups)
 
     def start(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
-        """The initial state; parameters as of `run`."""
+        """The initial state; parameters as in `run`."""
         state = self.stepper.algorithm.init(theta, numbers)
         for name in self.stepper.carried:
             if name in state:
@@ -284,24 +285,24 @@ class Steps:
         self.losses.append(losses)
 
     def end(self, state: State, first: int) -> EndState:
-        """What the clients from position ``first`` end with."""
+        """Results of the clients from position ``first`` on, whose rows ``state`` has."""
         algorithm = self.stepper.algorithm
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in self.stepper.carried if name in state}
         carried |= self.mechanism_state(first, theta)
         end = EndState(theta, algorithm.report(state), carried, algorithm.send(state))
-        # Captured steps keep writing to the buffers that hold this.
+        # Later captured steps overwrite the buffers that hold these results.
         return end if self.stepper.captured is None else end.clone()
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
-        """State of the mechanism of the clients that end, from position ``first``."""
+        """State of the bound mechanism to keep, of the clients from position ``first`` on."""
         return {}
 
     @property
     def example_losses(self) -> Floats:
-        """Loss of each example of the steps taken, shaped as the batches' weights; unweighted."""
+        """Unweighted loss of each example of the steps taken, in the shape of batches' weights."""
         result = np.zeros(self.batches.weight.shape)
-        # A GPU is read once, not once a step.
+        # One transfer from a GPU, not one per step.
         values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
         for index, losses in enumerate(self.losses):
             of_step, values = values[: losses.numel()], values[losses.numel() :]
@@ -319,6 +320,6 @@ class Steps:
         total = np.zeros(len(steps))
         for count in set(steps.tolist()):
             alike = steps == count
-            # Row by row in numpy, over its own steps: the same bytes whatever block a client is in.
+            # Summed over exactly its own steps: a client's bytes do not depend on its block.
             total[alike] = np.ascontiguousarray(means[alike, :count]).sum(axis=1) / max(count, 1)
         return total

@@ -1,4 +1,4 @@
-"""The cohort trainer: local work of many clients at once, with a leading client axis."""
+"""The cohort trainer: local training of many clients at once, with a leading client axis."""
 
 from __future__ import annotations
 
@@ -44,61 +44,61 @@ from fedsim.training.steps import RoundClients, RoundStart, Stepper
 
 
 class Trainer:
-    """Clients with their data and their algorithm, trained block by block.
+    """Trains clients, with their data and algorithm, block by block.
 
     Parameters
     ----------
     model : nn.Module
-        Its trainable floating-point parameters make up a row; the rest stays as it is here.
+        Its trainable floating-point parameters make up a row; all others stay fixed.
     algorithm : LocalAlgorithm
     data : ClientData
     batch_size : int
-        Examples a step, or all that a client has where these are fewer; 0 takes all.
+        Examples per step, or all of a client's if it has fewer; 0 takes all.
     epochs : int or None
         Passes over the client's own data, each freshly shuffled (1 if steps is not given).
     steps : int or None
         Gradient evaluations instead of passes, the same for every client.
     counts : sequence of int, optional
-        Each client's own number of passes or steps; refused beside example-level privacy, where
-        it is one declared number.
+        Each client's own number of passes or steps; refused with example-level privacy, where it
+        must be one declared number.
     loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``, optional
-        One loss for each example; cross-entropy, if it is not given.
+        Loss of each example; cross-entropy by default.
     metrics : mapping of name to Metric, or to a callable ``(outputs, targets) -> [B]``
-        What an evaluation reports besides the loss (accuracy); of a callable's numbers the mean.
+        Metrics reported besides the loss; accuracy by default. A callable's values are averaged.
     test : ClientData, optional
-        Examples on which clients evaluate, each its own; those they train on, if it is not given.
+        Each client's own examples for evaluation; its training examples by default.
     path : "auto", "layered", "func" or "plain"
     kernel : "auto", "eager" or "compiled"
-        What the layered path computes with: they agree up to rounding.
+        Executor of the layered path; they agree up to rounding.
     block_size : int
-        Most clients at a time; 0 leaves it to the rule. Only on a GPU do last bits depend on it,
-        and is a step computed for as many clients: about a cohort's is best there.
+        Most clients trained at once; 0 for the rule's. On a GPU last bits depend on it, and every
+        step is computed for that many clients: about a cohort's size is best there.
     randomness : Randomness
-        With example-level privacy and without a release digest it takes one of the settings given
-        here, so that two trainers of one seed share no noise.
+        With example-level privacy and without a release digest, it is keyed by a digest of the
+        settings given here, so that different trainers with one seed share no noise.
     device : torch.device or str
     privacy : ExamplePrivacy, optional
         Example-level privacy.
     max_grad_norm : float
-        A batch's gradient that is longer is shortened to this L2 norm; 0 for any length. This is
-        no privacy, and is refused beside example-level privacy.
+        Largest L2 norm of a batch's gradient; longer ones are scaled down to it. 0 for no limit.
+        It gives no privacy, and is refused with example-level privacy.
     compression : Compression, optional
-        Of updates; each client keeps what it leaves out (``state`` must be "client").
+        Compression of updates; each client keeps the part not sent (``state`` must be "client").
     state : "reset", "client" or "server"
-        The algorithm's state (ADADP's rate, a momentum) between rounds: it starts afresh, each
-        client keeps its own, or all start from the mean of what the last round's clients ended
-        with, which they report and the server sends (`receive`).
+        The algorithm's state (ADADP's rate, a momentum) between rounds: reset; kept by each client;
+        or averaged by the server over the last round's clients, which report it, and sent to all
+        clients of the next round (`receive`).
     state_dir : path, optional
-        Keep it in files there, for runtimes whose processes do not outlive a round.
+        Directory for clients' state, for runtimes whose processes end with a round.
     personal : collection of str
         Names of parameters that are trained but not sent: each client keeps and evaluates its own.
 
     Notes
     -----
     A client without data sends a zero update and ``num-examples`` 0. Every row is
-    ``w_client - w_global``, both in the model's dtype, on every engine. What a model draws by
-    itself (dropout) comes from the client's own stream. With example-level privacy the model and
-    the loss are tried on made-up examples first, and refused if they mix them.
+    ``w_client - w_global``, both in the model's dtype, on every engine. A model's own random draws
+    (dropout) come from the client's stream. With example-level privacy, the model and the loss are
+    first tested on made-up examples, and refused if they mix examples.
 
     Raises
     ------
@@ -206,7 +206,7 @@ class Trainer:
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """Names of what clients report of their training."""
+        """Names of the training metrics that clients report."""
         names = ["num-examples"]
         if self.rounds.factory.reports_loss:
             names.append("loss")
@@ -215,15 +215,15 @@ class Trainer:
         return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take from the config entries of a round's instructions what is meant for clients.
+        """Read the entries of a round's config that are for clients.
 
-        That is the state that the server keeps for them, FedProx's mu, and which run it is.
+        These are the state that the server averages, FedProx's mu, and the run's name.
 
         Raises
         ------
         FedsimError
-            If clients count on the server's state, and it keeps none; or if it sends a pull to its
-            model, as Flower's FedProx does, to clients that have none.
+            If clients need the server's averaged state and it sends none; or if it sends a proximal
+            coefficient, as Flower's FedProx does, to clients without a proximal term.
         """
         self.rounds.server_numbers = server_numbers(self.algorithm, config)
         self.client_state.receive(config)
@@ -231,48 +231,48 @@ class Trainer:
             self.join(run)
 
     def key_by(self, release: str) -> None:
-        """Key noise, and draws that amplify, by the digest of all that a run releases.
+        """Key noise, and the draws that an event amplifies, by the run's release digest.
 
-        The digest holds the path and the kernels, which are chosen when a trainer is made: it is
-        known only then. Nothing has been drawn before.
+        The digest covers path and kernels, which are chosen when a trainer is made, so it is known
+        only afterwards. Nothing has been drawn by then.
         """
         self.randomness = Randomness(self.randomness.seed, release)
 
     def join(self, run: str) -> None:
-        """Take part in this run: clients' ledgers know a round trained again by the run's name."""
+        """Set the run's name, by which clients' ledgers recognise a round that is repeated."""
         if self.rounds.releases is not None:
             self.rounds.releases.run = run
 
     def examples(self, client: int) -> int:
-        """How many examples a client has."""
+        """Number of examples of a client."""
         return self.data.size(client)
 
     def costs(self, client_ids: Ints) -> Floats:
-        """Local steps of each client, ``[n]``, or 1 without any."""
+        """Local steps of each client, ``[n]``; 1 for a client that takes none."""
         return np.maximum(self.workload.steps(client_ids), 1.0)
 
     def state(self, client_ids: Ints | None = None, round: int | None = None) -> ClientStates:
-        """What these clients keep between rounds, as of the start of ``round``."""
+        """State that these clients keep between rounds, at the start of ``round``."""
         return self.client_state.state(client_ids, round)
 
     def keep(self, states: ClientStates, round: int) -> None:
-        """Let these clients keep what `state` gave elsewhere, at the end of ``round``."""
+        """Store state that another trainer's `state` returned, as of the end of ``round``."""
         self.client_state.keep(states, round)
 
     def restore(self, states: ClientStates) -> None:
-        """Let clients keep what `state` gave, and nothing else."""
+        """Replace all clients' state by what `state` returned."""
         self.client_state.store.restore(states)
 
     def on(self, path: PathName, block_size: int = 0) -> Self:
-        """The same clients on another path, without state."""
+        """A trainer of the same clients on another path, without their state."""
         state: StateKind = "client" if self.client_state.required else "reset"
         return self._copy(path=path, block_size=block_size, state=state)
 
     def copy_for(self, device: str) -> Self:
-        """The same clients on another device, by the same path, in blocks of the same size."""
+        """A trainer of the same clients on another device, with the same path and block size."""
         model, state = copy.deepcopy(self.model), self.client_state.kind
         copied = self._copy(model=model, path=self.path.name, device=device, state=state)
-        copied.rounds.releases = None  # the original writes down what it releases (`charge`)
+        copied.rounds.releases = None  # the original records its releases (`charge`)
         return copied
 
     def _copy(self, **changes: Any) -> Self:
@@ -294,7 +294,7 @@ class Trainer:
             "randomness": self.randomness,
             "device": self.device,
             "kernel": self.kernel,
-            "block_size": self.block_size,  # not another device's rule: a run may use several
+            "block_size": self.block_size,  # one for all devices of a run, not the rule's for each
             "privacy": self.privacy,
             "max_grad_norm": self.max_grad_norm,
             "compression": self.compression,
@@ -302,23 +302,23 @@ class Trainer:
         }
 
     def initial(self) -> Tensor:
-        """What clients are sent at first, ``[d]``: the model's own parameters, and zero vectors."""
+        """First vector sent to clients, ``[d]``: the model's parameters, then zero vectors."""
         parameters = self.layout.flatten(dict(self.model.named_parameters()))
         vectors = self.received_layout.d - self.layout.d
         return torch.cat([parameters, parameters.new_zeros(vectors)])
 
     @property
     def row_layout(self) -> Layout:
-        """Of a row: the parameters that are sent, and the algorithm's vectors after them."""
+        """Layout of a row: the parameters that are sent, then the algorithm's named vectors."""
         return self.payload.layout
 
     @property
     def received_layout(self) -> Layout:
-        """Of what clients are sent: the same parameters, and the vectors of `receives`."""
+        """Layout of what clients are sent: the same parameters, then the vectors of `receives`."""
         return self.payload.received_layout
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
-        """Local work of these clients from ``vector [d]``, block by block."""
+        """Train these clients from ``vector [d]``, block by block."""
         sizes = (self.received_layout.d,)
         checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)
@@ -328,7 +328,7 @@ class Trainer:
             rows = self.payload.rows(result.theta, result.vectors, vector)
             block = Block.sent(clients.client_ids, rows, result.metrics)
             self.rounds.finish(result, clients)
-            # A generator would hold on to a block's parameters while its rows are looked at.
+            # Else a generator would keep a block's parameters alive while its rows are used.
             del result, clients
             yield block
 
@@ -341,19 +341,18 @@ class Trainer:
         numbers: Mapping[str, Sequence[float]] | None = None,
         randomness: Sequence[Randomness] | None = None,
     ) -> LocalResult:
-        """Train these clients as one block, and keep where they end.
+        """Train these clients as one block, and store the state that they keep.
 
         Parameters
         ----------
         vector : Tensor ``[d]`` or ``[n, d]``
-            Where they start: the global parameters, or each client's own; and what the server
-            sends beside.
+            Start parameters, global or each client's own, then the named vectors of the server.
         client_ids : int64 ``[n]``
         round : int
         numbers : mapping of str to n floats, optional
-            Values for the algorithm's per-client numbers, where they differ by client.
+            Values of the algorithm's numeric settings that differ between clients.
         randomness : sequence of n Randomness, optional
-            Where each client's draws come from, where that differs by client.
+            Each client's own source of random draws; the trainer's by default.
         """
         if numbers and self.client_state.kind != "reset":
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
@@ -366,26 +365,26 @@ class Trainer:
         return LocalResult(theta, result.metrics)
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
-        """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
+        """Loss and metrics of ``vector [d]`` on these clients' examples for evaluation."""
         sizes = (self.layout.d, self.received_layout.d)
         checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)[: self.layout.d]
-        # An evaluation done twice is the same.
+        # A repeated evaluation of a round draws the same numbers.
         yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())
 
     @property
     def ledgers(self) -> ClientLedgers | None:
-        """What clients have spent of their examples' privacy, if they protect it."""
+        """Privacy ledgers of the clients; None without example-level privacy."""
         return None if self.rounds.releases is None else self.rounds.releases.ledgers
 
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
-        """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
+        """Why these clients' budgets forbid a round from ``vector [d]``; None if they allow it."""
         if (releases := self.rounds.releases) is None:
             return None
         return releases.exceeded(round, self._starts(vector, client_ids, round))
 
     def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
-        """Write down what these clients will release in a copy that trains them from ``vector``."""
+        """Record the releases of these clients, which a copy will train from ``vector``."""
         if self.rounds.releases is not None:
             self.rounds.releases.record(round, self._starts(vector, client_ids, round))
 

@@ -6,27 +6,25 @@
 | func    | what `torch.func.vmap` takes                            | dense rows   | captured |
 | plain   | everything; one client at a time                        | dense rows   | eager    |
 
-Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
-The rule (`choose`): layered where the model has it, with convolutions only on a CPU and where one
-is max-pooled; else func on a GPU, which is bound by launches, and on a CPU for small models whose
-parameters are all in linear layers, if it can take them; else plain, as the others are bound by
-arithmetic there.
-`fedsim tune` measures all of them.
+Every local algorithm runs on every path: it sees a `Gradient`, and not which path it came from.
+The rule (`choose`): layered if the model is such a chain; with convolutions only on a CPU, and if
+one of them is max-pooled. Else func on a GPU, where launches are the cost, and on a CPU for small
+models whose parameters are all in linear layers, if `vmap` takes them. Else plain: the cost is then
+arithmetic, and no path saves any. `fedsim tune` measures all of them.
 
-On a CPU clients with large rows (`program.SEQUENTIAL_BYTES`) and compiled kernels take their steps
-one after another, each all of its own while its row is in the cache.
+On a CPU with compiled kernels, clients with large rows (`program.SEQUENTIAL_BYTES`) go one after
+another: each takes all its steps while its row is in the cache.
 
-The first two give all batches of a block one width, by copies of a batch's own examples whose
-weight is 0: they are for models and losses that have been read and look at each example by itself
-(`fedsim.training.structure`). All others have the plain path, which gives a model its real batches
-and nothing else. So has a model that draws random numbers itself (dropout): torch's generator is
-lent to one client at a time (`fedsim.training.side_effects`). Gradients of single examples, for
-clients that protect them, have methods of their own (`fedsim.training.paths.examples`).
+The first two paths pad all batches of a block to one width, by copies of a batch's own examples
+with weight 0. They are for models and losses that have been read and treat each example by itself
+(`fedsim.training.structure`). All others take the plain path, which gives a model its real batches
+and nothing else. So does a model that draws random numbers itself (dropout), since torch's
+generator serves one client at a time (`fedsim.training.side_effects`). Per-example gradients, for
+example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
-here; not with convolutions on the layered path, not for an algorithm that does not say which of its
-steps are alike (`LocalAlgorithm.phase`), nor where gradients are privatised in the client. Eager:
-kernel by kernel.
+here. Exceptions are convolutions on the layered path, an algorithm that does not say which of its
+steps are the same (`LocalAlgorithm.phase`), and example-level privacy. Eager: kernel by kernel.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ _log = logging.getLogger(__name__)
 PathName = Literal["auto", "plain", "func", "layered"]
 KernelName = Literal["auto", "eager", "compiled"]
 
-# What a block's rows may take. On a CPU more clients share each operation's dispatch, which gains
-# more than rows lose that leave the cache; on a GPU it is a corner of the memory.
+# Most bytes of a block's rows. On a CPU, sharing each operation's dispatch among more clients gains
+# more than is lost when rows leave the cache; on a GPU, this is a small part of the memory.
 CPU_BYTES = 2**25
 CUDA_BYTES = 2**31
 SMALL_BYTES = 2**18
@@ -82,12 +80,12 @@ class Path(Protocol):
         x : Tensor ``[n, B, ...]``
         y : Tensor ``[n, B, ...]``
         weight : Tensor ``[n, B]``
-            What each example's loss counts; 0 on padding.
+            Weight of each example's loss; 0 on padding.
 
         Returns
         -------
         Gradient
-            Of ``sum_j weight_j loss_j``, for each client at its own point.
+            Gradient of ``sum_j weight_j loss_j``, for each client at its own point.
         Tensor ``[n, B]``
             Loss of each example, unweighted.
         """
@@ -98,23 +96,23 @@ class Path(Protocol):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with its loss and its data, and what was found out about them.
+    """A model with its loss and its data, and what is known about them.
 
     Attributes
     ----------
     model : nn.Module
     packing : Packing
-        Of all parameters that are trained.
+        Packing of all parameters that are trained.
     loss : callable
     data : ClientData
     draws : HiddenDraws
     reading : Reading
-        In training.
+        What was read of the model, in training mode, and of the loss.
     plain_only : bool
-        Whether it runs for one client at a time: it draws random numbers, for which torch's
-        generator is lent to a client, or writes down statistics of its batches.
+        Whether it must run for one client at a time: it draws random numbers, from torch's one
+        generator, or records statistics of its batches.
     program : Program or None
-        If it is such a chain of layers, and not ``plain_only``.
+        The model program; None if it is no such chain of layers, or is ``plain_only``.
     """
 
     model: nn.Module
@@ -138,22 +136,23 @@ class TrainedModel:
         statistics: bool,
         private: bool,
     ) -> Self:
-        """Try the model and read it, with its loss.
+        """Test and read a model, with its loss.
 
         Parameters
         ----------
         model, packing, loss, data
         kernel : "eager" or "compiled"
-            What its program computes with.
+            Executor of its program.
         statistics : bool
-            Whether the model writes down statistics of its batches.
+            Whether the model records statistics of its batches.
         private : bool
-            Whether clients protect their examples: no loss is then taken at its word.
+            Whether clients have example-level privacy: what a loss declares of itself is then not
+            trusted.
 
         Raises
         ------
         FedsimError
-            If the model keeps something that would carry one client's data to another.
+            If the model keeps state that would carry one client's data to another.
         """
         dtype = packing.layout.dtype
         draws = hidden_draws(model, made_up_inputs(data, dtype))
@@ -164,10 +163,10 @@ class TrainedModel:
 
 
 def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Path:
-    """The path a setting asks for, or the rule's.
+    """The path that a setting asks for, or that the rule picks.
 
-    The rule tries func on made-up examples of the data's kind before it settles on it. A model that
-    may look across a batch has the plain path only.
+    The rule tests func on made-up examples before it picks it. A model that may look across a batch
+    can only take the plain path.
 
     Raises
     ------
@@ -190,8 +189,8 @@ def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Pat
             f"client.path = '{wanted}' does not take {refused}; allowed here: 'auto', 'plain'."
         )
     if program is not None:
-        # Convolutions gain by what pooling throws away; on a GPU they go client by client here,
-        # bound by launches.
+        # Convolutions gain by what pooling discards. On a GPU this path takes them client by
+        # client, and would spend its time on launches.
         pooled = any(layer.pool is not None for layer in program.convolutions)
         wins = not program.convolutions or (device.type == "cpu" and pooled)
         if wanted == "layered" or (wanted == "auto" and wins):
@@ -213,10 +212,10 @@ def _row_bytes(packing: Packing) -> int:
 
 
 def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
-    """What the layered path computes with: "eager" or "compiled".
+    """Executor of the layered path: "eager" or "compiled".
 
-    The compiled kernels add up in another order than torch's operations: which of them a run uses
-    is a part of it. The rule takes them on every CPU where they can be built.
+    Compiled kernels add in another order than torch's operations, so that the executor is a part of
+    a run's settings. The rule takes them on every CPU where they can be built.
 
     Raises
     ------
@@ -246,7 +245,7 @@ def _can_compile() -> bool:
 
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
-    """Whether the path can take the model: `vmap` knows no branches on values, for one."""
+    """Whether func can take the model: `vmap` does not support branches on values, for example."""
     dtype, one = path.packing.layout.dtype, data.one_example(protected=True)
     if one is None:
         return True
@@ -263,15 +262,15 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
 
 
 def most_clients(model: nn.Module, packing: Packing, device: torch.device, wanted: int = 0) -> int:
-    """Most clients that a block holds: as many as are ``wanted``, or (0) by the rule.
+    """Most clients in a block: ``wanted``, or the rule's number if that is 0.
 
-    On a CPU, convolutions go one client at a time whatever is wanted: that is no slower, and a
-    client's bits stay its own.
+    On a CPU, convolutions always go one client at a time: that is no slower, and a client's bits
+    then do not depend on its block.
 
     Raises
     ------
     FedsimError
-        If fewer than none are wanted.
+        If ``wanted`` is negative.
     """
     if wanted < 0:
         raise FedsimError(f"client.block-size is {wanted}; it must be 0 (auto) or more.")
@@ -281,7 +280,7 @@ def most_clients(model: nn.Module, packing: Packing, device: torch.device, wante
 
 
 def most_rows(device: torch.device, row_bytes: int) -> int:
-    """Most rows of this size that a block holds by the rule."""
+    """Most rows of this size in a block, by the rule."""
     budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // max(1, row_bytes)))
 

@@ -1,14 +1,14 @@
-"""Convolutions, each with ReLU and max-pooling, forward and backward by hand.
+"""Convolutions, each with ReLU and max-pooling: forward and backward passes without autograd.
 
 Five things make this faster than autograd on the same operations. An image is convolved and pooled
 in the cache (`fedsim.kernels.convolutions`). ReLU is monotone, so that it commutes with
-max-pooling: it and its mask are taken after pooling, at a quarter of the size or less. A place that
-is not the largest of its window has no gradient: sums run over the windows' winners, not over all
-places. Nobody wants the gradient of an image, so that the first layer's is never computed. And no
-graph is recorded.
+max-pooling: it and its mask are computed after pooling, at a quarter of the size or less. An output
+that is not the largest of its window has no gradient: sums run over the windows' winners, not over
+all positions. Images need no gradient, so that the first layer's input gradient is never computed.
+And no graph is recorded.
 
-It holds for a plain max-pooling without returned indices, and for ReLU alone: neither tanh after
-an average, nor a pooling of other activations, commutes to the same bits.
+This requires plain max-pooling without returned indices, and ReLU: neither tanh after an average,
+nor a pooling of other activations, commutes to the same bits.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fedsim.kernels.convolutions import (
 )
 from fedsim.rows.packing import channels_last, takes_channels_last
 
-# Places a window times places of a kernel, from which on sums over winners take less time than
-# products over all places, on each processor that was measured. With AVX2 they take .3 to .65 of it
-# (3 x 3, pooled by 3 x 3 with stride 2, and 5 x 5, pooled by 2 x 2). Below (3 x 3, pooled by 2 x 2)
-# .35 to .8 there, but up to twice as long with AVX-512.
+# Convolution outputs per window times kernel size, from which on sums over winners take less time
+# than products over all positions, on each processor that was measured. With AVX2 they take .3 to
+# .65 of it (3 x 3 kernels pooled by 3 x 3 with stride 2, and 5 x 5 pooled by 2 x 2). Below this
+# limit (3 x 3 pooled by 2 x 2) they take .35 to .8 with AVX2, but up to twice as long with AVX-512.
 SPARSE = 40
 
 Result = TypeVar("Result")
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of a layer's inputs, its weight and a bias, of those that are wanted."""
+"""Gradients of a layer's inputs, weight and bias; None for those that are not needed."""
 
 
 @dataclass(frozen=True)
 class ConvLayer:
-    """A convolution, all of it trained, with ReLU and what pools it; its places in a packed row."""
+    """A fully trained convolution with its ReLU and pooling, and its slices of a packed row."""
 
     name: str
     module: nn.Conv2d
@@ -56,7 +56,7 @@ class ConvLayer:
 
 
 def is_plain(module: nn.Conv2d) -> bool:
-    """Whether a convolution's padding is of zeros, so many on each side."""
+    """Whether a convolution pads with zeros, a given number of them on each side."""
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
@@ -70,10 +70,11 @@ class ConvActivations:
     x, weight : Tensor
         Its inputs and its weight, channels last.
     convolved : torch.Size
-        Shape of what is pooled.
+        Shape of the convolution's outputs, before pooling.
     places : int64 Tensor or None
-        What won each window, if there is pooling.
+        Position of each window's winner (its largest output); None without pooling.
     outputs : Tensor
+        After pooling and ReLU.
     """
 
     layer: ConvLayer
@@ -85,7 +86,7 @@ class ConvActivations:
 
 
 class ConvFactor(NamedTuple):
-    """What meets a convolution's weight in examples' gradients.
+    """Factors of a convolution's per-example gradients.
 
     Attributes
     ----------
@@ -104,9 +105,9 @@ class ConvFactor(NamedTuple):
 def forward(
     layers: Sequence[ConvLayer], row: Tensor, x: Tensor, *, compiled: bool
 ) -> list[ConvActivations]:
-    """Go through the layers with images ``x [B, C, H, W]`` at a packed ``row [D]``.
+    """Forward pass through the layers with images ``x [B, C, H, W]`` at a packed ``row [D]``.
 
-    The last one's outputs are the features, channels last.
+    The last layer's outputs are the features, channels last.
     """
     passed = []
     placed = channels_last if takes_channels_last(layer.module for layer in layers) else torch.clone
@@ -124,7 +125,7 @@ def forward(
 
 
 def _has_kernels(layer: ConvLayer, x: Tensor) -> bool:
-    """Whether compiled kernels take a layer that is pooled, with such inputs."""
+    """Whether the compiled kernels support a layer with such inputs; it must be pooled."""
     module, pool = layer.module, layer.pool
     if module.groups != 1 or module.dilation != (1, 1) or pool is None or pool.ceil_mode:
         return False
@@ -132,7 +133,7 @@ def _has_kernels(layer: ConvLayer, x: Tensor) -> bool:
 
 
 Pooled = tuple[torch.Size, Tensor, Tensor | None]
-"""The shape of what is convolved, what is pooled of it, and the places."""
+"""Shape of the convolution's outputs, the pooled outputs, and the positions of the winners."""
 
 
 def _pooled_by_image(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
@@ -162,10 +163,10 @@ def backward(
     delta: Tensor,
     of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
 ) -> list[Result]:
-    """Go back from the gradient of the features, and give what is made of each layer, last first.
+    """Backward pass from the gradient of the features; results of all layers, last layer first.
 
-    ``of_layer`` gets the gradient of what a layer gives before ReLU, and whether that of its inputs
-    is wanted, which it gives beside its result.
+    ``of_layer`` gets the gradient of a layer's pooled outputs before ReLU, and whether to return
+    the gradient of its inputs; it returns that and its result.
     """
     results = []
     below: Tensor | None = channels_last(delta)
@@ -182,8 +183,8 @@ def backward(
 def gradients_by_name(
     past: ConvActivations, delta: Tensor, below: bool, *, compiled: bool
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Gradients of a layer's inputs, where they are wanted, and of its parameters by name."""
-    # Which is faster depends on how much pooling throws away.
+    """Gradients of a layer's inputs, if needed (``below``), and of its parameters by name."""
+    # Which is faster depends on how much pooling discards.
     if compiled and _sparse(past):
         inputs, weight, bias = _of_winners(past, delta, below)
     else:
@@ -196,14 +197,14 @@ def gradients_by_name(
 def factor_of(
     past: ConvActivations, delta: Tensor, below: bool
 ) -> tuple[Tensor | None, ConvFactor]:
-    """Gradients of a layer's inputs, where they are wanted, and the factors of examples'."""
+    """Gradients of a layer's inputs, if needed, and the factors of per-example gradients."""
     delta = _before_pooling(past, delta)
     inputs = _products(past, delta, below, parameters=False)[0] if below else None
     return inputs, ConvFactor(past.layer.module, past.x, delta)
 
 
 def _sparse(past: ConvActivations) -> bool:
-    """Whether a layer's gradients are taken from its windows' winners."""
+    """Whether a layer's gradients are computed from its windows' winners alone."""
     module = past.layer.module
     if not _has_kernels(past.layer, past.x):
         return False
@@ -212,7 +213,7 @@ def _sparse(past: ConvActivations) -> bool:
 
 
 def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
-    """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
+    """Gradients of inputs (if needed), weight and bias, by sums over the windows' winners."""
     module, places = past.layer.module, past.places
     assert places is not None
     images, patches = _images(module, past.x)
@@ -227,13 +228,13 @@ def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
         return None, weights, bias
     rows = past.weight.permute(0, 2, 3, 1).flatten(2)
     inputs = input_gradient(rows, windows, places, patches)
-    down, across = _padding(module)
+    down, across = _padding(module)  # the kernels' images include it
     inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
     return inputs, weights, bias
 
 
 def _images(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, Patches]:
-    """Images as the kernels take them, with their padding written out, and what is read of them."""
+    """Images as the kernels take them, padded and channels last, and the patches to read."""
     down, across = _padding(module)
     x = x.permute(0, 2, 3, 1)
     if down or across:
@@ -254,10 +255,10 @@ _patches = functools.cache(Patches)
 
 
 def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
-    """Gradients of all that is convolved, from those of the windows."""
+    """Gradients of the convolution's outputs, from those of the pooled outputs."""
     if past.layer.pool is None:
         return delta
-    # Of what is pooled the operation reads the shape alone.
+    # The operation reads the shape of its pooled input and no numbers: they were not kept.
     convolved = torch.empty(
         past.convolved, dtype=delta.dtype, device=delta.device, memory_format=torch.channels_last
     )
@@ -268,7 +269,7 @@ def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
 
 
 def _products(past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool) -> Gradients:
-    """The same by products over all places, of those that are wanted."""
+    """Gradients of inputs, weight and bias by products over all positions (torch's backward)."""
     module = past.layer.module
     biased = module.bias is not None
     gradients: Gradients = torch.ops.aten.convolution_backward.default(

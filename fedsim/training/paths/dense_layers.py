@@ -1,16 +1,16 @@
-"""Linear layers one after another, each with an activation: outputs and gradients of ``n`` clients.
+"""A chain of linear layers, each with an activation: outputs and gradients of ``n`` clients.
 
-A pass goes through the layers at each client's own point and back, and hands out the gradients by
-the factors of which they are products: a weight gradient is written down only by those who need it.
-There are two executors (`client.kernel`), which agree up to rounding. The compiled one takes all
-layers of all clients in a call of ``dense.c``, which has one order of sums. The eager one makes
-batched products over the clients, operation by operation, on any device.
+A pass runs forward and backward at each client's own parameters, and returns gradients as factors:
+a weight gradient is multiplied out only where it is needed. There are two executors
+(`client.kernel`), which agree up to rounding. The compiled one takes all layers of all clients in a
+call of ``dense.c``, which fixes the order of sums. The eager one makes batched products over the
+clients, operation by operation, on any device.
 
-With either a client has the same bits in a block of one as in a block of a thousand. For the eager
-one that takes some care: libraries pick their kernel, and with it the order of a sum, by the size
-of a matrix and by the address at which it starts. So every client's matrix starts on a cache line
-(`aligned_empty`, `_on_lines`), products are made of all clients in one call, and a layer with fewer
-outputs than `NARROW` is computed as one of `NARROW` outputs.
+With either executor, a client has the same bits in a block of one as in a block of a thousand. For
+the eager one that takes care: libraries pick their kernel, and with it the order of a sum, by the
+size of a matrix and by the address at which it starts. So every client's matrix starts on a cache
+line (`aligned_empty`, `_on_lines`), one call multiplies for all clients, and a layer with fewer
+outputs than `NARROW` is padded to `NARROW` outputs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
 from fedsim.training.gradients import Factor, Factored, distance_between
 
 COMPILED = (None, nn.ReLU)
-"""Activations that compiled functions take; any may follow the last layer."""
+"""Activations that the compiled kernel supports; any other may follow the last layer."""
 NARROW = 16
-"""Outputs, of which libraries make products whose bits do not depend on the number of clients."""
+"""Fewest outputs with which a library's products do not depend on the number of clients."""
 
 Backward = Callable[[Tensor, Tensor], Tensor]
 Parameters = tuple[Tensor, Tensor | None]
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Backward]] 
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer and the activation after it; a slice of None marks frozen parameters."""
+    """A linear layer and the activation after it; None as a slice means frozen parameters."""
 
     module: nn.Linear
     weight: slice | None
@@ -67,7 +67,7 @@ class DenseLayer:
 
 
 def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
-    """The layers as compiled functions take them; None where they do not."""
+    """The layers' shapes for the compiled kernel; None if it does not support them."""
     shapes = []
     for layer in layers:
         module = layer.module
@@ -84,19 +84,19 @@ def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
 
 
 class DenseLayers:
-    """All layers, with the executor of a kernel.
+    """A chain of linear layers, with one of the executors.
 
     Parameters
     ----------
     layers : sequence of DenseLayer
     packing : Packing
     compiled : bool
-        Whether passes are compiled, of those layers and numbers that compiled functions take.
+        Whether to use the compiled kernel, where it supports the layers and the dtype.
     """
 
     def __init__(self, layers: Sequence[DenseLayer], packing: Packing, *, compiled: bool) -> None:
         self.layers, self.packing = layers, packing
-        # Below the first layer that is trained nobody wants a gradient.
+        # No gradient is needed below the first layer that is trained.
         self.first = next(i for i, layer in enumerate(layers) if layer.weight or layer.bias)
         self._shapes = _shapes(layers) if compiled else None
         self._kernels: dict[int, DenseKernel | None] = {}
@@ -109,10 +109,10 @@ class DenseLayers:
     def gradient(
         self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], *, below: bool = False
     ) -> tuple[CompiledGradient | Factored, Tensor | None]:
-        """Go through the layers at ``theta [n, D]`` with inputs ``x [n, B, in]``, and back.
+        """Forward and backward pass at ``theta [n, D]`` with inputs ``x [n, B, in]``.
 
-        ``deltas`` makes of the outputs ``[n, B, K]`` their gradients. Beside the layers' gradients
-        stand those of the inputs, if they are wanted ``below``.
+        ``deltas`` maps the outputs ``[n, B, K]`` to their gradients. Returns the layers' gradients,
+        and with ``below`` those of the inputs.
         """
         kernel = None if theta.is_cuda else self._kernel(x.shape[1], theta.dtype)
         if kernel is None or x.dtype != theta.dtype:
@@ -136,7 +136,7 @@ class DenseLayers:
     def _eager(
         self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], below: bool
     ) -> tuple[Factored, Tensor | None]:
-        """The same by batched products over the clients."""
+        """`gradient` by batched products over the clients."""
         values = self._values(theta, x)
         delta = deltas(values[-1])
         factors: list[Factor] = []
@@ -147,8 +147,8 @@ class DenseLayers:
             if layer.activation is not None:
                 delta = ACTIVATIONS[layer.activation][1](delta, values[i + 1])
             delta = _on_lines(delta)
-            # delta^T x would be the weight gradient. A plain step folds the two factors into the
-            # weights in one product (`Factored`), and others write it down.
+            # delta^T x would be the weight gradient. A plain step subtracts the factors' product
+            # from the weights in one operation (`Factored`); other steps multiply it out.
             if layer.weight is not None or layer.bias is not None:
                 factors.append(Factor(values[i], delta, layer.weight, layer.bias))
             if i > first or below:
@@ -174,7 +174,8 @@ class DenseLayers:
         return values
 
     def _parameters(self, theta: Tensor) -> list[Parameters]:
-        """Of all layers. To cut rows takes as long as a small product; steps are in one tensor."""
+        """Parameters of all layers, as views that are kept for the next step in the same tensor."""
+        # Cutting rows into views takes as long as a small product.
         if self._viewed is None or self._viewed[0] is not theta:
             self._viewed = theta, [layer.parameters(theta) for layer in self.layers]
         return self._viewed[1]
@@ -189,7 +190,7 @@ class DenseLayers:
 
 @dataclass(frozen=True)
 class CompiledGradient:
-    """Gradients of ``n`` clients' layers, as a kernel leaves their factors.
+    """Gradients of ``n`` clients, as the factors that a compiled kernel leaves in its buffers.
 
     Attributes
     ----------
@@ -207,12 +208,12 @@ class CompiledGradient:
     buffers: Tensor
 
     def __getitem__(self, clients: slice) -> CompiledGradient:
-        """Of these clients."""
+        """Gradients of these clients."""
         return replace(self, x=self.x[clients], buffers=self.buffers[clients])
 
     @property
     def factors(self) -> Sequence[Factor]:
-        """Of each layer, the last layer's first."""
+        """Factors of each layer, the last layer's first."""
         layers = self.dense_layers.layers
         values = [self.x, *(self.kernel.values(self.buffers, i) for i in range(len(layers) - 1))]
         return [
@@ -221,31 +222,31 @@ class CompiledGradient:
         ]
 
     def dense(self) -> Tensor:
-        """Write the gradients out, ``[n, D]``."""
+        """Packed rows ``[n, D]`` of the gradients, multiplied out: zeros minus -1 times them."""
         out = self.x.new_zeros(len(self.x), self.dense_layers.packing.width)
         self.kernel.subtract(out.new_full((len(out),), -1.0), out, out, self.x, self.buffers)
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """Fold the factors into ``theta`` without a gradient in between."""
+        """Subtract ``rate`` times the products of the factors, without forming a gradient."""
         into, rates = theta if out is None else out, rate.to(theta).expand(len(theta)).contiguous()
         if theta.stride(1) == 1 and into.stride(1) == 1:
             self.kernel.subtract(rates, theta, into, self.x, self.buffers)
             return
-        # Rows of a user's algorithm, with gaps.
+        # A user's algorithm may have rows with gaps, which the kernel does not take.
         moved = into.clone(memory_format=torch.contiguous_format)
         self.kernel.subtract(rates, theta.contiguous(), moved, self.x, self.buffers)
         into.copy_(moved)
 
     def distance(self, other: Gradient) -> Tensor:
-        """From the factors, by inner products."""
+        """L2 distances ``[n]``, from inner products of the factors."""
         if not isinstance(other, CompiledGradient) or other.kernel is not self.kernel:
             return Dense(self.dense()).distance(other)
         inner = self.kernel.inner((self.x, self.buffers), (other.x, other.buffers))
         return distance_between(self._squares, other._squares, inner)
 
     def norms(self) -> Tensor:
-        """From the factors."""
+        """L2 norms ``[n]``, from inner products of the factors."""
         return self._squares.clamp(min=0).sqrt_()
 
     @cached_property
@@ -253,19 +254,19 @@ class CompiledGradient:
         return self.kernel.inner((self.x, self.buffers), (self.x, self.buffers))
 
     def scaled(self, factors: Tensor) -> CompiledGradient:
-        """The output gradients times ``factors [n]``."""
+        """The gradients times ``factors [n]``, by scaling the output gradients."""
         scaled = replace(self, buffers=self.buffers.clone())
         for i in range(len(self.dense_layers.layers)):
             self.kernel.deltas(scaled.buffers, i).mul_(factors.view(-1, 1, 1))
         return scaled
 
     def peak(self) -> Tensor:
-        """The norm: no coordinate is larger."""
+        """The L2 norms, which bound every coordinate."""
         return self.norms()
 
 
 def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Outputs ``[n, B, few]`` into ``out``, as of a layer with `NARROW` of them."""
+    """Write outputs ``[n, B, few]`` to ``out``, computed by a layer padded to `NARROW` outputs."""
     n, few, inputs = weight.shape
     wide = weight.new_empty(n, NARROW, inputs)
     wide[:, :few], wide[:, few:] = weight, 0
@@ -280,7 +281,7 @@ def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def _on_lines(block: Tensor) -> Tensor:
-    """``[n, B, width]`` whose clients each start on a line, as the next product wants them."""
+    """``block [n, B, width]``, copied unless each client in it starts on a cache line."""
     alone = len(block) == 1 and block.is_contiguous()
     step = block.data_ptr() if alone else block.stride(0) * block.element_size()
     if step % LINE == 0:

@@ -1,13 +1,13 @@
-"""Gradients of single examples: each one a row, by the fastest method that gives it exactly.
+"""Per-example gradients: one row for each example, by the fastest method that gives it exactly.
 
-A bound on a row protects an example only if no other example has a part in the row. There are two
-ways to know that. A model and a loss that have been read (`fedsim.training.structure`) act on each
+A bound on a row protects an example only if no other example contributes to the row. There are two
+ways to ensure that. A model and a loss that have been read (`fedsim.training.structure`) treat each
 example by itself, *by structure*, so that one pass may take all examples at once: by factors
 (`fedsim.training.paths.factored`), or by Opacus for recurrent layers (`Unrolled`). What runs then
 is the graph that was read, never the user's forward. Everything else goes *one at a time*: in
-parallel by `torch.func.vmap`, inside which a model sees one example, or one after another, each
-from the same buffers and attributes. The fastest method that `fedsim.training.probe` finds nothing
-against is used.
+parallel by `torch.func.vmap`, inside which a model sees a single example, or one after another,
+each from the same buffers and attributes. The fastest method that passes the tests of
+`fedsim.training.probe` is used.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from fedsim.training.own_state import OwnState
 from fedsim.training.side_effects import seeded
 
 BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
-"""How it is known that a row is one example's."""
+"""Why a row is known to depend on one example only."""
 
 
 @dataclass(frozen=True)
 class ExampleBlock:
-    """Gradients of some clients' examples, each client at its own point.
+    """Per-example gradients of some clients, each at its own point.
 
     Attributes
     ----------
     clients : slice or int64 Tensor ``[k]``
-        Whose they are, of the ``n`` asked for: all, or all that have examples, or one.
+        Positions of these clients among the block's ``n``: all, those with examples, or one.
     counts : sequence of k ints
-        How many of their examples are no padding.
+        Number of each client's real examples.
     rows : BlockRows ``[k, b, d]``
-        Of the first ``b`` examples of each, padding among them.
+        Rows of the first ``b`` examples of each client, padding included.
     losses : Tensor ``[k, b]``
     """
 
@@ -59,15 +59,15 @@ class ExampleBlock:
 
 @dataclass(frozen=True)
 class GradientMethod(ABC):
-    """A method to compute the gradients of single examples.
+    """A method of computing per-example gradients.
 
-    ``name`` is what it is called; ``evidence`` how it is known that a row is one example's, for
-    ledgers and statements.
+    ``name`` names it; ``evidence`` says why a row depends on one example only, for ledgers and
+    statements.
 
     Attributes
     ----------
     model : nn.Module
-        What runs: the graph that was read, or the user's own module.
+        The module that runs: the graph that was read, or the user's own.
     packing : Packing
     loss : callable
     """
@@ -91,21 +91,21 @@ class GradientMethod(ABC):
         counts: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> Iterator[ExampleBlock]:
-        """Gradients of the examples of a block's clients, here of one client after another.
+        """Per-example gradients of a block's clients; here one client after another.
 
         Parameters
         ----------
         theta : Tensor ``[n, D]``, packed
         x, y : Tensor ``[n, B, ...]``
         counts : sequence of n ints
-            A client's own examples are the first so many; what comes after them is padding, and
-            may be left out.
+            Number of a client's real examples, which come first; the padding after them may be
+            left out.
         seeds : sequence of n ints, optional
-            Of what the model draws for each client, if it does.
+            Seeds of the model's own random draws for each client, if it makes any.
         """
         for k, count in enumerate(counts):
             if count:
-                # Copies, at an allocator's address: bits must not depend on where a row lies.
+                # Copies, at aligned addresses: bits must not depend on a row's position.
                 with seeded(seeds[k] if seeds else None, theta.device):
                     gradients, losses = self.of_client(
                         theta[k].clone(), x[k, :count].clone(), y[k, :count]
@@ -115,9 +115,9 @@ class GradientMethod(ABC):
 
 @dataclass(frozen=True)
 class Vmapped(GradientMethod):
-    """Gradients of single examples by `torch.func`, written out.
+    """Per-example gradients by `torch.func.vmap`.
 
-    A model and a loss are given one example: what they could mix is not there.
+    The model and the loss see one example, so that they cannot mix examples.
     """
 
     state: OwnState
@@ -144,10 +144,10 @@ class Vmapped(GradientMethod):
 
 @dataclass(frozen=True)
 class OneByOne(GradientMethod):
-    """Gradients of single examples by autograd on one example after another.
+    """Per-example gradients by autograd on one example after another.
 
-    Nothing that an example is computed with is another's: each call starts from the same buffers
-    and attributes, and what the model draws for it is seeded for it alone.
+    Examples share nothing: each call starts from the same buffers and attributes, and the model's
+    own random draws are seeded for each example.
     """
 
     state: OwnState
@@ -159,10 +159,10 @@ class OneByOne(GradientMethod):
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         rows, losses = [], []
-        # Drawn from a generator that is seeded for the client; unused by a model that draws not.
+        # From the generator, which is seeded for the client; none for a model that does not draw.
         seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
         for j, seed in enumerate(seeds):
-            # An example's own: a forward that writes to its parameters leaves the next one's alone.
+            # A copy for each example: a forward may write to its parameters.
             named = self.packing.named(theta.clone())
             leaves = {k: v.detach().requires_grad_() for k, v in named.items()}
             with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
@@ -184,12 +184,12 @@ def is_recurrent(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Unrolled(GradientMethod):
-    """Gradients of single examples by Opacus, on a copy of the model with its recurrent layers.
+    """Per-example gradients by Opacus, on a copy of the model with Opacus's recurrent layers.
 
-    `torch.func` cannot take such layers. Opacus unrolls one into linear layers, and knows each
-    example's gradient of those. It is imported at the first use: only models with such layers wait
-    for it. The copy is what `fedsim.training.probe` compares with the model: that Opacus's layers
-    compute what torch's do is not taken for granted.
+    `torch.func` cannot take recurrent layers. Opacus unrolls them into linear layers, whose
+    per-example gradients it computes. It is imported at first use: only models with such layers
+    wait for it. `fedsim.training.probe` compares the copy with the model, so that Opacus's layers
+    are not merely assumed to compute what torch's do.
     """
 
     name = "unrolled"
@@ -203,7 +203,7 @@ class Unrolled(GradientMethod):
             parameters[name].data.copy_(value)
         self._follow_mode()
         try:
-            # Inputs need no gradients, of which a hook warns.
+            # A hook warns that the inputs need no gradients.
             with torch.enable_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 losses = self.loss(copied(x), y)
@@ -216,13 +216,13 @@ class Unrolled(GradientMethod):
 
     @cached_property
     def _copy(self) -> nn.Module:
-        """The model with Opacus's layers in the place of torch's, watched by Opacus.
+        """A copy of the model with Opacus's recurrent layers, and with its hooks on all layers.
 
         Raises
         ------
         RuntimeError
-            Where Opacus would compute something else than the model does, or knows no rule for a
-            layer; the probe takes the next method then.
+            If Opacus would compute something else than the model does, or has no rule for a layer;
+            the probe then tries the next method.
         """
         from opacus.grad_sample import GradSampleModule
         from opacus.layers import DPGRU, DPLSTM, DPRNN
@@ -243,7 +243,7 @@ class Unrolled(GradientMethod):
         return copied
 
     def _follow_mode(self) -> None:
-        """Train or evaluate as the model does; layers with parameters are watched in training."""
+        """Set the model's mode; layers with parameters stay in training, for Opacus's hooks."""
         self._copy.train(self.model.training)
         for module in self._copy.modules():
             if any(True for _ in module.parameters(recurse=False)):
@@ -251,7 +251,7 @@ class Unrolled(GradientMethod):
 
 
 def _rows(parameter: Any, examples: int) -> Tensor:
-    """Each example's gradient of one parameter, ``[B, size]``; zero of one that is not used."""
+    """Per-example gradients of one parameter, ``[B, size]``; zeros if it is not used."""
     rows: Tensor | None = parameter.grad_sample
     if rows is None:
         rows = parameter.new_zeros(examples, parameter.numel())
@@ -259,7 +259,7 @@ def _rows(parameter: Any, examples: int) -> Tensor:
 
 
 def _unrolled(layer: Any) -> nn.Module:
-    """Opacus's layer with the parameters of torch's."""
+    """Opacus's layer in the place of torch's, with its parameters."""
     from opacus import layers
 
     if layer.dropout:

@@ -1,19 +1,20 @@
-"""Gradients of single examples by factors: layers that meet their weights in a product.
+"""Per-example gradients as factors, for layers that multiply their inputs by a weight.
 
 A linear layer's gradient of one example is ``delta (x) x``, output gradient times input; that of a
 convolution, or of a linear layer on a sequence, is a sum of such products over L positions. Norms
-and weighted sums follow from the factors, so that no example's gradient need be written down
-("ghost norms"; Goodfellow 2015, Bu et al. 2022)::
+and weighted sums follow from the factors, so that no example's gradient need be formed ("ghost
+norms"; Goodfellow 2015, Bu et al. 2022)::
 
     || sum_l delta_l (x) x_l ||^2  =  sum_lm (delta_l . delta_m) (x_l . x_m)
 
-The right side adds L^2 terms of both signs. A norm that came out too small would let a row past its
-bound, so that products are in float64, and beside each square stand the size of the terms that were
-added and how many (`Squares`), from which the bound takes a margin. Where a gradient has fewer than
-L^2 entries it is written down after all, and its norm has no such error.
+The right side adds L^2 terms of both signs. If rounding made a norm too small, a row would exceed
+its bound. So products are in float64, and each square comes with the size and the number of the
+terms that were added (`Squares`), from which the bound takes a margin. A gradient with at most L^2
+entries is formed after all, and its norm has no such error.
 
-All of this needs that a parameter is used by one call of one layer: with two, the gradient is a sum
-of two products and its norm no product of their norms (`product_layers`, `owned_by_layers`).
+All of this requires that a parameter is used by one call of one layer: with two calls, the gradient
+is a sum of two products, whose norm does not follow from theirs (`product_layers`,
+`owned_by_layers`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fedsim.training.structure.reading import Structure
 
 
 def owned_by_layers(structure: Structure, packing: Packing) -> bool:
-    """Whether each trained parameter is used by the module that has it, and nowhere else."""
+    """Whether each trained parameter is used only by the module that owns it."""
     model = structure.module
     at = {str(node.target) for node in model.graph.nodes if node.op == "get_attr"}
     names = [n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
@@ -46,9 +47,9 @@ def owned_by_layers(structure: Structure, packing: Packing) -> bool:
 
 
 def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn.Module]] | None:
-    """Layers that own every trained parameter, in the layout's order; None if some cannot.
+    """Layers that own all trained parameters, in the layout's order; None if some do not qualify.
 
-    Each is called once: an example's gradient is one product.
+    Each is called once, so that an example's gradient is one product.
     """
     model = structure.module
     calls = [str(node.target) for node in model.graph.nodes if node.op == "call_module"]
@@ -59,7 +60,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
     layers = []
     for owner in owners:
         module = model.get_submodule(owner)
-        # Groups and other paddings multiply other windows than those that `_windows` gathers.
+        # With groups, or another padding, weights multiply other windows than `_windows` gathers.
         plain = type(module) is nn.Linear or (
             type(module) is nn.Conv2d and module.groups == 1 and is_plain(module)
         )
@@ -75,7 +76,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
 
 @dataclass(frozen=True, eq=False)
 class PositionsPart(LinearPart):
-    """A layer that meets its weights at ``L`` positions: row k is ``sum_l delta_kl (x) x_kl``.
+    """Rows of a layer that is applied at ``L`` positions: row k is ``sum_l delta_kl (x) x_kl``.
 
     Attributes
     ----------
@@ -83,8 +84,8 @@ class PositionsPart(LinearPart):
     delta : Tensor ``[..., rows, L, outputs]``
     bias : bool
     kernel : tuple of int
-        ``(C, kh, kw)`` where inputs come channels last, ``(kh, kw, C)``, as a CPU is quick to
-        gather them; empty where they are in the row's order.
+        ``(C, kh, kw)`` if inputs are channels last, ``(kh, kw, C)``, which a CPU gathers quickly;
+        empty if they are in the row's order.
     """
 
     kernel: tuple[int, ...] = ()
@@ -101,12 +102,12 @@ class PositionsPart(LinearPart):
 
     @property
     def cancels(self) -> bool:
-        """Whether sums of squares may cancel; those of a row that is written down do not."""
+        """Whether terms of a squared norm may cancel; those of a row that is formed cannot."""
         return not self.small
 
     @property
     def depth(self) -> int:
-        """Numbers that are added one after another, in any formula here."""
+        """Most numbers that any formula here adds one after another."""
         return 2 * self.x.shape[-2] + self.x.shape[-1] + self.delta.shape[-1]
 
     def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
@@ -118,13 +119,13 @@ class PositionsPart(LinearPart):
         x, delta = self._precise
         inputs = (x @ x.mT).add_(float(self.bias))
         values = (delta @ delta.mT).mul_(inputs).sum(-1).sum(-1).clamp_min(0)
-        # No entry of a Gram matrix is larger than the product of two norms (Cauchy, Schwarz).
+        # No entry of a Gram matrix is larger than the product of two norms (Cauchy-Schwarz).
         lengths = (x.square().sum(-1) + float(self.bias)).sqrt_()
         sizes = (torch.linalg.vector_norm(delta, dim=-1) * lengths).sum(-1).square_()
         return Squares(values, sizes, self.depth)
 
     def _whitened_squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
-        """Of rows that are written down, in float64 where sums are of products in float64."""
+        """Squared norms of centred and scaled rows, which are formed as precisely as in `sums`."""
         x, delta = self._precise
         rows = self._written if self.small else self._write(x, delta)
         magnitudes = rows if self.small else self._write(x.abs(), delta.abs())
@@ -136,10 +137,10 @@ class PositionsPart(LinearPart):
         return Squares((shifted * factor).square_().sum(-1), sizes, self.depth)
 
     def sums(self, weights: Tensor) -> list[Tensor]:
-        """Weighted sums of the rows: of the weight, and of a bias."""
+        """Weighted sums of the rows, for the weight and for a bias."""
         absent = weights == 0
-        # Whether there are any is not read back from a GPU, which would wait for it.
-        # A row of NaN times zero is NaN: such rows are wiped.
+        # Zero times NaN is NaN, so rows of weight 0 are wiped. On a GPU always: reading back
+        # whether there are any would wait for it.
         wipe = weights.is_cuda or bool(absent.any())
         if self.small:
             rows = self._written
@@ -153,7 +154,7 @@ class PositionsPart(LinearPart):
         return [weight, delta.sum(-2)] if self.bias else [weight]
 
     def dense(self) -> Tensor:
-        """The rows, written out."""
+        """The rows, multiplied out."""
         return self._write(self.x, self.delta)
 
     def _write(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class PositionsPart(LinearPart):
         return torch.cat([outer, delta.sum(-2)], dim=-1) if self.bias else outer
 
     def _row(self, weight: Tensor) -> Tensor:
-        """``[..., outputs, inputs]`` in the order of a row."""
+        """Weight gradients ``[..., outputs, inputs]``, flattened in the order of a row."""
         if self.kernel:
             channels, kh, kw = self.kernel
             split = weight.reshape(*weight.shape[:-1], kh, kw, channels)
@@ -179,7 +180,7 @@ class PositionsPart(LinearPart):
 
 @dataclass(frozen=True)
 class ProgramRows(GradientMethod):
-    """The model program, read example by example: all clients of a block where it is dense."""
+    """Per-example gradients by the model program, of all clients at once if it is dense."""
 
     program: Program
 
@@ -199,7 +200,7 @@ class ProgramRows(GradientMethod):
         counts: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> Iterator[ExampleBlock]:
-        """Of all clients at once, unless there are convolutions."""
+        """Per-example gradients of all clients at once, unless there are convolutions."""
         if self.program.convolutions:
             yield from super().rows(theta, x, y, counts, seeds)
             return
@@ -209,7 +210,7 @@ class ProgramRows(GradientMethod):
             theta, x, y = theta[clients], x[clients], y[clients]
         rows, losses = self._of_block(theta, x, y)
         counts = [count for count in counts if count]
-        # Products over fewer examples of weight zero have the same bits.
+        # Leaving out examples of weight zero does not change the bits of the products.
         b = x.shape[1] if x.is_cuda else max(counts)
         yield ExampleBlock(clients, counts, rows[:, :b], losses[:, :b])
 
@@ -223,11 +224,11 @@ class ProgramRows(GradientMethod):
 
 @dataclass(frozen=True)
 class Hooked(GradientMethod):
-    """Inputs and output gradients of layers, by one forward and one backward pass of autograd.
+    """Per-example factors from hooks, by one forward and one backward pass of autograd.
 
-    For models that were read and are no program: layers beside each other, or on sequences. The
-    backward pass is of the sum of the losses: each example's loss follows from that example alone,
-    so that the gradient of a layer's outputs has each example's own in its row.
+    For models that were read but are no program: parallel layers, or layers on sequences. The
+    backward pass starts from the sum of the losses. As each example's loss depends on that example
+    alone, each row of a layer's output gradient belongs to one example.
     """
 
     layers: Sequence[tuple[str, nn.Module]]
@@ -244,7 +245,7 @@ class Hooked(GradientMethod):
             )
             for name, module in self.layers
         ]
-        # Windows are then gathered in runs of channels.
+        # With channels last, windows are gathered in runs of channels.
         if x.dim() == 4 and not x.is_cuda and takes_channels_last(self.model.modules()):
             x = channels_last(x)
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
@@ -280,7 +281,7 @@ def _convolved_part(module: nn.Conv2d, x: Tensor, delta: Tensor) -> PositionsPar
 
 
 def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
-    """What a convolution sees at each of its positions, channels last: ``[B, L, kh * kw * C]``."""
+    """Patches that a convolution reads at its positions, channels last: ``[B, L, kh * kw * C]``."""
     (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
     pad = module.padding
     if any(pad):

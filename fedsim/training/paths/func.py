@@ -1,9 +1,10 @@
 """The func path: `torch.func.vmap` of a gradient over clients, for any model it can take.
 
-On a CPU a client's bits must not depend on where in a block it stands. They would: vectorised loops
-treat the last few numbers of a tensor apart, and products pick their kernel by alignment. Where
-every matrix of a block starts on a cache line and fills whole lines (`FuncPath.aligned`) the block
-goes in one call, with batches padded to whole lines; elsewhere clients go one after another.
+On a CPU a client's bits must not depend on its position in a block. Without care they would:
+vectorised loops compute the last few numbers of a tensor differently, and products pick their
+kernel by alignment. If every matrix of a block starts on a cache line and fills whole lines
+(`FuncPath.aligned`), the block goes in one call, with batches padded to whole lines; otherwise
+clients go one after another.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class FuncPath:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every matrix of a block starts on a cache line, if batches are padded to one.
+        """Whether every matrix of a block starts on a cache line, if batches are padded to lines.
 
-        Then the library's kernels, and a client's bits, do not depend on its place in a block.
+        Then the library's kernels, and a client's bits, do not depend on its position in a block.
         """
         for module in self.model.modules():
             parameters = list(module.parameters(recurse=False))
@@ -98,9 +99,9 @@ class FuncPath:
         return True
 
     def _padded(self, batch: Tensor) -> Tensor:
-        """``[n, B, ...]`` with copies of each first example up to whole cache lines, or pairs."""
-        # A kernel's loop takes two vector registers at a time, and the rest in another way: whole
-        # pairs of each client leave no rest (`fedsim.rows.packing`).
+        """``[n, B, ...]`` padded to whole cache lines, or pairs, by copies of the first example."""
+        # A kernel's loop takes two vector registers at a time, and computes the rest differently:
+        # with whole pairs for each client there is no rest (`fedsim.rows.packing`).
         whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
         missing = -batch.shape[1] % whole
         if not missing or batch.is_cuda or not self.aligned:
@@ -109,11 +110,11 @@ class FuncPath:
 
     @staticmethod
     def _placed(block: Tensor, clients: slice) -> Tensor:
-        """These clients', on a CPU at an address of the allocator's."""
+        """Tensors of these clients, on a CPU copied to an address that the allocator aligns."""
         return block if block.is_cuda else block[clients].clone()
 
     def _parts(self, theta: Tensor) -> list[slice]:
-        """The whole block where that is safe; one client after another elsewhere on a CPU."""
+        """The whole block on a GPU or where that is aligned; else one client after another."""
         if theta.is_cuda or self.aligned:
             return [slice(None)]
         return [slice(k, k + 1) for k in range(len(theta))]

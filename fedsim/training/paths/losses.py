@@ -1,4 +1,4 @@
-"""Losses of batches from what a model puts out, and gradients of the outputs."""
+"""Losses of batches from a model's outputs, and gradients of the outputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss, SquaredError
 
 
 class BatchLosses(Protocol):
-    """Losses of batches, each with at most one pass, and their gradients."""
+    """Losses of prepared batches, and their gradients; each batch has at most one pass."""
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Gradients of the weighted losses with respect to the outputs ``[n, B, ...]``.
 
-        They are of ``n`` batches, from the ``first`` on.
+        The outputs are of ``n`` batches, from number ``first`` on.
         """
 
     def values(self) -> Tensor:
-        """Loss of each example, ``[S, B]``, unweighted; 0 of batches without a pass."""
+        """Unweighted loss of each example, ``[S, B]``; 0 for batches without a pass."""
 
 
 def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
@@ -38,9 +38,9 @@ def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
 
 
 class EagerClassLosses:
-    """Cross-entropy by torch's own softmax: on a GPU, and of float64.
+    """Cross-entropy by torch's own softmax: on a GPU, and in float64.
 
-    Parameters as `fedsim.kernels.classes.ClassBatches`, which is that of float32 on a CPU.
+    Parameters as in `fedsim.kernels.classes.ClassBatches`, which computes float32 on a CPU.
     """
 
     def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
@@ -49,7 +49,7 @@ class EagerClassLosses:
         self._losses = torch.zeros_like(weight)
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
-        """Of some batches."""
+        """Gradients of the outputs of batches from number ``first`` on."""
         together = slice(first, first + len(outputs))
         log_p, classes = torch.log_softmax(outputs, -1), self._classes[together]
         self._losses[together] = log_p.gather(-1, classes).squeeze(-1).neg_()
@@ -63,17 +63,17 @@ class EagerClassLosses:
 
 
 class LossesByAutograd:
-    """Any loss. Parameters as `losses_of`."""
+    """Any loss, by autograd. Parameters as in `losses_of`."""
 
     def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:
         self._loss, self._y, self._weight = loss, y, weight
         self._losses = torch.zeros_like(weight)
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
-        """Of some batches."""
+        """Gradients of the outputs of batches from number ``first`` on."""
         # On a GPU the whole block at once: each example has a loss of its own, so that no client's
-        # gradient has another's part. On a CPU an exponential's last bit may depend on where in
-        # memory its number lies.
+        # gradient has another's part. On a CPU one by one: an exponential's last bit may depend on
+        # the address of its number.
         n = len(outputs)
         runs = [slice(0, n)] if outputs.is_cuda else [slice(k, k + 1) for k in range(n)]
         copies = ((outputs[run].clone(), first + run.start) for run in runs)
@@ -94,9 +94,9 @@ class LossesByAutograd:
 
 
 class SquaredErrors(LossesByAutograd):
-    """Squared errors of many numbers an example, on a CPU: what autograd gives, without a graph.
+    """Squared errors of several numbers per example, on a CPU: as autograd, but without a graph.
 
-    Targets that do not count are left to autograd. Parameters as `losses_of`.
+    Masked targets are left to autograd. Parameters as in `losses_of`.
     """
 
     def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:

@@ -7,9 +7,9 @@ On a CPU, where a block has one row, the model's own parameters become views of 
 (`ParameterBinding`): autograd then runs the module itself, a step writes straight into what the
 model reads next, and a client's many steps share one binding. Two things must hold: the row
 must stay the same tensor in the same memory, or the model would train another one; and the
-parameters must be given back however a step ends, since the next client shares the model. The
+parameters must be restored however a step ends, since the next client uses the same model. The
 filters of most models' convolutions are faster with channels last, which a row does not have: they
-are copies, written anew before each gradient.
+are copies, refreshed before each gradient.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fedsim.training.side_effects import seeded
 
 Views = dict[str, Tensor]
 
-# Channels, from which on torch's GroupNorm is as fast with channels last. Its backward pass takes
-# 6 times as long of 16 channels, 4 times of 32: more than convolutions save.
+# Channels from which on torch's GroupNorm is as fast with channels last. With 16 channels its
+# backward pass takes 6 times as long, with 32 it takes 4 times: more than convolutions save.
 WIDE_NORM = 64
 
 
 class ParameterBinding:
     """Makes a model's trained parameters views of one client's packed row, for a while.
 
-    ``filters``: names of those that are copies of it, with channels last.
+    ``filters``: names of the parameters that are copies instead of views, with channels last.
     """
 
     def __init__(self, model: nn.Module, packing: Packing, filters: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class ParameterBinding:
         self._bound: tuple[Tensor, Views] | None = None
 
     def at(self, theta: Tensor) -> AbstractContextManager[Views]:
-        """With the parameters in ``theta [1, D]``; after it they are what they were before.
+        """Bind the parameters to ``theta [1, D]``; on exit they are what they were before.
 
         Yields
         ------
@@ -71,7 +71,8 @@ class ParameterBinding:
 
     @contextmanager
     def _binding(self, theta: Tensor) -> Iterator[Views]:
-        # To cut a row into views takes longer than a small step; algorithms step in one tensor.
+        # Views are kept for the next step, as most algorithms step in place: cutting a row into
+        # views takes longer than a small step.
         if self._viewed is None or self._viewed[0] is not theta:
             self._viewed = theta, self._packing.named(theta[0])
         bound_before, self._bound = self._bound, self._viewed
@@ -91,8 +92,8 @@ class ParameterBinding:
 class PlainPath:
     """Autograd, client by client: each batch as it is, without padding.
 
-    So it takes models and losses that look across a batch, too. What they keep from one call to the
-    next is put back before another client's (`state`): no bound would hold for what it carries.
+    So it also takes models and losses that look across a batch. State that they keep between calls
+    is restored before the next client (`state`): no bound would cover data that it carries over.
     """
 
     model: nn.Module
@@ -111,7 +112,7 @@ class PlainPath:
     ) -> tuple[Gradient, Tensor]:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``.
 
-        ``seeds [n]`` are those of what the model draws for each client.
+        ``seeds [n]`` are for the model's own random draws, one for each client.
         """
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
@@ -142,12 +143,12 @@ class PlainPath:
         return Parts(stacked, self.packing), losses
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
-        """For many gradients of one client on a CPU, at ``theta [1, D]``: bind parameters once."""
+        """Bind the parameters to ``theta [1, D]`` once, for many gradients of a client on a CPU."""
         return self._binding.at(theta)
 
     @cached_property
     def state(self) -> OwnState:
-        """What each client's work begins from; what cannot be copied stays as it is."""
+        """State that each client starts from; attributes that cannot be copied are not restored."""
         return OwnState(self.model, self.loss, self.packing.slices, strict=False)
 
     @cached_property
@@ -161,15 +162,15 @@ class PlainPath:
     def gradient_of_one(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, loss: Loss | None = None
     ) -> tuple[Gradient, Tensor]:
-        """`gradient` of one client on a CPU, with the model's parameters in its row.
+        """`gradient` of one client on a CPU, with the model's parameters bound to its row.
 
-        Of a batch ``[B, ...]`` without padding, at ``theta [1, D]``; ``loss`` is that of `loss_of`.
+        For a batch ``[B, ...]`` without padding, at ``theta [1, D]``; ``loss`` is from `loss_of`.
         """
         loss, parameters = self.loss if loss is None else loss, self._binding.parameters
         with self._binding.at(theta) as views, torch.enable_grad():
             self._binding.refresh(views)
             losses = loss(self.model(self._placed(x)), y)
-            # The weights are the gradient of what is minimised with respect to the losses.
+            # The weights are the gradient of the weighted sum with respect to the losses.
             gradients = torch.autograd.grad(
                 losses, list(parameters.values()), weight, allow_unused=True
             )
@@ -179,9 +180,9 @@ class PlainPath:
         return Parts(BlockOfOne(named), self.packing, row_views), losses.detach()
 
     def loss_of(self, y: Tensor) -> Loss:
-        """The loss of examples with targets among ``y``, without masks where all of them count."""
+        """The loss for targets among ``y``: a variant without masks if all of them count."""
         loss = self.loss
-        # Not that of a subclass which is called in its own way.
+        # Not for a subclass that has a `__call__` of its own.
         if not isinstance(loss, NumberLoss) or type(loss).__call__ is not NumberLoss.__call__:
             return loss
         return loss if y.is_floating_point() and bool(y.isnan().any()) else loss.where_all_count
@@ -195,7 +196,7 @@ class PlainPath:
     ) -> Tensor:
         """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``; ``seeds`` as in `gradient`.
 
-        Only the first ``counts [n]`` examples of each go through it; the outputs of others are 0.
+        Only the first ``counts [n]`` examples of each client are run; outputs of others are 0.
         """
         outputs: list[Tensor] = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
@@ -210,14 +211,14 @@ class PlainPath:
 
     @cached_property
     def _channels_last(self) -> bool:
-        """Images with channels last: faster convolutions on a CPU, but slower narrow GroupNorm."""
+        """Whether to use channels last: faster convolutions on a CPU, slower narrow GroupNorm."""
         modules = list(self.model.modules())
         narrow = (isinstance(m, nn.GroupNorm) and m.num_channels < WIDE_NORM for m in modules)
         convolves = any(isinstance(m, nn.Conv2d) for m in modules)
         return convolves and not any(narrow) and takes_channels_last(modules)
 
     def _placed(self, x: Tensor) -> Tensor:
-        """One client's inputs, at an allocator's address: its bits do not depend on its place."""
+        """One client's inputs, copied to an aligned address: bits must not depend on position."""
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)
         return x.clone()

@@ -1,16 +1,15 @@
 """The model program: a chain of layers, lowered once from the graph that was read of a model.
 
-Its parts come in one order: what is frozen (the stem), convolutions with ReLU and perhaps
-max-pooling, linear layers with at most one activation each. Every layer knows its places in a
+Its parts come in one order: frozen layers (the stem), convolutions with ReLU and perhaps
+max-pooling, linear layers with at most one activation each. Every layer knows its slices of a
 client's row. Two executors run it, without autograd: the eager one operation by operation, on any
-device, the compiled one by kernels in C where there are some for a layer (`dense_layers`,
-`conv_layers`). Gradients of single examples are the same program read example by example
-(`Program.example_factors`).
+device, the compiled one by C kernels for the layers that have them (`dense_layers`, `conv_layers`).
+Per-example gradients come from the same program (`Program.example_factors`).
 
-Clients take each step together. Batched work over clients reads every client's parameters in each
-step, though: where compiled kernels meet those of one client that nearly fill the cache, and where
-there are convolutions, a client takes all its steps by itself instead, and its row stays in the
-cache (`Program.sequential`).
+By default the clients of a block take each step together, which reads every client's parameters in
+each step. With convolutions, or with compiled kernels and parameters that nearly fill the cache, a
+client takes all its steps before the next one begins, and its row stays in the cache
+(`Program.sequential`).
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ from fedsim.training.paths.dense_layers import (
 from fedsim.training.paths.losses import BatchLosses, losses_of
 from fedsim.training.structure.reading import Reading, Structure
 
-# Of a client's parameters: from this size on a client takes all its steps before the next begins.
+# Bytes of a row from which on a client takes all its steps before the next one begins.
 SEQUENTIAL_BYTES = 2**19
 
 Result = TypeVar("Result")
 
 
 def lowered(reading: Reading, packing: Packing, kernel: str = "eager") -> Program | None:
-    """The program of a model, or None where what was read of it is no such chain.
+    """The program of a model; None if its graph is no such chain of layers.
 
     Parameters
     ----------
     reading : Reading
     packing : Packing
-        Of all parameters that are trained.
+        Packing of all parameters that are trained.
     kernel : "eager" or "compiled"
         Which executor runs it.
     """
@@ -77,7 +76,7 @@ def lowered(reading: Reading, packing: Packing, kernel: str = "eager") -> Progra
     convolutions = tuple(layer for layer in layers if isinstance(layer, ConvLayer))
     dense = tuple(layer for layer in layers if isinstance(layer, DenseLayer))
     places = [place for layer in layers for place in (layer.weight, layer.bias) if place]
-    # ReLU alone commutes with pooling, and a gradient reaches convolutions by a trained layer.
+    # Only ReLU commutes with pooling, and the layer above the convolutions must be trained.
     fits = all(layer.activation is nn.ReLU for layer in convolutions)
     fits = fits and not (convolutions and dense and dense[0].weight is None)
     if not (fits and dense and len(places) == len(packing.slices)):
@@ -95,7 +94,7 @@ class _Call(NamedTuple):
 
 
 def _chain(structure: Structure) -> list[_Call]:
-    """A model's modules, if each is called on what the one before gives; none otherwise."""
+    """A model's modules in order, if each is called on the output of the one before; else none."""
     calls = []
     nodes = list(structure.module.graph.nodes)
     for before, node in pairwise(nodes):
@@ -105,15 +104,15 @@ def _chain(structure: Structure) -> list[_Call]:
             module = structure.module.get_submodule(str(node.target))
             calls.append(_Call(str(node.target), module, before.meta["value"].like.dim()))
     parameters = [id(p) for call in calls for p in call.module.parameters()]
-    # A function in between is no call of a module; a row has a parameter in one place.
+    # No function is called in between, and no parameter is used twice (a row has it once).
     whole = len(calls) == len(nodes) - 2 and len({*parameters}) == len(parameters)
     return [call for call in calls if not isinstance(call.module, nn.Identity)] if whole else []
 
 
 def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseLayer]:
-    """Layers of modules that are called one after another; none if one of them is no part of any.
+    """Group the modules of a chain into layers; none if one of them fits into no layer.
 
-    What follows a layer, its activation and pooling, may come in either order.
+    A layer's activation and pooling may come in either order.
     """
     layers: list[ConvLayer | DenseLayer] = []
     for name, module, rank in chain:
@@ -139,19 +138,19 @@ def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseL
 
 @dataclass(frozen=True)
 class Program:
-    """A model's layers, and how they are computed: the same bits for every number of clients.
+    """A chain of layers and its executor: the same bits for every number of clients.
 
-    It is the path of its name: see `fedsim.training.paths.choice.Path`.
+    It is the layered path (`fedsim.training.paths.choice.Path`).
 
     Attributes
     ----------
     model : nn.Module
         The graph that was read.
     stem : tuple of nn.Module
-        Frozen, before the layers.
+        Frozen modules before the layers.
     convolutions : tuple of ConvLayer
     layers : tuple of DenseLayer
-        After them.
+        Linear layers, after the convolutions.
     packing : Packing
     loss : callable
     compiled : bool
@@ -170,19 +169,19 @@ class Program:
 
     @property
     def sequential(self) -> bool:
-        """Whether clients take their steps one after another."""
+        """Whether a client takes all its steps before the next one begins."""
         size = self.packing.width * self.packing.layout.dtype.itemsize
-        # Operation by operation, dispatch costs more than a row that leaves the cache.
+        # With the eager executor, dispatch costs more than a row that leaves the cache.
         large = self.compiled and size >= SEQUENTIAL_BYTES
         on_gpu = self.layers[0].module.weight.is_cuda
         return not on_gpu and (bool(self.convolutions) or large)
 
     @property
     def by_example(self) -> bool:
-        """Whether layers' factors, one after another, are rows of examples.
+        """Whether the layers' factors, in order, make up per-example rows.
 
-        They are where each layer that is trained has its weight trained, in the layout's order, and
-        where each of a convolution's weights meets all of its inputs' channels.
+        They do if every trained layer trains its weight, layers are in the layout's order, and no
+        convolution has groups.
         """
         layers: list[ConvLayer | DenseLayer] = [*self.convolutions, *self.layers]
         starts = [layer.weight.start for layer in layers if layer.weight is not None]
@@ -200,7 +199,7 @@ class Program:
         return {name: value for name, value in vars(self).items() if name != "dense"}
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
-        """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
+        """Losses of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
         return losses_of(self.loss, y, weight)
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -224,7 +223,7 @@ class Program:
     def gradient_of(
         self, theta: Tensor, x: Tensor, losses: BatchLosses, first: int
     ) -> ProgramGradient:
-        """Gradients of ``n`` batches of these losses, from the ``first`` on: one a client."""
+        """Gradients of ``n`` batches of these losses, from number ``first`` on: one per client."""
         x = self._behind_stem(x)
         if not self.convolutions:
             return self.dense.gradient(theta, x.flatten(2), partial(losses.deltas, first=first))[0]
@@ -239,10 +238,10 @@ class Program:
     def example_factors(
         self, theta: Tensor, x: Tensor, losses: BatchLosses
     ) -> tuple[Sequence[ConvFactor], Sequence[Factor]]:
-        """What the gradients of examples are products of, layer by layer; see `by_example`.
+        """Factors of per-example gradients, layer by layer; `by_example` must be true.
 
-        Those of the first ``n`` batches of these losses, whose examples weigh 1; one where there
-        are convolutions.
+        They are of the first ``n`` batches of these losses, whose weights are 1; with convolutions
+        ``n`` is 1.
         """
         x = self._behind_stem(x)
         if not self.convolutions:
@@ -259,9 +258,9 @@ class Program:
         batch: int,
         of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
     ) -> tuple[CompiledGradient | Factored, list[Result]]:
-        """Of one of the batches, ``x [B, C, H, W]``, at ``theta [1, D]``.
+        """Forward and backward pass of one batch, ``x [B, C, H, W]``, at ``theta [1, D]``.
 
-        The dense layers' gradient; and what ``of_layer`` makes of each convolution, the last first.
+        Returns the dense layers' gradient, and the results of ``of_layer``, last convolution first.
         """
         activations = forward(self.convolutions, theta[0], x, compiled=self.compiled)
         features = activations[-1].outputs
@@ -285,7 +284,7 @@ class Program:
 
 @dataclass(frozen=True)
 class ConvolvedGradient:
-    """Gradient of one client: of its linear layers by factors, of its convolutions written out.
+    """Gradient of one client: factors for its linear layers, tensors for its convolutions.
 
     Attributes
     ----------
@@ -297,19 +296,19 @@ class ConvolvedGradient:
     convolved: Parts
 
     def __getitem__(self, clients: slice) -> Gradient:
-        """Of this client, or of none."""
+        """The gradient of this client, or of none."""
         return Dense(self.dense())[clients]
 
     def dense(self) -> Tensor:
-        """Write it out, ``[1, D]``."""
+        """The packed gradient, ``[1, D]``."""
         out = self.dense_part.dense()
         for name, part in self.convolved.parts.items():
             out[:, self.convolved.packing.slices[name]].view(part.shape).copy_(part)
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
-        """Fold the factors into ``theta`` without a gradient in between."""
-        # A CPU reads a number at no cost, and a multiply-add takes one as a factor.
+        """Subtract ``rate`` times the gradient, without forming that of the linear layers."""
+        # On a CPU reading a number costs nothing, and a multiply-add takes one as its factor.
         number, into = float(rate), theta if out is None else out
         self.dense_part.subtract_from(theta, rate, out)
         for name, part in self.convolved.parts.items():
@@ -318,22 +317,22 @@ class ConvolvedGradient:
             torch.add(old, part, alpha=-number, out=new)
 
     def distance(self, other: Gradient) -> Tensor:
-        """L2 distance, from the factors."""
+        """L2 distance ``[1]``, from the factors."""
         if not isinstance(other, ConvolvedGradient):
             return Dense(self.dense()).distance(other)
         distance = self.dense_part.distance(other.dense_part)
         return torch.hypot(distance, self.convolved.distance(other.convolved))
 
     def norms(self) -> Tensor:
-        """L2 norms, from the factors."""
+        """L2 norm ``[1]``, from the factors."""
         return torch.hypot(self.dense_part.norms(), self.convolved.norms())
 
     def peak(self) -> Tensor:
-        """The norm: no coordinate is larger."""
+        """The L2 norm, which bounds every coordinate."""
         return self.norms()
 
     def scaled(self, factors: Tensor) -> ConvolvedGradient:
-        """The gradients times the one factor."""
+        """The gradient times its factor."""
         return ConvolvedGradient(self.dense_part.scaled(factors), self.convolved.scaled(factors))
 
 

@@ -1,1 +1,1 @@
-"""The structure of models and losses: graphs whose nodes act on each example by itself."""
+"""The structure of models and losses: graphs whose nodes treat each example by itself."""

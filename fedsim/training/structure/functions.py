@@ -1,11 +1,11 @@
-"""Batch rules of functions and methods of tensors: where their results have a row for each example.
+"""Batch rules of functions and tensor methods: whether their results have a row for each example.
 
-A rule is given a call whose arguments are known (`NodeCall`) and says what it gives, or raises
-`NotReadError`. What has no rule (`fedsim.training.structure.tables`) is not known.
+A rule takes a call with known arguments (`NodeCall`) and returns its result, or raises
+`NotReadError`. What has no rule (`fedsim.training.structure.tables`) is refused.
 
-Three mistakes are possible, and each rule must exclude them: that a result's row follows from
-another example's row (sums over axis 0, examples set beside others by broadcasting), that rows
-change places (a reshape that does not begin with the number of examples, a transposition), and that
+Three errors are possible, and each rule must exclude them: that a result's row depends on another
+example's row (sums over axis 0, broadcasting of examples against others), that rows change their
+order (a reshape that does not begin with the number of examples, a transposition), and that
 something fixed is written to (in place, or through a view of it: `Batched.shared`).
 """
 
@@ -31,7 +31,7 @@ Rule = Callable[[NodeCall], Any]
 
 
 def of_call(call: NodeCall, rule: Rule | None) -> Any:
-    """What a call gives, by its rule; by none where nothing of an example goes into it.
+    """The result of a call, by its rule; a constant if no argument depends on examples.
 
     Raises
     ------
@@ -40,11 +40,11 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
     if rule is None:
         raise call.unknown("is not known to act on each example by itself")
     sizes = sum(isinstance(value, BatchSize) for value in call.values)
-    # As a size of the result, once. Any arithmetic with it could weigh or place examples by it.
+    # Allowed once, as a size of the result: arithmetic with it could weigh or place examples.
     call.need(not sizes or (sizes == 1 and rule in SIZED), "reads the number of examples")
     if call.batched or sizes:
         return rule(call)
-    # Nothing of an example goes in: what comes out is a constant, as a parameter is.
+    # No argument depends on an example: the result is a constant, as a parameter is.
     call.need(not _in_place(call), "writes to what is fixed")
     results = call.results
     call.need(isinstance(results, Tensor), "gives no tensor")
@@ -53,18 +53,18 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
 
 def _in_place(call: NodeCall) -> bool:
     named = call.name.endswith("_") and not call.name.endswith("__")
-    # A constant True by position is `inplace` of a function of torch.nn.functional.
+    # A constant True by position may be `inplace` of a function of torch.nn.functional.
     in_place = "out" in call.kwargs or call.kwargs.get("inplace")
     return bool(named or in_place) or any(value is True for value in call.args)
 
 
 def elementwise(call: NodeCall) -> Batched:
-    """Numbers each of which follows from those at its own place."""
+    """Functions whose every number depends only on the arguments' numbers at its own position."""
     result = call.results
     call.need(isinstance(result, Tensor), "gives no tensor")
-    # Broadcasting aligns shapes from the right. With as many dimensions as the result, examples
-    # stay beside their own numbers; something fixed with as many would meet them one by one, unless
-    # it has one row for all.
+    # Broadcasting aligns shapes from the right. A batch with as many dimensions as the result stays
+    # aligned with its own examples. Something fixed with as many would have a different row for
+    # each example, by its position, unless it has one row for all.
     rank = result.dim()
     for value in call.values:
         if isinstance(value, Batched):
@@ -79,7 +79,7 @@ def elementwise(call: NodeCall) -> Batched:
 
 
 def reduction(call: NodeCall) -> Any:
-    """Over dimensions that are named, and are none of the examples'."""
+    """Reductions over named dimensions, none of them the examples'."""
     if isinstance(call.argument(1, "other"), Batched | Fixed):
         return elementwise(call)
     call.dims()
@@ -87,7 +87,7 @@ def reduction(call: NodeCall) -> Any:
 
 
 def along(default: int | None = None, position: int = 1, name: str = "dim") -> Rule:
-    """What goes along dimensions that are named, none of them the examples' (`NodeCall.dims`)."""
+    """Rule of functions along named dimensions, none of them the examples' (`NodeCall.dims`)."""
 
     def rule(call: NodeCall) -> Any:
         call.dims(position, name, default)
@@ -98,7 +98,7 @@ def along(default: int | None = None, position: int = 1, name: str = "dim") -> R
 
 
 def reshape(call: NodeCall) -> Batched:
-    """Each example's numbers in another shape, in their order."""
+    """Each example's numbers in another shape, in the same order."""
     call.need(call.first.axis == 0, "moves the examples")
     sizes = _sizes(call)
     # In row-major order an example's numbers stay together only behind a leading batch axis.
@@ -108,20 +108,20 @@ def reshape(call: NodeCall) -> Batched:
 
 
 def _sizes(call: NodeCall) -> tuple[Any, ...]:
-    """What a method is given after its tensor, one by one or as one tuple."""
+    """Sizes that are given after the tensor, one by one or as one tuple."""
     sizes = call.args[1:] or tuple(call.kwargs.values())
     return tuple(sizes[0]) if sizes and isinstance(sizes[0], tuple | list) else sizes
 
 
 def unsqueeze(call: NodeCall) -> Batched:
-    """After the first dimension."""
+    """A new dimension, not before the first one."""
     rank, dim = call.first.like.dim(), call.argument(1, "dim")
     call.need(dim % (rank + 1) != 0, "moves the examples")
     return call.same_axis(call.results)
 
 
 def moved(call: NodeCall, order: list[int]) -> Batched:
-    """Axes in another order, the examples' among them."""
+    """Axes in another order; the examples' axis may move."""
     value = call.args[0]
     return Batched(call.results, order.index(value.axis), value.shared)
 
@@ -136,7 +136,7 @@ def transpose(call: NodeCall) -> Batched:
 
 
 def permute(call: NodeCall) -> Batched:
-    """All axes in an order that is given."""
+    """All axes in a given order."""
     rank = call.args[0].like.dim()
     return moved(call, [d % rank for d in _sizes(call)])
 
@@ -151,7 +151,7 @@ def attribute(call: NodeCall) -> Batched:
 
 
 def expand(call: NodeCall) -> Batched:
-    """Copies of something fixed for each example, or of what each example has once."""
+    """Copies of something fixed for each example, or of each example's own numbers."""
     sizes, value = _sizes(call), call.args[0]
     if isinstance(value, Fixed):
         one = value.like.dim() < len(sizes) or value.like.shape[0] == 1
@@ -163,11 +163,11 @@ def expand(call: NodeCall) -> Batched:
 
 
 def getitem(call: NodeCall) -> Any:
-    """What stands in a tuple, at the same place in each example, or in a table."""
+    """An item of a tuple, numbers at the same place of each example, or rows of a fixed table."""
     value, index = call.args
     if isinstance(value, tuple):
         return value[index]
-    if isinstance(index, tuple) and len(index) == 1:  # torch 2.6 hands on a tensor so
+    if isinstance(index, tuple) and len(index) == 1:  # torch 2.6 passes a tensor in this form
         index = index[0]
     if isinstance(value, Fixed):
         rows_of = leads(index) and index.like.dtype != torch.bool
@@ -180,6 +180,8 @@ def getitem(call: NodeCall) -> Any:
         call.need(first and len(places) <= value.axis, "moves the examples")
         axis = value.axis - sum(isinstance(place, int) for place in places)
         return Batched(call.results, axis, value.shared)
+    # The first axis must be taken whole: by a full slice, or by an ellipsis for which the other
+    # places leave at least that axis.
     covers = bool(places) and (places[0] is Ellipsis or places[0] == slice(None))
     if places and places[0] is Ellipsis:
         covers = sum(place is not None for place in places[1:]) < value.like.dim()
@@ -194,7 +196,7 @@ def getitem(call: NodeCall) -> Any:
 
 
 def together(call: NodeCall) -> Batched:
-    """Tensors with as many rows, one after another along a dimension after the first."""
+    """Batches joined along a dimension that is not the examples'."""
     tensors: Any = call.args[0] if call.args else call.kwargs.get("tensors")
     call.need(isinstance(tensors, tuple | list) and bool(tensors), "has no tensors")
     call.need(all(map(leads, tensors)), "puts examples beside something else")
@@ -204,7 +206,7 @@ def together(call: NodeCall) -> Batched:
 
 
 def matmul(call: NodeCall) -> Batched:
-    """A product of matrices whose sum is not over examples."""
+    """A matrix product that does not sum over examples."""
     one, two = call.args
     sides = [side.like.dim() if isinstance(side, Batched) else 0 for side in (one, two)]
     # A product sums over the last axis of one and the last but one of the other. From three
@@ -221,7 +223,7 @@ def matmul(call: NodeCall) -> Batched:
 
 
 def einsum(call: NodeCall) -> Batched:
-    """A sum whose equation gives each example's own."""
+    """An einsum that keeps the examples' axis first and does not sum over it."""
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
@@ -239,10 +241,10 @@ def einsum(call: NodeCall) -> Batched:
 
 
 def rows(least: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
-    """What takes one batch of at least, or exactly, so many dimensions; all else it takes is fixed.
+    """Rule of functions of one batch with ``least`` or more dimensions, and of fixed arguments.
 
-    Exactly where torch takes a single example without a batch too: the channels of an image, say,
-    would pass for examples.
+    ``exactly`` so many where torch also takes a single example without a batch axis: the channels
+    of an image, say, would pass for examples.
     """
 
     def rule(call: NodeCall) -> Batched:
@@ -256,17 +258,17 @@ def rows(least: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
 
 
 def images(axes: int) -> Rule:
-    """What takes a batch ``[B, C, ...]`` of images with so many axes."""
+    """Rule of functions of a batch ``[B, C, ...]`` of images with so many axes."""
     return rows(axes + 2, exactly=True)
 
 
 def layer_norm(call: NodeCall) -> Batched:
-    """Over the last dimensions, fewer than all."""
+    """Normalisation over the last dimensions, without the examples'."""
     return rows(len(call.argument(1, "normalized_shape")) + 1)(call)
 
 
 def embedding(call: NodeCall) -> Batched:
-    """Rows of a table, for numbers of an example."""
+    """Rows of a fixed table, by the numbers of an example."""
     call.need(isinstance(call.argument(1, "weight"), Fixed), "has a table that is not fixed")
     call.need(call.argument(3, "max_norm") is None, "writes to what is fixed")
     call.need(not call.argument(5, "scale_grad_by_freq", False), "weighs examples by each other")
@@ -274,14 +276,14 @@ def embedding(call: NodeCall) -> Batched:
 
 
 def one_hot(call: NodeCall) -> Batched:
-    """Of a number of classes that is given: torch finds it in all examples otherwise."""
+    """One-hot vectors for a given number of classes: else torch takes it from all examples."""
     classes, like = call.argument(1, "num_classes", -1), call.first.like
     call.need(classes > 0, "counts classes over the examples of a batch")
     return Batched(like.new_empty(*like.shape, classes))
 
 
 def attention(call: NodeCall) -> Batched:
-    """Within each example; a mask may be one for all."""
+    """Attention within each example; a mask must be one for all."""
     queries = call.args[:3]
     right = len(queries) == 3 and all(map(leads, queries))
     ranks = {query.like.dim() for query in queries} if right else {0}
@@ -293,17 +295,17 @@ def attention(call: NodeCall) -> Batched:
 
 
 def pad(call: NodeCall) -> Batched:
-    """Of the last dimensions."""
+    """Padding of the last dimensions, without the examples'."""
     sizes, rank = call.argument(1, "pad"), call.first.like.dim()
     call.need(isinstance(sizes, tuple | list) and len(sizes) // 2 < rank, "pads the batch")
-    # Other modes take a tensor with one dimension less for one example without a batch.
+    # Other modes take a tensor with one dimension fewer as a single example without a batch axis.
     plain = call.argument(2, "mode", "constant") == "constant" or rank == len(sizes) // 2 + 2
     call.need(plain, "pads the batch")
     return call.same_axis(call.results)
 
 
 def loss_of_each(classes: bool) -> Rule:
-    """One of torch's losses with ``reduction="none"``."""
+    """Rule of torch's losses, with ``reduction="none"``."""
 
     def rule(call: NodeCall) -> Batched:
         outputs, targets = call.argument(0, "input"), call.argument(1, "target")
@@ -321,7 +323,7 @@ def loss_of_each(classes: bool) -> Rule:
 
 
 def new(call: NodeCall) -> Batched:
-    """A tensor of one number, with a row for each example."""
+    """A new tensor filled with one number, with a row for each example."""
     sizes = _sizes(call)
     call.need(bool(sizes) and isinstance(sizes[0], BatchSize), "is not one for each example")
     return call.same_axis(call.results, shared=False)
@@ -335,4 +337,4 @@ def size(call: NodeCall) -> Any:
 
 
 SIZED = (reshape, expand, new)
-"""Rules of what may be given the number of examples."""
+"""Rules of the functions that may be given the number of examples."""

@@ -1,17 +1,17 @@
-"""Reads what a model and a loss do, without running either on numbers: their `torch.fx` graphs.
+"""Reads the `torch.fx` graphs of a model and a loss, without running either on numbers.
 
-A graph is accepted if each of its nodes is on a list of what is known to act on every example of a
-batch by itself, with the shapes that it has there (`fedsim.training.structure.tables`). A forward
-that branches on values or on how many examples there are has no graph. What was read is what runs
-afterwards: the graph, never the code that it was read from. So padding may stand beside examples,
-and gradients of single examples may be taken from one pass over all of them. Whatever could not be
-read gets real batches only, or one example at a time.
+A graph is accepted if each of its nodes is listed as one that treats every example of a batch by
+itself, with the shapes that it has there (`fedsim.training.structure.tables`). A forward that
+branches on values or on the number of examples has no graph. What runs afterwards is the graph that
+was read, never the code that it was read from. So batches may be padded, and per-example gradients
+may be taken from one pass over all examples. Whatever could not be read gets real batches only, or
+one example at a time.
 
 Everything rests on three points. Values are followed while torch traces, on the device ``meta``, so
 that a rule knows the shapes of its node, and which axis holds the examples (`_Tracer`). Whatever
-the trace cannot see is refused before it or after it: hooks, random draws beside the graph,
+the trace cannot see is refused before it or after it: hooks, random draws outside the graph,
 switched gradients, parameters that the graph does not use. And the number of examples is a symbol
-to the code (`BatchSize`): it may be handed on as a size, and any arithmetic with it has no rule.
+to the code (`BatchSize`): it may be passed on as a size, and no arithmetic with it has a rule.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from fedsim.training.structure.values import (
 
 @dataclass(frozen=True)
 class Structure:
-    """A model as it was read.
+    """The graph that was read of a model.
 
     Attributes
     ----------
     module : GraphModule
-        Does what the graph says, with the model's own parameters. Each node's ``meta`` has its
-        ``"value"``: `Batched`, `Fixed` or what holds them.
+        Runs the graph, with the model's own parameters. Each node's ``meta`` has its ``"value"``:
+        `Batched`, `Fixed` or a container of them.
     outputs : Batched
-        Of which shape its outputs are.
+        Shape of its outputs.
     """
 
     module: fx.GraphModule
     outputs: Batched
 
     def same(self, other: Structure) -> bool:
-        """Whether both do the same."""
+        """Whether both graphs have the same code."""
         return self.module.code == other.module.code
 
 
@@ -72,13 +72,13 @@ class Reading:
     Attributes
     ----------
     model : Structure or None
-        None where it may look across a batch.
+        The model's graph; None if it may look across a batch.
     loss : callable or None
-        The same of the loss; otherwise what is to be called for it.
+        The loss to call; None if it may look across a batch.
     targets : Tensor
-        Of which shape and dtype targets are.
+        A tensor with the targets' shape and dtype.
     why : str
-        What could not be read.
+        What could not be read, and why.
     """
 
     model: Structure | None
@@ -88,11 +88,11 @@ class Reading:
 
     @property
     def structure(self) -> Structure | None:
-        """The model's, if nothing looks across a batch, in the model or in the loss."""
+        """The model's graph, if neither the model nor the loss looks across a batch."""
         return None if self.loss is None else self.model
 
     def reads(self, function: Loss) -> bool:
-        """Whether a function of outputs and targets, such as a metric, looks at each example."""
+        """Whether a function of outputs and targets, such as a metric, treats examples singly."""
         if self.model is None:
             return False
         try:
@@ -107,13 +107,13 @@ def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool =
     Parameters
     ----------
     model : nn.Module
-        In the mode (training, evaluation) that it is read for; left as it is.
+        In the mode (training or evaluation) that it is read for; not changed.
     loss : callable
-        One of fedsim's own is known; another is read as a model is.
+        fedsim's own losses are known; any other is read as a model is.
     x, y : Tensor ``[1 or more, ...]``
-        Inputs and targets, of which shapes and dtypes matter.
+        Inputs and targets, of which only shapes and dtypes matter.
     declared : bool
-        Whether a loss that has an attribute ``across_batch`` is taken at its word.
+        Whether to trust what a loss declares by an attribute ``across_batch``.
     """
     structure: Structure | None = None
     try:
@@ -145,12 +145,12 @@ def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure
         if has_hooks(module):
             raise NotReadError(f"module '{name}' has hooks, which are not in a graph")
     parameters = dict(model.named_parameters())
-    # A copy with the same parameters: to trace a forward may write to its attributes.
+    # A copy with the same parameters: a forward may write to attributes while it is traced.
     copied = copy.deepcopy(model, {id(p): p for p in parameters.values()})
     graph, outputs = _traced(copied, [x], device)
     module = fx.GraphModule(copied, graph)
     used = {name for name, _ in module.named_parameters()}
-    # A row would have entries that no gradient of the graph is of.
+    # A row would have entries without a gradient.
     missing = [n for n, p in parameters.items() if p.requires_grad and n not in used]
     if missing:
         raise NotReadError(f"parameter '{missing[0]}' is not used")
@@ -166,7 +166,7 @@ def _read_loss(loss: Loss, outputs: Batched, y: Tensor) -> Loss:
 
 
 class _Called(nn.Module):
-    """A loss as a module, of which there is a graph."""
+    """A loss as a module, which can be traced."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _Called(nn.Module):
 def _traced(
     root: nn.Module, inputs: list[Batched], device: torch.device
 ) -> tuple[fx.Graph, Batched]:
-    """The graph of a module, and the value of what it gives."""
+    """The graph of a module, and the abstract value of its result."""
     tracer = _Tracer(inputs, device)
     drawn = torch.get_rng_state()
     before = _bytes(drawn)
@@ -191,7 +191,7 @@ def _traced(
     except (Exception, SystemExit) as error:  # a user's code, given no tensors
         lines = str(error).strip().splitlines() or [""]
         raise NotReadError(f"code has no graph ({type(error).__name__}: {lines[0]})") from error
-    # What is drawn while a graph is made stands in it as a constant: each step would repeat it.
+    # A number drawn while a graph is traced is a constant in it: each step would repeat it.
     if before != _bytes(torch.get_rng_state()):
         torch.set_rng_state(drawn)
         raise NotReadError("code draws random numbers beside its graph")
@@ -204,29 +204,29 @@ def _traced(
 
 
 class _Unpickling(fx.Tracer):
-    """What takes a graph out of a pickle."""
+    """The tracer by which a pickled graph is restored."""
 
     proxy_buffer_attributes = True
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    """Without an operation of torch's, which may be watched."""
+    """A tensor's bytes, read without an operation of torch's, which might be intercepted."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 class _Tracer(fx.Tracer):
-    """As torch's, and knows the value of each node when it is made."""
+    """torch's tracer, which also computes the abstract value of each node when it is made."""
 
     def __init__(self, inputs: list[Batched], device: torch.device) -> None:
         super().__init__()
-        # Buffers are nodes too: what writes to one is seen to write to something fixed.
+        # Buffers are nodes too, so that writing to one is seen as writing to something fixed.
         self.proxy_buffer_attributes = True
         self.device = device
         self._inputs = iter(inputs)
         self._measuring = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Torch's own, but for what only calls others, and losses, which are functions."""
+        """Whether a module becomes one node: torch's own do, except containers and losses."""
         # They are traced into, so that what they call has nodes of its own.
         inside = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
         return is_torchs_own(m) and not isinstance(m, inside)
@@ -236,7 +236,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_proxy(self, kind: str, target: Any, *given: Any, **named: Any) -> Any:
-        """A node, whose value is worked out before any code sees it."""
+        """A node, whose value is computed before any code sees it."""
         proxy = super().create_proxy(kind, target, *given, **named)
         if kind in ("output", "get_attr"):
             return proxy
@@ -245,26 +245,26 @@ class _Tracer(fx.Tracer):
         return self._unpacked(proxy, proxy.node.meta["value"])
 
     def _unpacked(self, proxy: Any, value: Any) -> Any:
-        """A tuple of what is in a tuple, as code expects of one; other values as they are."""
+        """A tuple value as a tuple of proxies, so that code can unpack it; others unchanged."""
         if not isinstance(value, tuple):
             return None if value is None else proxy
         inside = (self._unpacked(proxy[i], v) for i, v in enumerate(value))
         return Pair(*inside) if isinstance(value, Pair) else tuple(inside)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As torch's; without a node for what a module calls while its shapes are measured."""
+        """As torch's, but without nodes for a module's inner calls while shapes are computed."""
         if self._measuring:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """As torch's; a real parameter while shapes are measured."""
+        """As torch's, but the real parameter while shapes are computed."""
         if self._measuring:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def value(self, argument: Any) -> Any:
-        """What nodes stand for, in what holds them; a constant itself."""
+        """An argument with its nodes replaced by their abstract values; constants unchanged."""
         return fx.node.map_aggregate(argument, self._value_of)
 
     def _value_of(self, node: Any) -> Any:
@@ -284,8 +284,8 @@ class _Tracer(fx.Tracer):
             module = self.root.get_submodule(str(node.target))
             name = f"{type(module).__name__} '{node.target}'"
             call = NodeCall(name, module_on_meta(module), args, kwargs, module)
-            # The result's shape is found by calling the module on meta, and its rule looks at it.
-            # What it calls inside must leave no nodes then.
+            # The rule calls the module on meta to get the result's shape. What the module calls
+            # inside must leave no nodes then.
             self._measuring = True
             try:
                 return of_call(call, rule_of(module))
@@ -300,14 +300,14 @@ class _Tracer(fx.Tracer):
 
 
 class _Proxy(fx.Proxy):
-    """A tensor of a graph that knows its shape, but for the number of examples."""
+    """A tensor of a graph that knows its shape, except the number of examples."""
 
     @property
     def shape(self) -> Any:
         value = self._tensor
         if isinstance(value, Fixed):
             return value.like.shape
-        # A node and no number: a number would be that of this batch for ever.
+        # A node and not a number: a number would fix the batch size in the graph.
         count = self.tracer.create_proxy("call_method", "size", (self, value.axis), {})
         return tuple(count if d == value.axis else n for d, n in enumerate(value.like.shape))
 
@@ -355,13 +355,13 @@ def _attribute(root: nn.Module, name: str) -> Tensor:
 
 @contextmanager
 def _sizes_by_len() -> Iterator[None]:
-    """With ``len(x)`` of a tensor of a graph as ``x.shape[0]``; torch's own gives no graph."""
+    """Make ``len(x)`` of a traced tensor ``x.shape[0]``; torch's own cannot be traced."""
     usual = builtins.len
 
     def length(things: Any) -> Any:
         return things.shape[0] if isinstance(things, _Proxy) else usual(things)
 
-    # A process has one of it: for the time of a trace alone.
+    # `len` is global to the process, so it is replaced only during a trace.
     builtins.len = length
     try:
         yield

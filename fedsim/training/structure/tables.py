@@ -1,8 +1,8 @@
-"""Which functions, methods and modules have a batch rule: what is in no table is not known.
+"""Which functions, methods and modules have a batch rule: whatever is in no table is refused.
 
-A wrong entry would let a row hold another example's gradient, so that a table names what acts on
-each example by itself *whatever its arguments*; where arguments matter, the rule looks at them.
-Modules are known by their very type: a subclass may do anything, and is read inside.
+A wrong entry would let a row contain another example's gradient. So a table lists only what treats
+each example by itself *whatever its arguments*; where arguments matter, the rule checks them.
+Modules are known by their exact type: a subclass may do anything, and its own forward is read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fedsim.training.structure.values import Batched, Fixed, NodeCall, leads
 
 
 def _each(names: Iterable[str] | str, rule: Rule) -> dict[str, Rule]:
-    """The rule for each of some names, apart by spaces."""
+    """One rule for each of some names, which are a list or separated by spaces."""
     return dict.fromkeys(names.split() if isinstance(names, str) else names, rule)
 
 
@@ -90,9 +90,9 @@ NAMED: dict[str, Rule] = {
     **_each(("cat", "stack", "concat"), together),
     **_each(("triu", "tril"), rows(3)),  # of each matrix
 }
-"""Of torch's functions and of tensors' methods alike."""
+"""Rules by the names that torch's functions and tensors' methods have in common."""
 
-# As a constant before a value of the graph calls them.
+# Operators call these where a constant comes before a value of the graph.
 _DUNDERS = (
     "add radd sub rsub mul rmul truediv rtruediv div rdiv pow rpow mod rmod eq ne lt le gt ge and "
     "or xor"
@@ -159,7 +159,7 @@ FUNCTIONS: dict[Any, Rule] = {
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Whether a module is what torch made it, and does nothing that was hung on or put into it."""
+    """Whether a module is an unmodified one of torch's: without hooks or a forward of its own."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(module)
@@ -179,7 +179,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """The rule of a module, None where none is known."""
+    """The rule of a module; None if none is known."""
     kind = type(module)
     if not all(is_torchs_own(part) for part in module.modules()):
         return None
@@ -188,12 +188,12 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def prelu(call: NodeCall) -> Batched:
-    """One slope for all numbers, or one for each channel."""
+    """PReLU, with one slope for all numbers or one for each channel."""
     return rows(2 if call.argument(1, "num_parameters") > 1 else 1)(call)
 
 
 def recurrent(call: NodeCall) -> Any:
-    """Sequences, from a hidden state of zeros; its last hidden state has examples on axis 1."""
+    """Sequences, from a hidden state of zeros; the last hidden state has examples on axis 1."""
     call.need(len(call.values) == 1, "is given more than sequences")
     call.need(call.first.like.dim() == 3, "is given no batch of sequences")
     outputs, state = call.results
@@ -203,7 +203,7 @@ def recurrent(call: NodeCall) -> Any:
 
 
 def multihead_attention(call: NodeCall) -> Any:
-    """Within each example's sequence."""
+    """Attention within each example's sequence."""
     given = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
     right = all(leads(value) and value.like.dim() == 3 for value in given)
     call.need(right, "is given no batches of sequences")
@@ -213,14 +213,14 @@ def multihead_attention(call: NodeCall) -> Any:
 
 
 def encoder_layer(call: NodeCall) -> Batched:
-    """Within each example's sequence."""
+    """A transformer layer within each example's sequence."""
     call.need(call.first.like.dim() == 3, "is given no batch of sequences")
     _masks(call, key=("src_key_padding_mask", 2), attention=("src_mask", 1))
     return call.same_axis(call.results)
 
 
 def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
-    """A mask of an example's positions, and one of pairs of positions, the same for all."""
+    """Check the masks: of an example's own positions, and of pairs of positions, one for all."""
     own = call.argument(key[1], key[0])
     call.need(own is None or leads(own), "has an unknown mask")
     shared = call.argument(attention[1], attention[0])
@@ -237,7 +237,7 @@ _ACTIVATION_MODULES = (
 
 
 def _by_axes(kinds: str, axes: int) -> list[Any]:
-    """The classes of images with so many axes, of names such as ``Conv{n}d``."""
+    """Module classes for images with so many axes, by names such as ``Conv{n}d``."""
     return [getattr(nn, kind.format(n=axes)) for kind in kinds.split()]
 
 
@@ -288,10 +288,10 @@ CONDITIONS: dict[type[nn.Module], Callable[[Any], bool]] = {
         for kind in _by_axes(_MAXIMA, axes)
     },
     **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), _only_reads),
-    # Else examples are the second axis, which the other rules do not take.
+    # Without it examples are on the second axis, which the other rules do not take.
     **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention), lambda m: m.batch_first),
     nn.TransformerEncoderLayer: lambda layer: (
         layer.self_attn.batch_first and layer.activation in (F.relu, F.gelu)
     ),
 }
-"""Settings with which a module has its rule; with others it has none."""
+"""Conditions on a module's settings: if they are not met, its rule does not apply."""

@@ -1,7 +1,7 @@
-"""What is known of a value while a graph is read: whether it has a row for each example, and where.
+"""Abstract values while a graph is read: whether a tensor has a row per example, on which axis.
 
-Tensors are on the device ``meta``: they have shapes and no numbers. Nobody's data, and nothing made
-up in their place, is needed to read a graph.
+Tensors are on the device ``meta``: they have shapes and no numbers. So neither real nor made-up
+data are needed to read a graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 BATCH = 7919
-"""Stands for the number of examples on ``meta``: a prime, so that no other size is it by chance."""
+"""Number of examples on ``meta``: a large prime, so that no other size equals it by chance."""
 
 
 class NotReadError(Exception):
-    """A graph has a node of which it is not known that it acts on each example by itself."""
+    """A graph has a node that is not known to treat each example by itself."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Batched:
     Attributes
     ----------
     like : Tensor on meta
-        Of its shape; `BATCH` along ``axis``.
+        A tensor of its shape, with `BATCH` along ``axis``.
     axis : int
-        Where the examples are. All rules but those that move an axis want 0.
+        Axis of the examples. All rules require 0, except those that move axes.
     shared : bool
-        Whether it may lie in the memory of something fixed, which nothing may write to.
+        Whether it may share memory with something fixed, which must not be written to.
     """
 
     like: Tensor
@@ -49,12 +49,12 @@ class Fixed:
 
 
 def leads(value: Any) -> TypeGuard[Batched]:
-    """Whether it is a tensor that has its examples along the first axis."""
+    """Whether a value is a tensor with its examples along the first axis."""
     return isinstance(value, Batched) and not value.axis
 
 
 class BatchSize(int):
-    """The number of examples of a batch, which a graph may hand on as a size and nothing else."""
+    """The number of examples in a batch, which a graph may only pass on as a size."""
 
 
 SIZE = BatchSize(BATCH)
@@ -66,11 +66,11 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def module_on_meta(module: nn.Module) -> Callable[..., Any]:
-    """A call of a module with its parameters and buffers on meta."""
+    """A function that calls a module with its parameters and buffers on meta."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 1 and _is_dense_layer_of(module, args[0]):
-            # torch gives the same, and imports its compiler for that: over a second a process.
+            # torch gives the same, but first imports its compiler: over a second in each process.
             outputs = getattr(module, "out_features", args[0].shape[-1])
             return args[0].new_empty((*args[0].shape[:-1], outputs))
         tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
@@ -80,7 +80,7 @@ def module_on_meta(module: nn.Module) -> Callable[..., Any]:
 
 
 def _is_dense_layer_of(module: nn.Module, x: Any) -> bool:
-    """Whether it is a layer or an activation of an ordinary dense network, which suits an input."""
+    """Whether a module is a plain linear layer or activation, and takes this input."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
         return False
     if type(module) is nn.Linear:
@@ -92,7 +92,7 @@ def _is_dense_layer_of(module: nn.Module, x: Any) -> bool:
 
 
 def method_of(name: str) -> Callable[..., Any]:
-    """A call of this method of a tensor."""
+    """A function that calls this method of a tensor."""
 
     def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(tensor, name)(*args, **kwargs)
@@ -101,25 +101,25 @@ def method_of(name: str) -> Callable[..., Any]:
 
 
 class Pair(NamedTuple):
-    """What torch's functions along a dimension give, which code may ask for by name."""
+    """Result of torch's functions along a dimension, whose fields code may read by name."""
 
     values: Any
     indices: Any
 
 
 class NodeCall(NamedTuple):
-    """A function, method or module of a graph, and what it is given.
+    """A call of a function, method or module in a graph, with its arguments.
 
     Attributes
     ----------
     name : str
-        For sentences.
+        Name for messages.
     function : callable
-        What gives the result's shape, from tensors on meta.
+        Computes the result's shape, from tensors on meta.
     args, kwargs
         Values: `Batched`, `Fixed`, `BatchSize`, tuples and lists of them, and constants.
     module : nn.Module or None
-        If it is a module that is called.
+        The module, if one is called.
     """
 
     name: str
@@ -129,21 +129,21 @@ class NodeCall(NamedTuple):
     module: nn.Module | None = None
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at a position, or of this name; a module has it among its settings."""
+        """The argument at a position or of this name, or else the module's setting of this name."""
         if len(self.args) > position:
             return self.args[position]
         return self.kwargs.get(name, getattr(self.module, name, default))
 
     @property
     def values(self) -> list[Any]:
-        """All that it is given, with what is inside tuples, lists and slices."""
+        """All arguments, including those inside tuples, lists and slices."""
         values: list[Any] = []
         map_aggregate((self.args, self.kwargs), values.append)
         return values
 
     @property
     def batched(self) -> list[Batched]:
-        """What it is given that has a row for each example."""
+        """The arguments that have a row for each example."""
         return [value for value in self.values if isinstance(value, Batched)]
 
     @property
@@ -156,12 +156,12 @@ class NodeCall(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether its result may lie in the memory of something fixed."""
+        """Whether the result may share memory with something fixed."""
         return any(value.shared for value in self.batched)
 
     @property
     def results(self) -> Any:
-        """What it gives, on meta."""
+        """The result of the call, on meta."""
         args: Any = map_aggregate(self.args, _meta)
         kwargs: Any = map_aggregate(self.kwargs, _meta)
         return self.function(*args, **kwargs)
@@ -176,16 +176,16 @@ class NodeCall(NamedTuple):
         return NotReadError(f"{self.name} {why}")
 
     def same_axis(self, result: Tensor, *, shared: bool | None = None) -> Batched:
-        """A result whose first axis must be that of the examples still."""
-        # By its size: it is a prime that no other axis has, so that an axis of it is the examples'.
+        """The result as a `Batched`; its first axis must still be that of the examples."""
+        # Recognised by its size, a prime that no other axis has.
         rows = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == BATCH
         self.need(rows, "does not keep a row for each example")
         return Batched(result, 0, self.shared if shared is None else shared)
 
     def dims(self, position: int = 1, name: str = "dim", default: Any = None) -> list[int]:
-        """Dimensions that it is given as one number, some, or as the rest of its arguments.
+        """Dimensions that are given as one number, as several, or as all remaining arguments.
 
-        They must be none of the examples'.
+        The examples' dimension must not be among them.
         """
         # `flip(x, 1, 2)` and `flip(x, dims=(1, 2))` are one call.
         given = self.argument(position, name, default)
