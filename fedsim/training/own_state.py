@@ -8,6 +8,7 @@ a loss that is seen to change it is refused as well.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import partial
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -236,9 +238,11 @@ def _same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, tuple | list):
+    if isinstance(one, tuple | list | deque):
         return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, (*_NEVER_CHANGES, set, frozenset)):
-        return bool(one == other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and _same(one.tolist(), other.tolist())
+    if isinstance(one, (*_NEVER_CHANGES, set, frozenset, bytearray)):
+        return bool(one == other) or (one != one and other != other)  # NaN is equal to NaN here
     inside = getattr(one, "__dict__", None)
     return inside is None or _same(inside, other.__dict__)

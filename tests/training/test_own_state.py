@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,3 +285,27 @@ def test_slots_and_the_keywords_of_a_partial_are_put_back() -> None:
             loss(torch.rand(2, 2), torch.tensor([0, 1]))
     assert not hasattr(slotted, "largest")
     assert bound.keywords["largest"] == [LARGE_LOSS]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [deque([1.0]), np.zeros(2), bytearray(2), [float("nan")], {"largest": torch.zeros(2)}],
+    ids=lambda kept: type(kept).__name__,
+)
+def test_what_is_written_into_any_container_is_seen(kept: Any) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(2, 2), copy.deepcopy(kept)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept["largest" if isinstance(self.kept, dict) else 0] = 7
+            return self.layer(x)
+
+    model = Keeping()
+    state = OwnState(model, CrossEntropy())
+    with state.restored():
+        assert state.changed == []
+        model(torch.zeros(1, 2))
+        assert state.changed == ["the model's kept"]
+    assert state.changed == []
