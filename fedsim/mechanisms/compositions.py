@@ -91,7 +91,7 @@ class PerLayer(Mechanism):
         segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
             layer, columns = layout.take(entries)
-            (inner,) = bound.cover(layer)
+            (inner,) = bound.cover(layer)  # a part is a single bound
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
         return tuple(segments)

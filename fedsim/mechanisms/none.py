@@ -17,8 +17,10 @@ from fedsim.rows.norms import norms_of
 from fedsim.settings import Doc
 
 MAX_NORM = 2.0**20
+"""Norm above which a row counts as diverged."""
 WEIGHT_UNIT = 2.0**-20
 REACH_UNIT = 2.0**-16
+"""Unit of the sum of weight times norm, which bounds every coordinate of the sum of rows."""
 
 
 @register("mechanism", "none")
@@ -83,6 +85,7 @@ class NoPrivacy(Bound):
         FedsimError
             If weights times norms are too large for an exact sum.
         """
+        # Only now is it known whether all partial sums were small enough to be exact.
         reach = float(bare_sums["reach"].max())
         if reach > FREE_TOTAL:
             raise FedsimError(

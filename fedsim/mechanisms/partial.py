@@ -37,7 +37,7 @@ class Terms:
     Attributes
     ----------
     segments, sides : tuples of Segment, Side
-        Those of the mechanism.
+        The mechanism's parts.
     split : mapping of name to float
         Its `Mechanism.noise_multipliers`.
     owners : int or None
@@ -288,6 +288,8 @@ class SegmentSum:
         if shaped is None:
             return False
         factors = shaped.factor / vector.unit * weights
+        # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): a chunk
+        # with one is left to `bounded_`.
         bad = factors.isnan()
         if bool(bad.any()):
             return False
@@ -318,6 +320,7 @@ class SegmentSum:
         bound = self.segment.bound
         if not (bound.scalars or bound.bare_sums):
             return
+        # Scalars are centred, so that padding and rejected rows must add 0 explicitly.
         present = ~bad & (weights > 0)
         for name, scalar in bound.scalars.items():
             values = torch.where(present, shaped.sides[name], 0.0) / grid_unit(scalar.half)

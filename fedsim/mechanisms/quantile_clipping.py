@@ -68,6 +68,7 @@ class QuantileClipping(ScalingBound):
         """The bit has the multiplier ``2 * bit_noise * denominator``, the vector the rest."""
         if noise_multiplier == 0:
             return {"sum": 0.0, BIT: 0.0}
+        # The noise on the sum of bits is bit_noise * denominator, and a bit's sensitivity 1/2.
         bit = 2 * self.bit_noise * denominator
         if not noise_multiplier < bit:
             raise FedsimError(

@@ -1,7 +1,7 @@
 """The one releaser: noisy sums of n owners, for any rows, bounds and noise.
 
-A server releases one sum, each client at example level one of its own, and a client's share is
-the noisy sum of its one row. A mechanism's parts are data here: `Segment` and `Side`.
+A server releases one sum, at example level each client releases one, and a client's share is the
+noisy sum of its single row. A mechanism's parts are data here: `Segment` and `Side`.
 
 A sum on a grid plus noise rounded to the same grid equals (sum + Gaussian noise), rounded: it is
 post-processing of the Gaussian mechanism. The bits of the released number do not reveal which sum

@@ -38,7 +38,7 @@ LEAST_NOISE, MOST_NOISE = 1e-6, 1e8
 # a split that follows the cohort) makes thousands of them. Beyond this number, noise is rounded
 # down to steps of 1 %, which gives an upper bound on epsilon; if there are still more, RDP is used.
 MOST_EXACT = 100
-# The same limit for Rényi curves is lower, since dp-accounting takes about 0.1 s for each.
+# The limit for Rényi curves is lower, since dp-accounting takes about 0.1 s for each.
 MOST_EXACT_RDP = 10
 PRV_ERROR = 0.01
 """Most by which Opacus's epsilon may exceed the true one."""

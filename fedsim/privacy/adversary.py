@@ -183,6 +183,8 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
         return cohorts, delta
     from scipy.stats import binom  # takes half a second, and few statements need it
 
+    # In the n rounds of a client that is sampled in all of them, the numbers of the other clients
+    # add up to Binomial(n (population - 1), rate), whose quantile bounds their mean.
     for event in independent:
         others, each = rounds[event] * (cohorts[event] - 1), delta / 2 / len(independent)
         cohorts[event] = 1 + float(binom.isf(each, others, event.law.rate)) / rounds[event]

@@ -115,6 +115,7 @@ class Stopping:
             every = self.evaluation_every
             if evaluations := (self.made + self.left) // every - self.made // every:
                 events.append(self.evaluation.times(evaluations))
+        # An earlier end of this run, before it was resumed, may have charged some of them.
         left = [(event, event.count - history.ahead(event, self.run)) for event in events]
         return [event.once.times(count) for event, count in left if count > 0]
 
@@ -213,6 +214,8 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
     Of equal histories only one is accounted for, and of those with a single kind of event only the
     Pareto front: there may be one for each of thousands of clients.
     """
+    # With early stopping the claim depends on more than the counts of events, if some are charged
+    # ahead: no history may then be left out.
     if stopping.times and any(history.spent is not history.accountant for history in histories):
         return max(histories, key=lambda history: stopping.epsilon(history, delta))
     distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}

@@ -42,6 +42,8 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
+    # 1 and 1.0 have one digest, since TOML and Python code may give either. A larger integer would
+    # lose digits as a float, and two of them could collide.
     if isinstance(value, int | float):
         return float(value) if abs(value) < 2**53 else str(value)
     if isinstance(value, Mapping):

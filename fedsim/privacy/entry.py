@@ -226,6 +226,7 @@ class History:
         """Charged entries, without planned rounds that were made later."""
         if not any(entry.kind == "planned" for entry in self.of_this_run):
             return self.charged
+        # Planned rounds that are still not made are those of the last planned entries.
         ahead, net = self._ahead.copy(), []
         for entry in reversed(self.of_this_run):
             if entry.kind == "planned":
@@ -312,6 +313,8 @@ class History:
                 f"round {entry.round} extends a plan of {before.rounds} rounds, and no line before "
                 "it charges those."
             )
+        # The torn entry was charged in this release's place. A composition cannot be undone, so
+        # that all other entries are composed again.
         if entry.settles and self.ends_torn:
             accountant = Accountant(charged.event for charged in self.net[:-1])
         else:

@@ -268,6 +268,8 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
     if all(widest.comparable(event.law) for event in known):
         return Event(noise_multiplier=noise, law=widest, count=count)
     adjacency = common_adjacency(event.adjacency for event in known)
+    # A law that is Gaussian given the sample costs at most as much as an unsampled Gaussian of its
+    # sensitivity. For other laws, take the largest Rényi divergence at each order.
     if all(event.law.is_gaussian for event in known):
         least = min(
             event.total_noise_multiplier / event.law.sensitivity

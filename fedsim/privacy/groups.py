@@ -114,6 +114,8 @@ def _mixtures(
 ) -> float:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
+    # The grid has 40 steps in the largest ratio of a mean shift to its noise, about the standard
+    # deviation of the loss.
     ratio = max([min(1.0, size * law.rate) / z for (law, z), _ in items] + [mu])
     step = float(np.clip(ratio / 40, FINEST, COARSEST))
     together = pld.identity(step)

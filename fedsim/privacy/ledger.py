@@ -284,6 +284,8 @@ class Ledger(LedgerFile):
         made = (replace(line, sum=None) for line in self.attempts(planned))
         if any(planned.repeats(line) for line in made):
             return self.epsilon(delta) > budget
+        # The line's beginning, with round and event, identifies it; a planned entry may lack facts
+        # that come later in the line.
         if self.began(planned, upto=',"mechanism":'):
             planned = replace(planned, settles=True)
         return self.history.after(planned).epsilon(self._delta(delta)) > budget

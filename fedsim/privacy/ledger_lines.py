@@ -72,8 +72,8 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
         entry, end = _DECODER.raw_decode(text, len(_BEFORE))
     except (ValueError, RecursionError):
         raise FedsimError("it is not a ledger's line.") from None
-    # The hash is of the bytes in the file, not of the entry written again: no two spellings of
-    # the same JSON are accepted, and numbers need not be written alike by every version.
+    # The hash is of the bytes in the file, not of the parsed entry written again: a line that was
+    # only respelled is detected, and another version's spelling of numbers is not an error.
     digest = hashlib.sha256(text[len(_BEFORE) : end].encode()).hexdigest()
     seal = f',"hash":"{digest}"'
     if not isinstance(entry, dict) or not text.startswith(seal, end):

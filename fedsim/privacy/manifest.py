@@ -159,6 +159,7 @@ def file_digest(path: Path) -> str:
 
 
 SIGNATURE_FORMAT = 3
+# A prefix of the signed bytes: a signature that the key gave for another purpose is not valid here.
 _SIGNED = b"fedsim manifest of a run, signed\n"
 LEDGER_KEY = "FEDSIM_LEDGER_KEY"
 """Environment variable with the path of the signing key, used if a config gives none."""

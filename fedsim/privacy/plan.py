@@ -279,7 +279,7 @@ class ReleasePlan(Generic[BoundT]):
         event = self.event()
         if event.law.rounds == 1:
             return event
-        if attempt:
+        if attempt:  # one more release, on draws that are not independent of the covered rounds'
             law = event.law.redrawn or unamplified(event.law)
             return replace(event, law=law, count=1)
         begins = 1

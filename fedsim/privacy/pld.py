@@ -158,13 +158,13 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
 
     ``upper`` and ``lower`` are the masses of the two distributions below, between and above
     the grid's points. A gap's mass is split between its ends so that both distributions keep
-    theirs; what lies below goes to the first point, what lies above to infinity.
+    theirs; mass below the grid is moved to the first point, mass above it to infinity.
     """
     p, q = upper[1:-1], lower[1:-1]
-    # Of a gap's masses p and q a part r goes to its right end x + h and p - r to its left end x,
-    # such that r e^-(x+h) + (p - r) e^-x = q: the hockey-stick curve is then exact at the grid's
-    # points and lies above the true one between them, as a chord of a convex function does. The
-    # exponent is capped at e^700, which moves mass to the right: upwards.
+    # A gap has the masses p (upper) and q (lower). A part r of p is moved to its right end x + h
+    # and p - r to its left end x, such that r e^-(x+h) + (p - r) e^-x = q. The hockey-stick curve
+    # is then exact at the grid's points, and above the true one between them, as a chord of a
+    # convex function is. The exponent is capped at e^700, which moves mass to the right: upwards.
     to_right = np.clip((p - q * np.exp(np.minimum(grid[:-1], 700.0))) / -math.expm1(-h), 0.0, p)
     probs = np.zeros(len(grid) + 1)
     probs[:-2] += p - to_right
@@ -233,7 +233,7 @@ def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
     # A shift lets the inverse transform begin with the window's first loss. The product is taken
     # modulo size in integers, since a float of that magnitude would have lost the phase. Mass
     # outside of the window wraps around into it (aliasing): at most `WINDOW_TAIL` on either side,
-    # counted as an infinite loss besides.
+    # which is also counted as an infinite loss.
     exponent += 2j * math.pi / size * ((frequencies * ((first - start) % size)) % size)
     infinite = 2 * WINDOW_TAIL - math.expm1(finite)
     return _Composed(h, first, last - first + 1, size, frequencies, np.exp(exponent), infinite)
@@ -325,7 +325,7 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     discounted = weight / -np.expm1(1j * angle - h)
     step = series * np.exp(1j * angle) * -math.expm1(-h) / -np.expm1(1j * angle - h)
 
-    # The sums over j end at size, where the frequencies' terms are these, whatever i is.
+    # The geometric series over j = i .. size - 1 end at size, where their terms do not depend on i.
     total, end_total = float(series.sum().real), float(discounted.sum().real)
 
     def rest(i: Array, waves: Array) -> Array:

@@ -222,6 +222,7 @@ def _compare_metrics(
         if row is None or not row.get("epsilon"):
             raise FedsimError(f"round {number} has no row with an epsilon.")
         shown = float(row["epsilon"])
+        # A torn line may have been charged when a row was written, and settled since.
         most = max(total, spent) if is_torn else spent
         if not spent * (1 - 1e-6) <= shown <= most * (1 + 1e-6):
             raise FedsimError(

@@ -45,8 +45,8 @@ class Rows(Protocol):
     ) -> MeasuredRows | None:
         """Norms in these coordinates, from factors, with only a few rows materialised.
 
-        None for dense rows, or if it cannot be said which rows must be materialised: the caller
-        must then work on `dense` rows.
+        None for dense rows, or if it is unknown which rows must be materialised: the caller must
+        then work on `dense` rows.
         """
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -194,6 +194,8 @@ class Chunks:
         most, n, d = max(counts, default=0), len(counts), like.shape[-1]
         if most == 0:
             return
+        # On a CPU a piece stays in the cache from its copy to its addition. On a GPU pieces are
+        # large, since each costs several kernel launches.
         fit = max(1, (CUDA_CHUNK_BYTES if like.is_cuda else CHUNK_BYTES) // (8 * max(d, 1)))
         c, k = min(fit, most), min(max(1, fit // most), n) if like.is_cuda else 1
         buffer = self._buffer

@@ -28,7 +28,7 @@ FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
 # A bound above this has a grid that is coarse relative to ordinary updates. If no noise hides that,
 # the remainders of the rounding are summed on a second, finer grid.
 LOOSE = 64.0
-# Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
+# Number of rows up to which adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
 
 Owners: TypeAlias = "slice | Tensor"
@@ -70,7 +70,7 @@ class GridSum:
     unit : float, optional
         Unit of the grid; by default `grid_units` of the radius.
     fine_bits : int
-        If above 0, the remainders of the rounding are summed too, on a grid finer by so many bits.
+        If above 0, the remainders of the rounding are summed too, on a grid finer by these bits.
     rounding : "all", "rows" or "none"
         "all" makes every merge exact. "rows" leaves sums that are passed to `add_sum_` unrounded
         until `on_grid`; "none" never rounds.

@@ -38,7 +38,7 @@ STEPS_PER_STD = 40
 MOST_POINTS = 4096
 """About the most points of that grid; a coarser grid is still an upper bound."""
 REACH = 9.0
-"""The grid covers so many standard deviations; what is above it counts as an infinite loss."""
+"""Standard deviations that the grid covers; what is above it counts as an infinite loss."""
 MOST_MOMENT = 64
 """Largest order for which moments of S are computed."""
 
@@ -169,8 +169,8 @@ def _mean_of_lognormals(
     """Distribution of log S on a grid: the points, and the mass at each.
 
     S is the mean of ``among`` variables ``exp(x / z^2 - 1 / (2 z^2))``, x normal with standard
-    deviation z. Mass that is missing from a sum of 1 is at S = 0. With ``capped`` what lies above
-    the grid is moved down to its last point instead, so that no mass is at S = 0.
+    deviation z. Mass that is missing from a sum of 1 is at S = 0. With ``capped`` mass above the
+    grid is moved down to its last point instead, so that none is at S = 0.
     """
     z = noise_multiplier
     low = -1 / (2 * z**2) - REACH / z - math.log(among)
@@ -207,7 +207,8 @@ def _split_lognormal(log_values: Array, z: float) -> Array:
     below = (log_values + 1 / (2 * z**2)) * z
     mass, weighted = (np.diff(ndtr(points)) for points in (below, below - 1 / z))
     values = np.exp(log_values)
-    # The part r that goes to the right end v1 solves r v1 + (mass - r) v0 = weighted.
+    # The part r of the mass that is moved to the right end v1 solves
+    # r v1 + (mass - r) v0 = weighted; the rest is moved to the left end v0.
     to_right = np.clip((weighted - mass * values[:-1]) / np.diff(values), 0.0, mass)
     atoms = np.zeros(len(values))
     atoms[:-1] += mass - to_right
@@ -225,9 +226,9 @@ def _sum(one: Array, other: Array, step: float) -> Array:
     points = len(one)
     total = np.zeros(2 * points)
     offsets = np.arange(points)
-    # On a grid of logarithms, x + y with x k steps below y lies at y's point plus a shift that
-    # depends on k alone: a whole number of steps, and a rest below one. The rest is split between
-    # two points, in the ratio that leaves the mean of the sum (not of its logarithm) unchanged.
+    # On a grid of logarithms, if x is k steps below y, then x + y is above y by a shift that
+    # depends on k alone: a whole number of steps, and a fraction of one. The mass is split between
+    # the two nearest points, in the ratio that leaves the mean (not that of the logarithm) as is.
     larger = np.log1p(np.exp(-step * offsets)) / step
     steps = np.floor(larger + 1e-12).astype(int)
     part = np.expm1((larger - steps) * step) / math.expm1(step)
@@ -365,7 +366,7 @@ class Allocation(RememberingSampler):
         )
 
     def gaussians(self, count: int) -> int:
-        """The number of parts, k: they cover the whole plan, whatever ``count`` is."""
+        """The number of parts, k: they cover the whole plan, for any ``count``."""
         return self.participations
 
     def participation(self, rounds: int) -> Participation:

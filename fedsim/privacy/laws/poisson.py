@@ -23,7 +23,7 @@ from fedsim.settings import Doc, Ge, Le
 
 Drawn = npt.NDArray[np.bool_]
 
-# Gaps are first drawn for a sample of expected size plus so many standard deviations.
+# Standard deviations above the expected sample size for which gaps are drawn at first.
 SPREAD = 4.0
 
 
@@ -164,7 +164,7 @@ def draw_poisson(
     population = np.array([declared_population(sampler) for sampler in samplers])[:, None, None]
     expected = max(sampler.expected_size for sampler in samplers)
     # The width may depend on the other clients in the block: a generator gives the same first
-    # gaps however many are requested, so that nobody's sample depends on it.
+    # gaps for any number requested, so that no sample depends on it.
     width = int(expected + SPREAD * math.sqrt(expected)) + 4
     # float64, because sums of gaps may overflow int64. Only sums up to the population count, and
     # integers below 2^53 are exact. Infinity marks the steps that a client does not have.

@@ -131,8 +131,8 @@ class RememberingSampler(Sampler):
         State of the draws: filled by the first one, changed by each, all of it in a checkpoint.
     """
 
-    # In place and not compared: the sampler stays a frozen value, equal to another with the same
-    # settings, whatever has been drawn from it.
+    # Changed in place and excluded from comparison: the sampler stays a frozen value that equals
+    # any other with the same settings, before and after draws.
     memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def state(self) -> SamplerState:

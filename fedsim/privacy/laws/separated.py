@@ -29,7 +29,7 @@ class SeparatedLaw(Law):
 
     @property
     def rounds(self) -> int:
-        """``separation``: one event covers so many consecutive rounds, of which a row is in one."""
+        """``separation``: one event covers so many consecutive rounds; a row is in one of them."""
         return self.separation
 
     def inclusion(self, population: int) -> None:

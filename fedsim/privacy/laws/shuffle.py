@@ -105,7 +105,7 @@ def draw_passes(
 ) -> Ids:
     """Orders of passes 0 to ``passes - 1`` for n clients: int64 ``[n, passes, population]``.
 
-    They equal the sampler's `order`, which takes three times as long, called once a pass.
+    The result equals that of `ShuffledPasses.order` for each pass, in a third of the time.
     """
     population = declared_population(sampler)
     orders = np.empty((len(draws), passes, population), dtype=np.int64)

@@ -25,7 +25,7 @@ from fedsim.privacy.laws.base import Law, Participation
 from fedsim.settings import Doc, check_settings
 
 NoiseState = Mapping[str, Any]
-"""Named arrays, each shaped like the draws. Secret: whoever knows them can subtract the noise."""
+"""Named arrays, each shaped like the draws. Secret: with them, noise can be subtracted."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class NoiseDraws:
     round : int
         Number of this round, from 1 on.
     of : callable ``(age, number) -> draws``
-        Gives the draws of the round that was ``age`` rounds ago; ``number`` tells several draws
-        of one round apart. This round's are drawn at the call, earlier ones are regenerated.
+        Gives the draws of the round that was ``age`` rounds ago; ``number`` distinguishes several
+        draws of one round. This round's are drawn at the call, earlier ones are regenerated.
     """
 
     round: int

@@ -42,6 +42,7 @@ class BISR(Toeplitz):
         """This noise with the number of draws (a power of 2) that has the least error."""
         if self.coefficients:
             return replace(self, participation=participation)
+        # More draws leave less noise in long sums, but raise the sensitivity: try powers of 2.
         powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
         tried = [
             replace(self, coefficients=text_of(root_of(draws)), participation=participation)
@@ -50,6 +51,7 @@ class BISR(Toeplitz):
         return min(tried, key=lambda noise: noise.error(1.0))
 
     def _weights(self) -> list[float]:
+        # With c_j = sum_k d_k c_(j-k), a sum of the d_k of at most 1 keeps all of C in [0, 1].
         numbers = self._numbers(WANTED)
         if numbers[0] != 1 or sum(numbers[1:]) > 1:
             raise FedsimError(

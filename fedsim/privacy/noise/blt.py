@@ -24,8 +24,8 @@ class BLT(Toeplitz):
     """``N_t = Z_t - w_1 S_1 - ... - w_m S_m``, after which ``S_i`` becomes ``th_i S_i + N_t``.
 
     C is Toeplitz with ``c_j = w_1 th_1^(j-1) + ... + w_m th_m^(j-1)``; decays and weights minimise
-    the mean square error of sums over rounds (McMahan et al. 2024). The state is m vectors,
-    whatever the number of rounds.
+    the mean square error of sums over rounds (McMahan et al. 2024). The state is m vectors, for any
+    number of rounds.
     """
 
     name: ClassVar[str] = "blt"

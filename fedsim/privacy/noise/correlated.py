@@ -231,7 +231,7 @@ def majorant(series: Array) -> Array:
 
 
 def length(vector: Array) -> float:
-    """L2 norm; the sum of squares is rounded once, whatever the order of terms."""
+    """L2 norm, with the sum of squares rounded only once: it does not depend on their order."""
     return math.sqrt(math.fsum(number * number for number in vector.tolist()))
 
 
