@@ -95,7 +95,7 @@ class Correlated(Noise):
     @property
     @abstractmethod
     def bands(self) -> int:
-        """Number of bands of C: rounds at least so far apart have no noise in common."""
+        """Number of bands of C: columns at least so far apart have no row in common."""
 
     @abstractmethod
     def again(self, participation: Participation) -> float:
@@ -224,8 +224,8 @@ def majorant(series: Array) -> Array:
     The steps keep the last bits of a library's result, which vary between machines and processes,
     out of the sensitivity that a ledger records.
     """
-    # Rounded up, but for what is less than 2^-48 above a step: such a value is on the step, but
-    # for rounding, and would else be a step higher on one machine than on another.
+    # Rounded up, except for values less than 2^-48 above a step: these differ from the step by a
+    # rounding error, and would otherwise be a step higher on some machines.
     above = np.maximum.accumulate(np.abs(series)[::-1])[::-1]
     return np.asarray(np.ceil(above * 2.0**40 - 2.0**-8) * 2.0**-40)
 
@@ -250,7 +250,6 @@ def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
 
     # Band storage, cut at the last non-zero coefficient: a series of b coefficients takes time
     # and memory O(b * rounds), where a dense solve would take O(rounds^2).
-
     (others,) = np.nonzero(series)
     width = int(others[-1])
     band = np.repeat(series[: width + 1, None], len(right), axis=1)
