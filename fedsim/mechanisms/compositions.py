@@ -97,6 +97,7 @@ class PerLayer(Mechanism):
         return tuple(segments)
 
     def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
+        """Bounds, each with the parameters that it bounds together."""
         # An empty parameter releases nothing, and takes no share of the budget.
         entries = [entry for entry in layout.entries if entry.stop > entry.start]
         if not self._pairs:

@@ -167,6 +167,7 @@ class PartialSum(GridSums):
         owners: Owners,
         masks: RowMasks | None,
     ) -> None:
+        """Add rows to every segment's sum, with ``weights`` by segment."""
         self.expect(rows.count)
         # A row that is not finite in one segment contributes to none.
         bad = rows.norms().isnan() if len(self.segments) > 1 else None
@@ -225,7 +226,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class SegmentSum:
-    """Sums of one segment: of its vector, called ``sum``, and of its bound's scalars and extras."""
+    """Sums of one segment: its vector, called ``sum``, and its bound's scalars and bare sums."""
 
     def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
         self.segment, self.ready, self._chunks = segment, ready, chunks
@@ -288,8 +289,8 @@ class SegmentSum:
         if shaped is None:
             return False
         factors = shaped.factor / vector.unit * weights
-        # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): a chunk
-        # with one is left to `bounded_`.
+        # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): rows with
+        # one among them are left to `bounded_`.
         bad = factors.isnan()
         if bool(bad.any()):
             return False

@@ -173,6 +173,7 @@ class Accountant:
         return Cost(best, delta, self.adjacency, method, rdp, poisson_epsilon, self.releases)
 
     def _best(self, delta: float) -> tuple[float, Method]:
+        """Epsilon by the tightest method that applies, and that method."""
         if not self.private:
             return math.inf, "none"
         if not self.sampled:

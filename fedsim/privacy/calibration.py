@@ -285,6 +285,7 @@ class Question:
         return self._answered(noise, self._given("rounds", self.rounds))
 
     def _noise(self, rounds: int) -> Answer:
+        """Answer with the least noise multiplier that meets the target epsilon."""
         if self.noise_multiplier is not None:
             raise FedsimError(
                 f"noise multiplier is {self.noise_multiplier}; it must be unset when target "

@@ -40,6 +40,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """The value as JSON, by the rules of `digest_of`; changing them changes all digests."""
     if value is None or isinstance(value, bool | str):
         return value
     # 1 and 1.0 have one digest, since TOML and Python code may give either. A larger integer would

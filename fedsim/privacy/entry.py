@@ -358,6 +358,7 @@ class History:
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
+        """Update everything except the accountant, to which the entry has been added."""
         self.charged.append(entry)
         covered = self._covered(entry)
         self.counts[entry.event.once] += entry.event.count - covered

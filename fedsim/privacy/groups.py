@@ -112,6 +112,7 @@ def group_cost(
 def _mixtures(
     items: frozenset[tuple[tuple[Law, float], int]], mu: float, size: int, delta: float
 ) -> float:
+    """Epsilon of sampled releases, by mixtures over how many of the group's rows take part."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     # The grid has 40 steps in the largest ratio of a mean shift to its noise, about the standard

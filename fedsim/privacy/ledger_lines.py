@@ -210,6 +210,7 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
 
 
 def _old_entry(line: bytes, previous: str) -> tuple[Entry, str]:
+    """Entry and hash of a line of format 1, in today's form."""
     body, seal = line[:-_OLD_SEAL] + b"}", line[-_OLD_SEAL:]
     digest = hashlib.sha256(body).hexdigest()
     if seal != f',"hash":"{digest}"}}'.encode():

@@ -213,6 +213,10 @@ def _compose(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[int, Arr
 
 
 def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
+    """Compose one direction of all releases: multiply the transforms of their distributions.
+
+    Powers are taken of log-magnitudes and phases, so that 10,000 releases cost as much as one.
+    """
     factors = [(_release(pairs[side], h), pairs[side], n) for pairs, n in counts.items()]
     least, most = _window(counts, h, side)
     first = max(math.floor(least / h), sum(n * p.start for p, _, n in factors))

@@ -167,6 +167,7 @@ def as_data(law: Law, noise_multiplier: float) -> Law:
 
 @lru_cache(maxsize=256)
 def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
+    """Evaluate a user's law at one noise multiplier."""
     # A law need not handle the limits: without noise the cost is infinite, with infinite noise 0.
     curve, pairs = np.full(len(ORDERS), 0.0 if noise_multiplier else math.inf), None
     if 0 < noise_multiplier < math.inf:

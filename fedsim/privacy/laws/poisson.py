@@ -257,6 +257,7 @@ class InclusionSampler(Sampler):
         return PoissonLaw(rate=self.highest, population=self.population)
 
     def _probabilities(self, round: int) -> npt.NDArray[np.float64]:
+        """`probabilities`, after checking that the law's charge covers them."""
         p = np.asarray(self.probabilities(round), dtype=np.float64)
         if p.shape != (self.population,) or not ((p >= 0) & (p <= self.highest)).all():
             raise FedsimError(

@@ -51,6 +51,7 @@ class BISR(Toeplitz):
         return min(tried, key=lambda noise: noise.error(1.0))
 
     def _weights(self) -> list[float]:
+        """Validated coefficients: 1, then d_1, d_2, ..."""
         # With c_j = sum_k d_k c_(j-k), a sum of the d_k of at most 1 keeps all of C in [0, 1].
         numbers = self._numbers(WANTED)
         if numbers[0] != 1 or sum(numbers[1:]) > 1:

@@ -47,6 +47,7 @@ class BLT(Toeplitz):
         return next(noise for noise in tried if noise.error(1.0) <= least * (1 + 1e-4))
 
     def _buffers(self) -> list[tuple[float, float]]:
+        """Validated coefficients, as (decay, weight) of each buffer."""
         numbers = self._numbers(WANTED)
         decays, weights = numbers[::2], numbers[1::2]
         if len(decays) != len(weights) or sum(weights) > 1 + 1e-9:
