@@ -1,6 +1,6 @@
-"""Mechanisms: bound rows, sum them exactly, add noise once.
+"""Mechanisms: bound rows, sum them exactly, and add noise once.
 
-Rows are clients' updates or examples' gradients; mechanisms do not care which::
+Rows are clients' updates or examples' gradients; a mechanism is the same for both::
 
     plan = ReleasePlan(
         level="client",

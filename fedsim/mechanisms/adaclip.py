@@ -1,4 +1,4 @@
-"""AdaCliP: clip in coordinates whitened by what earlier releases taught."""
+"""AdaCliP: clipping in coordinates whitened by estimates from earlier releases."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from fedsim.settings import Between, Doc, Ge, Gt, Le
 class AdaClip(ScalingBound):
     """Coordinate-wise adaptive clipping (Pichapati et al. 2019).
 
-    With estimates m of the rows' mean and s of their standard deviation, coordinate by
-    coordinate, and ``b = sqrt(s / gamma) * sqrt(sum(s))``: rows become ``w = (g - m) / b``,
-    are clipped to norm 1, summed and noised, and the released mean is ``b * W / r + m`` with the
-    fixed denominator r. m and s are updated from that mean alone.
+    Let m and s be estimates of the rows' mean and standard deviation, coordinate by coordinate,
+    and ``b = sqrt(s / gamma) * sqrt(sum(s))``. Rows become ``w = (g - m) / b``, and are clipped
+    to norm 1, summed (W) and noised; the released mean is ``b * W / r + m``, with the fixed
+    denominator r. m and s are updated from that mean alone.
 
     Guarantee: W changes by at most 1 in L2 norm when a row is added or removed; the noise on it
     has standard deviation z.
 
-    The algorithm as printed has three defects (at ordinary learning rates it starts with every row
-    clipped and stays there, since rows are whitened and b begins near 0: its rates live on another
-    scale, such as 1e5 where clipping's is 1; it estimates the variance of the batch's mean, not of
-    a row; its positive-part estimate of idle coordinates feeds on its own noise). The defaults
+    The algorithm as printed has three defects. At ordinary learning rates it starts with every row
+    clipped and stays there, since rows are whitened and b begins near 0: its rates are on another
+    scale, such as 1e5 where clipping's is 1. It estimates the variance of the batch's mean, not of
+    a row. Its positive-part estimate of idle coordinates amplifies its own noise. The defaults
     start as clipping at C, estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise
-    than clipping at C.
-    ``literal=True`` is the printed form.
+    than clipping at C. ``literal=True`` is the printed form.
 
-    With ``center=False`` rows are not centred, ``w = g / b`` and ``b * W / r``. What b must
-    cover is then the rows' second moment about 0 and no longer their variance, so that ``m^2`` is
-    added to the estimate, coordinate by coordinate, and s is its root.
+    With ``center=False`` rows are not centred: ``w = g / b``, and the mean is ``b * W / r``. b must
+    then cover the rows' second moment about 0 instead of their variance, so that ``m^2`` is added
+    to the estimate, coordinate by coordinate, of which s is the root.
     """
 
     clip_norm: Annotated[
@@ -91,7 +90,7 @@ class AdaClip(ScalingBound):
             raise FedsimError("h2 is not set; the literal form needs it.")
         if self.gamma != 1.0 or not self.center or self.clamp != "pre":
             raise FedsimError("literal is true; gamma, center and clamp must keep their defaults.")
-        # The one field that the literal form changes; set here so that the value shows it.
+        # The literal form implies this field; set here, so that the value shows it.
         object.__setattr__(self, "variance", "literal")
 
     def init(self, layout: Layout) -> State:
@@ -104,15 +103,15 @@ class AdaClip(ScalingBound):
         return {"m": m, "s": torch.full_like(m, start)}
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``min(1, 1 / norm)`` of whitened norms."""
+        """``min(1, 1 / norm)``, for whitened norms."""
         return clip_factor(norms, 1.0, unit)
 
     def whitening(self, ready: State) -> tuple[Tensor | None, Tensor | None]:
-        """``1 / b``, and m where rows are centred."""
+        """Scale ``1 / b`` and center m (None if rows are not centred)."""
         return ready["scale"], ready["m"] if self.center else None
 
     def ready(self, state: State) -> State:
-        """b, ``1 / b``, and m where rows are centred."""
+        """b, ``1 / b``, and m if rows are centred."""
         s = state["s"]
         b = (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
         ready = {"b": b, "scale": 1 / b}
@@ -132,10 +131,11 @@ class AdaClip(ScalingBound):
         return max(self.clip_norm**2 * self.gamma / d, self.h1) if self.h2 is None else self.h2
 
     def next(self, state: State, ready: State, released: Released) -> State:
-        """Moving averages of the released mean, and of its square less its noise's variance."""
+        """Moving averages of the released mean, and of its square minus its noise's variance."""
         m, s, b, r = state["m"], state["s"], ready["b"], released.denominator
         noise_variance = (b * released.noise_multiplier).div_(r).square_()
-        # m before its update: the noise of this release must be independent of it.
+        # With the old m: the noise of this release is independent of it, so that its variance can
+        # be subtracted.
         estimate = (released.mean - m).square_().sub_(noise_variance)
         if self.variance == "per-example":
             estimate.mul_(r)
@@ -151,5 +151,5 @@ class AdaClip(ScalingBound):
         return {"m": mean, "s": squares.sqrt_()}
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """Root mean square of b: the C of plain clipping with as much noise."""
+        """Root mean square of b: the C at which plain clipping has as much noise."""
         return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}

@@ -1,4 +1,4 @@
-"""Bounds and noise for each coordinate that follow what was released (Xu et al. 2020)."""
+"""Bounds and noise per coordinate that adapt to earlier releases (Xu et al. 2020)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from fedsim.settings import Between, Doc, Ge, Gt, Le
 class AdaptiveNoise(Bound):
     """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
 
-    While ``Var[sqrt(E)] <= threshold`` (across the coordinates) rows are clipped at C. Above it
-    coordinate i is clamped to ``s_i = beta * sqrt(E_i)`` and its noise has standard deviation
-    ``z * sqrt(d) * s_i``, or ``z * sqrt(s_i * sum(s))`` (Lemma 1: either is as private as z at
-    sensitivity 1, as ``sum s_i^2 / sigma_i^2 = 1 / z^2``). Noise is drawn once, on the sum.
+    In the first phase, while ``Var[sqrt(E)] <= threshold`` (across the coordinates), rows are
+    clipped at C. In the second, coordinate i is clamped to ``s_i = beta * sqrt(E_i)``, and its
+    noise has standard deviation ``z * sqrt(d) * s_i``, or ``z * sqrt(s_i * sum(s))`` (Lemma 1:
+    both are as private as z at sensitivity 1, as ``sum s_i^2 / sigma_i^2 = 1 / z^2``). Noise is
+    added once, to the sum.
 
     Guarantee: one Gaussian of multiplier z on a sum of sensitivity C, or 1 in coordinates
-    divided by the noise's shape. E is made of *released* means, less their noise's variance:
-    post-processing. As printed it is made of raw gradients, on which then bounds, noise and the
-    test depend: a coordinate that only one record uses is released without noise. That form
-    has no guarantee with any noise, and needs a flag.
+    divided by the noise's shape. E is computed from *released* means, minus their noise's
+    variance: post-processing. In the paper E is computed from raw gradients, and bounds, noise and
+    the phase depend on them: a coordinate that only one record uses is released without noise.
+    That form has no guarantee with any noise, and requires a flag.
 
-    RMSProp, the other half of the paper's method, is an optimiser's business.
+    RMSProp, the other half of the paper's method, is left to the optimiser.
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C, at which rows are clipped in the first phase.")] = (
@@ -70,7 +71,7 @@ class AdaptiveNoise(Bound):
         bool, Doc("Make E of raw rows, as printed: no noise gives that form any guarantee.")
     ] = False
 
-    # The noise's shape is the server's business.
+    # Clients do not need the noise's shape, which the server multiplies by.
     needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
 
     @property
@@ -84,15 +85,15 @@ class AdaptiveNoise(Bound):
 
     @property
     def bare_sums(self) -> Mapping[str, BareSum]:
-        """In the printed form the raw rows."""
+        """The raw rows, in the paper's form."""
         raw = {"raw": BareSum(FREE_UNIT, wide=True)}
         return raw if self.unsafe_non_private_raw_statistics else {}
 
     def ready(self, state: State) -> State:
-        """Whose phase is the second, and there the bounds and the noise's shape."""
+        """Which owners are in the second phase, and for these the bounds and the noise's shape."""
         mean_square = state["mean_square"]
         root = mean_square.clamp_min(0).sqrt_()
-        # A mask and no branch: clients of one block may be in either phase.
+        # A mask instead of a branch: the clients of a block may be in different phases.
         threshold = math.inf if self.threshold is None else self.threshold
         adaptive = root.var(-1, correction=0, keepdim=True) > threshold
         if not adaptive.is_cuda and not bool(adaptive.any()):
@@ -102,7 +103,8 @@ class AdaptiveNoise(Bound):
             shape = limit * math.sqrt(limit.shape[-1])
         else:
             shape = torch.sqrt(limit * limit.sum(-1, keepdim=True))
-        # Rows are clamped in units of their bounds, then measured in units of their noise.
+        # Rows are divided by the bounds and clamped to 1 (shrink), then brought to units of the
+        # noise (stretch), in which the noise is isotropic and their norm at most 1.
         ready = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
         if adaptive.is_cuda or not bool(adaptive.all()):
             ready = {name: torch.where(adaptive, vector, 1.0) for name, vector in ready.items()}
@@ -115,10 +117,10 @@ class AdaptiveNoise(Bound):
         return radius.masked_fill_(adaptive, 1.0)
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Clip, or clamp and divide, as the phase is."""
+        """Clip in the first phase; clamp and divide by the noise's shape in the second."""
         adaptive = ready["adaptive"]
         bare_sums = {"raw": y.clone()} if self.bare_sums else {}
-        # On a CPU, where reading costs nothing, a phase that no owner is in is skipped.
+        # On a CPU, where reading a value is cheap, a phase that no owner is in is skipped.
         first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in ready
         factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
         clipped = torch.zeros_like(factor, dtype=torch.bool)
@@ -134,11 +136,11 @@ class AdaptiveNoise(Bound):
         return Shaped(factor, clipped, bare_sums)
 
     def restore(self, w: Tensor, ready: State) -> Tensor:
-        """Times the noise's shape."""
+        """Multiply by the noise's shape."""
         return w * ready["shape"] if "shape" in ready else w
 
     def next(self, state: State, ready: State, released: Released) -> State:
-        """Moving average of squares of the released mean, less its noise's variance."""
+        """Moving average of squares of the released mean, minus its noise's variance."""
         if self.bare_sums:
             square = (released.bare_sums["raw"] / released.denominator).square_()
         else:
@@ -151,5 +153,5 @@ class AdaptiveNoise(Bound):
         return {"mean_square": square}
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """1 in the second phase."""
+        """``adaptive``: 1 in the second phase, else 0."""
         return {"adaptive": float(ready["adaptive"])}

@@ -1,11 +1,11 @@
-"""What a mechanism is: segments of a row, each with its bound, and scalars beside them.
+"""Interface of mechanisms: segments of a row, each with its bound, and additional scalars.
 
-A bound turns each row into one that lies in an L2 ball of known radius, in coordinates of
-its own (AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of
-standard deviation ``z * radius`` is put on the sum once, and everything after that (division
-by a denominator that does not depend on the data, change of coordinates, new state) is
-post-processing. A composition (`PerLayer`, `PrivateScalar`) only says which columns have
-which bound, which scalars go beside, and how ``1/z^2`` is shared out; `Releaser` does the rest.
+A bound maps each row into an L2 ball of known radius, in coordinates that the bound chooses
+(AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of standard
+deviation ``z * radius`` is added to the sum once, and everything after that (division by a
+denominator that does not depend on the data, change of coordinates, new state) is post-processing.
+A composition (`PerLayer`, `PrivateScalar`) only defines which columns have which bound, which
+scalars are added, and how ``1/z^2`` is split; `Releaser` does the rest.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ Number: TypeAlias = "float | Tensor"
 """A number, or one for each of several sums."""
 
 NOISE_PREFIX = "noise."
-"""Of the noise's own state, in the state that a release returns: secret, and never sent."""
+"""Prefix of the noise's state within a release's state: it is secret, and never sent."""
 
 
 def without_noise(state: State) -> dict[str, Tensor]:
-    """What of a state is as public as the releases."""
+    """The part of a state that is as public as the releases."""
     return {name: value for name, value in state.items() if not name.startswith(NOISE_PREFIX)}
 
 
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
 NORM = (Gt(0), Between(*BOUND_RANGE))
-"""What a norm may be, as a field of a bound says it."""
+"""Range of a norm, for the fields of a bound."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns of a row that have a bound of their own.
+    """Columns of a row that are bounded together.
 
     Attributes
     ----------
     bound : Bound
     layout : Layout
-        Of these columns.
+        Layout of these columns.
     prefix : str
-        Before the names of its state, scalars and noise multipliers.
+        Prefix of the names of its state, scalars and noise multipliers in the mechanism.
     columns : tuple of slice, or None
-        None is all of them.
+        The columns; None for all.
     shares : tuple of float
-        Factors, one for each composition around it, of its share of ``1/z^2``.
+        Factors of its share of ``1/z^2``, one for each composition that contains it.
     """
 
     bound: Bound
@@ -70,11 +70,11 @@ class Segment:
     shares: tuple[float, ...] = ()
 
     def named(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Entries by their names in the mechanism."""
+        """Add the segment's prefix to the names of entries."""
         return {self.prefix + name: entry for name, entry in entries.items()}
 
     def select(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """What of a mechanism's entries is the segment's, by names in it; never the noise's."""
+        """The segment's entries among a mechanism's, without prefix; never the noise's."""
         return {
             name.removeprefix(self.prefix): entry
             for name, entry in entries.items()
@@ -82,7 +82,7 @@ class Segment:
         }
 
     def ready(self, state: State) -> State:
-        """`Bound.ready`, of a mechanism's state."""
+        """`Bound.ready` of the segment's part of a mechanism's state."""
         return self.bound.ready(self.select(state))
 
     def part_of(self, rows: Rows) -> Rows:
@@ -91,17 +91,17 @@ class Segment:
 
 
 class Scalar(NamedTuple):
-    """A number for each row, within ``center +- half``, of which a release has the noisy mean."""
+    """Range ``center +- half`` of a number of each row, whose noisy mean is released."""
 
     center: float
     half: float
 
 
 class BareSum(NamedTuple):
-    """What is summed on a grid of its own and without noise, for bounds without a guarantee.
+    """A sum without noise on a separate grid, for bounds without a guarantee.
 
-    It is weighted like its row. ``unit`` is the grid's; ``wide``: a vector like the row, and not a
-    number.
+    Its terms are weighted like the rows. ``unit``: unit of the grid. ``wide``: whether it is a
+    vector of a row's length instead of a number.
     """
 
     unit: float
@@ -110,7 +110,7 @@ class BareSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """A scalar that comes with each row, clamped to its range; ``shares`` as of a `Segment`."""
+    """A scalar passed with each row and clamped to its range; ``shares`` as in `Segment`."""
 
     name: str
     scalar: Scalar
@@ -118,7 +118,7 @@ class Side:
 
 
 class Mechanism(ABC):
-    """Parts and sides as data. Subclasses are frozen dataclasses without hidden state."""
+    """Base of mechanisms: segments and scalars as data, frozen and without hidden state."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -128,31 +128,31 @@ class Mechanism(ABC):
         """``"gaussian"``: a release is one Gaussian of multiplier z on a sum of sensitivity C.
 
         Adjacency is add-remove (or zero-out) of one row; replace-one doubles the sensitivity,
-        which is the accountant's business. ``"none"``: no (epsilon, delta) whatever the noise.
+        which the accountant takes into account. ``"none"``: no guarantee with any noise.
         """
         return "gaussian"
 
     @property
     def weighting(self) -> Weighting:
-        """What a sum takes as weights beyond a mask."""
+        """Weights of rows: "uniform" (0 or 1), or by the number of examples."""
         return "uniform"
 
     @abstractmethod
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
-        """Bounds that together cover a row, each column once."""
+        """Segments that together cover a row, each column once."""
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Scalars beside the row, the innermost first."""
+        """Additional scalars of each row, the innermost composition's first."""
         return ()
 
     @property
     def side_names(self) -> tuple[str, ...]:
-        """Scalars that a sum must be given with its rows."""
+        """Names of the scalars that must be passed with the rows."""
         return tuple(side.name for side in self.sides)
 
     def shown(self, layout: Layout) -> tuple[str, ...]:
-        """Names of what a release shows beside the mean: `Release.sides` and `Release.info`."""
+        """Names in `Release.sides` and `Release.info`: what is released along with the mean."""
         names: list[str] = []
         for segment in self.cover(layout):
             bound, state = segment.bound, segment.bound.init(segment.layout)
@@ -168,7 +168,7 @@ class Mechanism(ABC):
         return state
 
     def bounding_state(self, state: State, layout: Layout) -> State:
-        """What bounding rows takes of a state; it is sent to clients that make shares."""
+        """Part of a state needed to bound rows; it is sent to clients that make shares."""
         needed: dict[str, Tensor] = {}
         for segment in self.cover(layout):
             ready, needs = segment.ready(state), segment.bound.needs
@@ -178,10 +178,10 @@ class Mechanism(ABC):
     def noise_multipliers(
         self, noise_multiplier: float, denominator: float, layout: Layout
     ) -> Mapping[str, float]:
-        """Noise multipliers of what one release consists of: ``1/z^2 = sum_j 1/z_j^2``.
+        """Noise multipliers of the parts of one release: ``1/z^2 = sum_j 1/z_j^2``.
 
-        A segment's vector is called ``sum``, a scalar by its name. They stand in the order in
-        which noise is drawn; one that is infinite is not released.
+        A segment's vector is called ``sum``, a scalar by its name. The order is the one in which
+        noise is drawn; a part with infinite noise is not released.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Mechanism(ABC):
         }
 
     def sensitivity(self, state: State, layout: Layout) -> float:
-        """C: the L2 norm that one row can add to the sum, in the bounds' coordinates."""
+        """C: largest L2 norm of a row's contribution to the sum, in the bounds' coordinates."""
         radii = (s.bound.radius(s.ready(state), s.layout.d) for s in self.cover(layout))
         return math.hypot(*map(float, radii))
 
@@ -210,15 +210,15 @@ class Mechanism(ABC):
     def bound(
         self, block: Tensor, state: State | None = None, layout: Layout | None = None
     ) -> Tensor:
-        """What each row of ``block [n, d]`` contributes, before it is rounded to the sum's grid.
+        """The bounded rows of ``block [n, d]``, before rounding to the sum's grid.
 
-        Non-finite rows contribute zero. Without ``state``, that of the first round; without
-        ``layout``, a row is one entry.
+        Non-finite rows become zero. ``state`` is by default that of the first round; without
+        ``layout``, a row is a single entry.
 
         Returns
         -------
         Tensor ``[n, d]``
-            Of the block's dtype.
+            In the block's dtype.
         """
         if block.dim() != 2 or not block.is_floating_point():
             raise FedsimError(
@@ -238,7 +238,7 @@ class Mechanism(ABC):
 
 
 def require_mechanism(part: object, wrapper: str) -> None:
-    """Refuse to wrap what is no mechanism.
+    """Refuse a part of a composition that is no mechanism.
 
     Raises
     ------
@@ -253,10 +253,10 @@ def require_mechanism(part: object, wrapper: str) -> None:
 
 
 class Shaped(NamedTuple):
-    """Rows that ``factor [..., c]`` brings into the ball; NaN marks a non-finite row.
+    """Result of shaping rows: multiplied by ``factor [..., c]``, they lie within the ball.
 
-    ``clipped`` says which of them were longer than their bound; ``sides`` are the bound's
-    scalars, centred, and what goes into its bare sums, ``[..., c]``, or wide, ``[..., c, d]``.
+    The factor is NaN for a non-finite row. ``clipped``: longer than the bound. ``sides``: the
+    bound's scalars, centred, and terms of its bare sums, ``[..., c]`` or, if wide, ``[..., c, d]``.
     """
 
     factor: Tensor
@@ -266,11 +266,11 @@ class Shaped(NamedTuple):
 
 @dataclass(frozen=True)
 class Released:
-    """What a state is updated from: the noisy mean and scalars, and how noisy the mean is.
+    """Released values that the next state is computed from, and the noise of the mean.
 
-    Of n sums: ``mean [n, d]``, sides ``[n]``, and ``[n, 1]`` for what goes with the mean.
-    ``bare_sums`` are sums without noise, ``[..., 1]`` or ``[..., d]``, of the bound that asks
-    for them by name.
+    For n sums: ``mean [n, d]``, sides ``[n]``, multiplier and denominator ``[n, 1]``.
+    ``bare_sums`` are sums without noise, ``[..., 1]`` or ``[..., d]``, by name, for bounds that
+    define them.
     """
 
     mean: Tensor
@@ -281,74 +281,74 @@ class Released:
 
 
 class Bound(Mechanism):
-    """A bound in coordinates where one isotropic Gaussian does; a mechanism of one segment.
+    """A bound for which one isotropic Gaussian is enough; a mechanism with a single segment.
 
-    What a subclass gives:
+    A subclass implements:
 
-    - always, `radius` and `shape_`: how long a bounded row may be, and how a row is bounded;
-    - if it adapts, `init`, `ready` and `next`: its state, what a round derives from it, and the
+    - always, `radius` and `shape_`: the largest norm of a bounded row, and how a row is bounded;
+    - if it adapts, `init`, `ready` and `next`: its state, what each round derives from it, and the
       state after a release;
-    - if its coordinates are not the parameters', `restore`: the way back;
-    - if it releases numbers beside the vector, `scalars` and `split`: these, and their noise;
-    - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, what
-      the mean is divided by and weighted with, and that no norm is known;
+    - if its coordinates are not the parameters', `restore`: the inverse map;
+    - if it releases numbers in addition to the vector, `scalars` and `split`: these, their noise;
+    - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, the
+      divisor of the mean, the weights of rows, and that there is no bound on norms;
     - for speed, `scaled` and `implicit`: the same without copies of rows, or without rows;
     - for a report, `info`; for clients that make shares, `needs`.
 
-    All see one sum, or those of n owners with a leading ``n`` on every tensor (``...`` below), and
-    none but `info` reads a value, which on a GPU would wait for it.
+    Tensors are of one sum, or of n owners' sums with a leading ``n`` (``...`` below). Only `info`
+    may read a value: on a GPU that waits for all work before it.
     """
 
     needs: ClassVar[tuple[str, ...] | None] = None
-    """Entries of `ready` without which no row can be bounded; None for all of them."""
+    """Entries of `ready` that are needed to bound rows; None for all."""
     scalars: ClassVar[Mapping[str, Scalar]] = {}
-    """Scalars that `shape_` makes of rows, and that a release has the noisy means of."""
+    """Scalars that `shape_` computes from rows, and whose noisy means are released."""
     free: ClassVar[bool] = False
-    """Whether the radius is infinite: rows are then summed in a unit of no bound's."""
+    """Whether the radius is infinite: the grid of the sum then has a fixed unit."""
 
     @property
     def bare_sums(self) -> Mapping[str, BareSum]:
-        """What `shape_` makes of rows beside, summed for `divisor` and `next` alone."""
+        """Sums without noise, of terms that `shape_` computes, for `divisor` and `next`."""
         return {}
 
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
-        """Itself."""
+        """One segment, of this bound."""
         return (Segment(self, layout),)
 
     def init(self, layout: Layout) -> State:
-        """State before the first round; a bound that has none never changes."""
+        """State before the first round; a bound without state never changes."""
         return {}
 
     def ready(self, state: State) -> State:
-        """What bounding rows and restoring their mean takes, derived once a round."""
+        """Values to bound rows and restore their mean, derived from the state once a round."""
         return state
 
     @abstractmethod
     def radius(self, ready: State, d: int) -> Number:
-        """L2 norm that no bounded row exceeds, in the bound's coordinates, ``[...]``."""
+        """Largest L2 norm of a bounded row, in the bound's coordinates, ``[...]``."""
 
     @abstractmethod
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
+        """Bound float64 rows ``y [..., c, d]``: change them in place, up to the returned factor."""
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
-        """As `shape_`, of rows ``[c, d]`` on a CPU that it only multiplies; they stay unchanged.
+        """Result of `shape_` for rows ``[c, d]`` on a CPU, if it only multiplies; none is changed.
 
-        None, the default, where it does more to any row.
+        None, the default, if a row needs more than a factor.
         """
         return None
 
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:
-        """For rows that are not written out: their factors, and their bounded sum ``[..., d]``.
+        """Result of `shape_` for factored rows, and their bounded sum ``[..., d]``.
 
-        The sum is in units of a grid, not yet on it. None where the bound needs dense rows.
+        The sum is in units of a grid, not yet rounded. None if the bound needs dense rows.
         """
         return None
 
     def restore(self, w: Tensor, ready: State) -> Tensor:
-        """Rows or a mean ``w [..., d]`` in the parameters' coordinates."""
+        """Rows or a mean ``w [..., d]``, mapped back to the parameters' coordinates."""
         return w
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
@@ -356,33 +356,33 @@ class Bound(Mechanism):
         return {"sum": noise_multiplier}
 
     def weights(self, weights: Weights | None, count: int, device: torch.device) -> Tensor:
-        """Weights of rows, checked, float64 ``[count]``."""
+        """Validated weights of rows, float64 ``[count]``."""
         return row_weights(weights, count, device)
 
     def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """What a sum is divided by, ``[..., 1]``, from the denominator or the bare sums."""
+        """Divisor of a sum, ``[..., 1]``: the denominator, or computed from the bare sums."""
         return denominator
 
     def next(self, state: State, ready: State, released: Released) -> State:
-        """State after a release, a function of released values alone."""
+        """State after a release, computed from released values alone."""
         return state
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """What to show of one release, as public as the mean: by default the clip norm."""
+        """Diagnostics of one release, as public as the mean: by default the clip norm."""
         return {} if self.free else {"clip-norm": float(self.radius(ready, d))}
 
 
 def bounded_(
     bound: Bound, y: Tensor, ready: State, unit: Number, weights: Number
 ) -> tuple[Shaped, Tensor]:
-    """Overwrite float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
+    """Replace float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
 
-    Returns their shape and which rows, bool ``[..., c]``, were not finite.
+    Returns the result of `Bound.shape_`, and which rows were not finite, bool ``[..., c]``.
     """
     shaped = bound.shape_(y, ready)
     factor = shaped.factor / per_row(unit) * weights
     bad = factor.isnan()
-    # A row of NaN times zero is NaN: non-finite rows are wiped, not multiplied by zero.
+    # NaN times zero is NaN: bad rows are wiped. On a GPU always, since asking would wait for it.
     if y.is_cuda or bool(bad.any()):
         y.masked_fill_(bad[..., None], 0.0)
         factor = factor.masked_fill(bad, 0.0)
@@ -391,10 +391,10 @@ def bounded_(
 
 
 def per_row(number: Number) -> Number:
-    """A number a sum, ``[...]``, to go with ``[..., rows]``."""
+    """One number per sum, ``[...]``, in a shape that broadcasts against ``[..., rows]``."""
     return number.unsqueeze(-1) if torch.is_tensor(number) and number.ndim else number
 
 
 def state_on(state: State, device: torch.device) -> State:
-    """State with its vectors on ``device``; scalars stay on the CPU, where they are read."""
+    """State with its vectors on ``device``; scalars stay on the CPU, where reading is cheap."""
     return {name: tensor.to(device) if tensor.ndim else tensor for name, tensor in state.items()}

@@ -1,11 +1,12 @@
-"""Clients' numbers as rows of a noisy sum, from which means and quantiles over clients follow.
+"""Clients' numbers encoded as bounded rows: noisy sums give means and quantiles over clients.
 
 A number v in [0, 1] is encoded as the pair (v, 1 - v), whose norm is at most 1. The mean is the
-sum of the first entries over the sum of both; a client without a number is a row of zeros and
+sum of the first entries divided by the sum of both; a client without a number is a row of zeros and
 changes neither. For quantiles the number's bin is encoded as a column of a matrix C, the square
 root of the prefix-sum matrix, so that cumulative counts have less than half of the noise that they
-have with plain counts (Fichtenberger, Henzinger and Upadhyay 2023; Henzinger, Upadhyay and Upadhyay
-2023). A client's many numbers enter as the mean of their rows, which is no longer than one of them.
+would have with plain counts (Fichtenberger, Henzinger and Upadhyay 2023; Henzinger, Upadhyay and
+Upadhyay 2023). Several numbers of a client enter as the mean of their rows, whose norm is no
+larger.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from fedsim.settings import check_settings
 Floats = npt.NDArray[np.float64]
 
 BINS = 32
-"""Bins of a range, for quantiles."""
+"""Number of bins of a range, for quantiles."""
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
-"""Quantiles that are released; minima and maxima are not, since one client could move them."""
+"""Quantiles to release. Minima and maxima are not released: a single client could move them."""
 
 
 @cache
 def _square_root() -> Floats:
-    """C ``[BINS, BINS]``, lower triangular; its longest column has norm 1."""
+    """The matrix C ``[BINS, BINS]``, lower triangular, scaled so that its longest column is 1.
+
+    Its columns are the coefficients of ``(1 - x)^(-1/2)``, shifted down: its square is, up to
+    the scale, the matrix of prefix sums.
+    """
     coefficients = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, BINS))])
     matrix = np.zeros((BINS, BINS))
     for column in range(BINS):
@@ -43,12 +48,13 @@ def _square_root() -> Floats:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """A number of each client, clamped to a range.
+    """Encoding of one number of each client, clamped to a range.
 
     Parameters
     ----------
     name : str
     low, high : float
+        The range.
     quantiles : bool
         Whether quantiles are released with the mean.
 
@@ -73,21 +79,21 @@ class ValueRange:
 
     @property
     def size(self) -> int:
-        """Entries in a row."""
+        """Number of entries of a row."""
         return 2 + BINS * self.quantiles
 
     @property
     def parts(self) -> int:
-        """How many vectors of norm at most 1 they are."""
+        """Number of vectors of norm at most 1 that a row consists of."""
         return 1 + self.quantiles
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names of the numbers of `summary`."""
+        """Names of the results of `summary`."""
         return (self.name, *(f"{self.name}-{q}" for q in QUANTILES if self.quantiles))
 
     def rows(self, values: Floats) -> Floats:
-        """Rows ``[n, size]`` of numbers ``[n]``; zeros for NaN."""
+        """Encode numbers ``[n]`` as rows ``[n, size]``; NaN becomes zeros."""
         present = ~np.isnan(values)
         scaled = (np.clip(values, self.low, self.high) - self.low) / (self.high - self.low)
         scaled = np.where(present, scaled, 0.0)
@@ -100,11 +106,11 @@ class ValueRange:
         return rows
 
     def count(self, sums: Floats) -> float:
-        """The estimated number of clients, from sums ``[size]`` of rows."""
+        """Estimated number of clients, from the noisy sums ``[size]`` of rows."""
         return float(sums[0] + sums[1])
 
     def mean(self, sums: Floats) -> float:
-        """The mean; NaN if the estimated number of clients is below 1."""
+        """Estimated mean; NaN if the estimated number of clients is below 1."""
         count = self.count(sums)
         if count < 1:
             return math.nan
@@ -112,27 +118,29 @@ class ValueRange:
         return self.low + share * (self.high - self.low)
 
     def summary(self, sums: Floats) -> Iterator[tuple[str, float]]:
-        """Mean and quantiles by their names."""
+        """Mean and quantiles, with their names."""
         yield self.name, self.mean(sums)
         for name, share in QUANTILES.items() if self.quantiles else ():
             yield f"{self.name}-{name}", self.quantile(sums, share)
 
     def mean_error(self, mean: float, noise: float, count: float) -> float:
-        """Standard deviation of the mean's error, for noise of this deviation on every sum."""
+        """Standard deviation of the mean's error, given that of the noise on every sum."""
         share = (mean - self.low) / (self.high - self.low)
         return noise * math.hypot(share, 1 - share) * (self.high - self.low) / max(count, 1.0)
 
     def cumulative(self, sums: Floats) -> Floats:
-        """Share of the clients below each edge of a bin, ``[BINS + 1]``, from 0 to 1."""
+        """Estimated share of clients below each edge of a bin, ``[BINS + 1]``, from 0 to 1."""
+        # The sums are C times the counts by bin: solve for these, and accumulate.
         below = np.cumsum(np.linalg.solve(_square_root(), sums[2:]))
         count = max(self.count(sums), 1.0)
         shares = np.clip(np.concatenate([[0.0], below[:-1] / count, [1.0]]), 0.0, 1.0)
-        # Midway between the least increasing curve above the shares and the largest one below.
+        # Noise may make the shares decrease. Take the middle between the least increasing curve
+        # above them and the largest one below.
         rising = np.maximum.accumulate(shares)
         return (rising + np.minimum.accumulate(shares[::-1])[::-1]) / 2
 
     def quantile(self, sums: Floats, share: float) -> float:
-        """The value that this share of the clients is below; NaN as in `mean`."""
+        """Value below which this share of the clients is, interpolated; NaN as in `mean`."""
         if self.count(sums) < 1:
             return math.nan
         edges = np.linspace(self.low, self.high, BINS + 1)
@@ -145,7 +153,7 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean, standard deviation and, with quantiles, the distribution of a number of examples.
+    """Encoding of a number of each example: its mean, standard deviation and quantiles.
 
     Parameters
     ----------
@@ -153,11 +161,12 @@ class Moments:
     low, high : float
         The range to which it is clamped.
     quantiles : bool
+        Whether quantiles are released.
 
     Raises
     ------
     FedsimError
-        As of `ValueRange`.
+        As `ValueRange` does.
     """
 
     name: str
@@ -167,7 +176,7 @@ class Moments:
 
     @property
     def ranges(self) -> tuple[ValueRange, ValueRange]:
-        """Of the number, and of its squared distance from the middle of its range."""
+        """Encodings of the number, and of its squared distance from the middle of its range."""
         half = (self.high - self.low) / 2
         return (
             ValueRange(self.name, self.low, self.high, self.quantiles),
@@ -176,11 +185,11 @@ class Moments:
 
     @property
     def size(self) -> int:
-        """Entries of a row."""
+        """Number of entries of a row."""
         return sum(one.size for one in self.ranges)
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Mean rows ``[..., size]`` of numbers ``[..., n]``; zeros for NaN."""
+        """Means ``[..., size]`` of the rows of n numbers, ``[..., n]``; NaN counts as zeros."""
         present = ~values.isnan()
         scaled = ((values - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
         scaled = torch.where(present, scaled, 0.0)
@@ -194,7 +203,7 @@ class Moments:
         return rows.mean(-2)
 
     def deviation(self, sums: Floats) -> float:
-        """Standard deviation over examples, each client counting the same; NaN as in a mean."""
+        """Standard deviation over examples, with equal weight for each client; NaN as in `mean`."""
         value, square = self.ranges
         mean = value.mean(sums[: value.size]) - (self.low + self.high) / 2
         variance = square.mean(sums[value.size :]) - mean**2
@@ -202,12 +211,12 @@ class Moments:
 
 
 def joint_norm(ranges: Sequence[ValueRange]) -> float:
-    """The largest norm of a joint row."""
+    """Largest norm of a joint row of several ranges: the sensitivity of its sum."""
     return math.sqrt(sum(one.parts for one in ranges))
 
 
 def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count: int) -> Floats:
-    """Joint rows ``[n, sum of sizes]`` of ``count`` clients; numbers that are missing are NaN."""
+    """Joint rows ``[n, sum of sizes]`` of ``count`` clients; missing numbers count as NaN."""
     missing = np.full(count, np.nan)
     parts = [one.rows(np.asarray(values.get(one.name, missing))) for one in ranges]
     return np.concatenate(parts, axis=1)

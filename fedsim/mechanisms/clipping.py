@@ -1,4 +1,4 @@
-"""Clipping: long rows are scaled down to a norm, or known never to be longer than it."""
+"""Clipping: rows longer than a norm are scaled down to it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Clipping(ScalingBound):
 class NormBound(Clipping):
     """Rows whose norm is known never to exceed C (the "norm bound" of AdaCliP's tables).
 
-    A row that does exceed it is clipped all the same, so that the guarantee does not rest on
-    the claim; the sum's ``clipped`` says how many did.
+    A row that does exceed C is clipped, so that the guarantee does not depend on the assumption;
+    ``clipped`` of the sum counts such rows.
     """
 
     clip_norm: Annotated[

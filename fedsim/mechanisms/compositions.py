@@ -1,6 +1,6 @@
-"""Mechanisms of mechanisms: a bound for every layer, and a private scalar beside the row.
+"""Composed mechanisms: a bound for every layer, and a private scalar in addition to the row.
 
-Both are data for the one releaser: segments and sides, each with its share of ``1/z^2``.
+Both only describe data for the one releaser: segments and sides, each with a share of ``1/z^2``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Pairs = Sequence[tuple[str, Mechanism]]
 
 @dataclass(frozen=True)
 class PerLayer(Mechanism):
-    """Each layer bounded, summed and noised by a bound of its own.
+    """A separate bound, sum and noise for each layer.
 
-    Guarantee: the L parts together are one Gaussian of multiplier z. Part l is released at
-    ``z / sqrt(share_l)`` on its own C_l, which is ``z * sqrt(L)`` with equal shares, so that
-    ``sum_l share_l / z^2 = 1 / z^2``. (A global bound needs norm C where this one may reach
-    ``sqrt(sum_l C_l^2)``.)
+    Guarantee: the L parts together are one Gaussian of multiplier z. Part l, bounded by its C_l,
+    is released at the multiplier ``z / sqrt(share_l)`` (``z * sqrt(L)`` for equal shares), so that
+    ``sum_l share_l / z^2 = 1 / z^2``. (A whole row may then have the norm
+    ``sqrt(sum_l C_l^2)``, where a global bound allows C.)
 
     Parameters
     ----------
     parts : Mechanism or sequence of (pattern, Mechanism)
-        One bound: for each layer (a module's parameters, weight and bias together).
-        Pairs: a parameter belongs to the first shell pattern that matches its name.
+        One bound, applied to each layer (a module's parameters, weight and bias together); or
+        pairs, where a parameter belongs to the first shell pattern that matches its name.
     shares : sequence of float, optional
-        Of the budget, one a part, positive, adding up to 1. Default: equal.
+        Shares of the budget ``1/z^2``, one for each part, positive, adding up to 1. Default: equal.
     """
 
     parts: Mechanism | Pairs
@@ -70,7 +70,7 @@ class PerLayer(Mechanism):
 
     @property
     def _pairs(self) -> Pairs:
-        """Patterns and bounds; none where one bound is every layer's."""
+        """Patterns and bounds; empty if one bound is for every layer."""
         return self.parts if isinstance(self.parts, tuple | list) else ()
 
     @property
@@ -79,11 +79,11 @@ class PerLayer(Mechanism):
 
     @property
     def guarantee(self) -> Guarantee:
-        """``"none"`` if a part has none."""
+        """``"none"`` if a part has no guarantee."""
         return "none" if any(bound.guarantee == "none" for bound in self._bounds) else "gaussian"
 
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
-        """One segment a layer, or a pattern; names of segment k begin with ``k.``."""
+        """One segment for each layer or pattern; segment k has the prefix ``k.``."""
         layers = self._layers(layout)
         shares = self.shares or (1 / len(layers),) * len(layers)
         if len(shares) != len(layers):
@@ -91,13 +91,14 @@ class PerLayer(Mechanism):
         segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
             layer, columns = layout.take(entries)
-            (inner,) = bound.cover(layer)
+            (inner,) = bound.cover(layer)  # a part is a single bound
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
         return tuple(segments)
 
     def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
-        # What has no coordinate releases nothing, and takes no share of the budget.
+        """Bounds, each with the parameters that it bounds together."""
+        # An empty parameter releases nothing, and takes no share of the budget.
         entries = [entry for entry in layout.entries if entry.stop > entry.start]
         if not self._pairs:
             layers: dict[str, list[Parameter]] = {}
@@ -119,13 +120,13 @@ class PerLayer(Mechanism):
 
 @dataclass(frozen=True)
 class PrivateScalar(Mechanism):
-    """Another mechanism, and beside its vector a noisy mean of one scalar.
+    """Another mechanism, and in addition to its vector the noisy mean of one scalar.
 
-    The scalar is clamped to ``[0, high]`` and centred, so that a row that joins moves its sum
-    by ``high / 2`` at most: ``mean = high / 2 + (sum of (x - high / 2) + noise) / r``.
+    The scalar is clamped to ``[0, high]`` and centred, so that adding a row changes its sum by at
+    most ``high / 2``: ``mean = high / 2 + (sum of (x - high / 2) + noise) / r``.
 
-    Guarantee: that of the mechanism inside, at the whole multiplier z: of ``1 / z^2`` the
-    scalar takes ``fraction`` and leaves the rest; its noise multiplier is ``z / sqrt(fraction)``.
+    Guarantee: that of the inner mechanism, at multiplier z for both together. Of ``1 / z^2`` the
+    scalar takes the share ``fraction``, so that its noise multiplier is ``z / sqrt(fraction)``.
     """
 
     mechanism: Annotated[Mechanism, Doc("The one inside.")]
@@ -145,18 +146,18 @@ class PrivateScalar(Mechanism):
 
     @property
     def guarantee(self) -> Guarantee:
-        """The inner mechanism's."""
+        """The inner mechanism's guarantee."""
         return self.mechanism.guarantee
 
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
-        """The inner mechanism's segments, with the rest of the budget."""
+        """The inner mechanism's segments, with the remaining budget."""
         rest = 1 - self.fraction
         inner = self.mechanism.cover(layout)
         return tuple(replace(segment, shares=(rest, *segment.shares)) for segment in inner)
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """The inner mechanism's, with the rest of the budget, and this one."""
+        """The inner mechanism's scalars, with the remaining budget, and this one."""
         rest, half = 1 - self.fraction, self.high / 2
         scalar = Scalar(center=half, half=half)
         inner = (replace(side, shares=(rest, *side.shares)) for side in self.mechanism.sides)

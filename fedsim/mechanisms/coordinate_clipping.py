@@ -1,4 +1,4 @@
-"""Every coordinate clamped to one range."""
+"""Coordinate-wise clipping: every coordinate is clamped to one range."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fedsim.mechanisms.base import NORM, Bound, Shaped, State
 from fedsim.registry import register
 from fedsim.settings import Doc
 
-# Rounding of products of d bounds; a bounded row must not exceed its radius by it.
+# Margin for rounding in norms of d coordinates: a bounded row must not exceed its radius.
 SLACK = 1 - 2.0**-40
 
 
 def clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
-    """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows.
+    """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, or NaN for non-finite rows.
 
-    ``only``, bool ``[..., 1]``, says whose rows are clamped: everybody's by default.
+    ``only``, bool ``[..., 1]``: the owners whose rows are clamped; by default all.
     """
-    # Ten times as fast on CPU as the infinity norm, and as true to NaN.
+    # Ten times as fast on a CPU as the infinity norm; NaN propagates too.
     peaks = torch.maximum(y.amax(-1), -y.amin(-1))
     clipped = peaks > 1
     if only is None:
@@ -50,6 +50,6 @@ class CoordinateClipping(Bound):
         return self.clip_value * math.sqrt(d)
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Clamp."""
+        """Clamp coordinates, in units of ``clip_value``; the factor restores the unit."""
         shaped = clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)

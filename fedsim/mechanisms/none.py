@@ -17,19 +17,21 @@ from fedsim.rows.norms import norms_of
 from fedsim.settings import Doc
 
 MAX_NORM = 2.0**20
+"""Norm above which a row counts as diverged."""
 WEIGHT_UNIT = 2.0**-20
 REACH_UNIT = 2.0**-16
+"""Unit of the sum of weight times norm, which bounds every coordinate of the sum of rows."""
 
 
 @register("mechanism", "none")
 @dataclass(frozen=True)
 class NoPrivacy(Bound):
-    """The mean of the rows, weighted, as in FedAvg. No guarantee of any kind.
+    """The weighted mean of the rows, as in FedAvg. No guarantee of any kind.
 
-    Rows are summed to a resolution of 2^-48 and weights to one of 2^-20, so that the mean has
+    Rows are summed at a resolution of 2^-48 and weights at one of 2^-20, so that the mean has
     the same bytes for any order and any block size. A row longer than 2^20 has diverged: it
     is rejected and counted, like one that is not finite. The sum is divided by the sum of the
-    weights, and the mean over no rows is zero.
+    weights; the mean over no rows is zero.
     """
 
     weighting: Annotated[
@@ -44,7 +46,7 @@ class NoPrivacy(Bound):
     }
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
-        """None; anything but 0 is refused."""
+        """No noise; a multiplier other than 0 is refused."""
         if noise_multiplier != 0:
             raise FedsimError(
                 f"noise-multiplier is {noise_multiplier}; without a bound on rows it must be 0."
@@ -52,11 +54,11 @@ class NoPrivacy(Bound):
         return {"sum": 0.0}
 
     def radius(self, ready: State, d: int) -> float:
-        """Infinite."""
+        """Infinite: there is no bound."""
         return math.inf
 
     def weights(self, weights: Weights | None, count: int, device: torch.device) -> Tensor:
-        """Up to 2^32, to a resolution of 2^-20."""
+        """Validated weights up to 2^32, rounded to multiples of 2^-20."""
         if weights is None and self.weighting == "num-examples":
             raise FedsimError("weighting is 'num-examples'; the rows came without weights.")
         checked = row_weights(weights, count, device, highest=2.0**32)
@@ -65,24 +67,25 @@ class NoPrivacy(Bound):
         return torch.round(checked / WEIGHT_UNIT) * WEIGHT_UNIT
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Rows unchanged, but for those that have diverged."""
+        """Factor 1 for all rows, NaN for one that has diverged."""
         return self.scaled(y, ready)
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped:
-        """Rows unchanged; NaN is the factor of one that has diverged."""
+        """Factor 1 for all rows, NaN for one that has diverged."""
         norms = norms_of(rows)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
 
     def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """The sum of the weights, counted and not declared.
+        """The sum of the actual weights, not a declared number.
 
         Raises
         ------
         FedsimError
             If weights times norms are too large for an exact sum.
         """
+        # Only now is it known whether all partial sums were small enough to be exact.
         reach = float(bare_sums["reach"].max())
         if reach > FREE_TOTAL:
             raise FedsimError(

@@ -1,4 +1,4 @@
-"""Normalisation: every row gets the same norm."""
+"""Normalisation: every row is scaled to the same norm."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Normalization(ScalingBound):
     """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
 
     With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.
-    Without it a row that is nothing but rounding error becomes one of norm C.
+    Without it, even a row of rounding errors is scaled to norm C.
 
-    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. How far
-    it really moves does not depend on the row's length.
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. By how much
+    does not depend on the row's length.
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C: the L2 norm that every row gets.")] = 1.0
@@ -32,7 +32,7 @@ class Normalization(ScalingBound):
     ] = 0.0
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``C / (norm + smoothing)``, and 0 for a norm of 0."""
+        """``C / (norm + smoothing)``, or 0 for a norm of 0."""
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
 

@@ -1,7 +1,7 @@
-"""Partial sums of bounded rows: what workers make, what merges exactly, what is released.
+"""Partial sums of bounded rows: made by workers, merged exactly, then released.
 
-Rows of one sum (a server's), or of n owners at once (clients' examples, clients' shares),
-are bounded and summed where they are; memory is that of the sums and of one chunk of rows.
+Rows of one sum (a server's), or of n owners at once (clients' examples, clients' shares), are
+bounded and summed where they are computed, in the memory of the sums and one chunk of rows.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from fedsim.rows.exact import (
 
 @dataclass(frozen=True)
 class Terms:
-    """What all who contribute to a sum must agree on.
+    """Definition of a sum, the same for all workers that contribute to it.
 
     Attributes
     ----------
-    segments, sides, split
-        The mechanism's, and its `Mechanism.noise_multipliers`.
+    segments, sides : tuples of Segment, Side
+        The mechanism's parts.
+    split : mapping of name to float
+        Its `Mechanism.noise_multipliers`.
     owners : int or None
-        Number of sums; None is one sum, whose tensors have no leading axis.
+        Number of sums; None for a single sum, whose tensors have no leading axis.
     exact : bool
-        Whether they merge exactly, as `Releaser` says.
+        Whether sums merge exactly, as in `Releaser`.
     double : bool
         Whether rows are float64.
     """
@@ -56,28 +58,28 @@ class Terms:
 
     @property
     def active_owners(self) -> slice | EllipsisType:
-        """Index of the owners that have not left, into what a releaser has for all of them."""
+        """Index of the owners that still take part, into a releaser's tensors of all owners."""
         return ... if self.owners is None else slice(self.owners)
 
     @property
     def most_rows(self) -> int:
-        """Up to how many rows a sum is exact."""
+        """Largest number of rows for which a sum is exact."""
         return FREE_ROWS if any(segment.bound.free for segment in self.segments) else MAX_ROWS
 
     @property
     def zeros(self) -> Tensor:
-        """A number for each sum, float64 ``[...]``."""
+        """Zeros, one for each sum, float64 ``[...]``."""
         shape = () if self.owners is None else (self.owners,)
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
 
 class PartialSum(GridSums):
-    """Bounded rows in one sum, or in n; `Releaser.start` makes it, `Releaser.release` takes it.
+    """One sum of bounded rows, or n; made by `Releaser.start`, consumed by `Releaser.release`.
 
-    Dense rows are rounded one by one, so that sums have the same bytes however they are blocked
-    and merged; rows that are not written out are rounded as one sum a call. Its ``grids`` are
-    those of each segment, after its prefix, and the side scalars. ``before`` is the mechanism's
-    state, of which the next one is made; ``ready`` what each segment's bound needs of it.
+    Dense rows are rounded one by one, so that sums have the same bytes however rows are blocked and
+    sums merged; factored rows are rounded as one sum per call. ``grids`` are those of each segment,
+    with its prefix, and of the side scalars. ``before`` is the mechanism's state before the
+    round, from which the next one is computed; ``ready`` is each bound's `Bound.ready` of it.
     """
 
     def __init__(self, terms: Terms, before: State, ready: Sequence[State]) -> None:
@@ -106,15 +108,15 @@ class PartialSum(GridSums):
         ----------
         rows : Rows ``[c, d]``
         weights : ``[c]``, optional
-            Applied after bounding. Private mechanisms take numbers in [0, 1], which may not
-            depend on anything but the row's own client; 0 removes a row from every sum.
+            Applied after bounding. Private mechanisms take numbers in [0, 1], each of which may
+            depend only on the row's own client; 0 removes a row from every sum.
         sides : mapping of name to ``[c]``, optional
-            Values of the side scalars that the mechanism asks for.
+            Values of the mechanism's side scalars.
 
         Returns
         -------
         usable : bool ``[c]``
-            Which rows the sum now contains.
+            True for rows that are in the sum.
         """
         device, count = self.terms.device, rows.count
         masks = RowMasks((count,), device)
@@ -139,19 +141,19 @@ class PartialSum(GridSums):
     ) -> None:
         """Bound rows ``[k, B, d]`` of some owners and add them to their sums.
 
-        They are not counted, and their weights not checked: nothing is read back from a GPU.
+        Rows are not counted and weights not checked, so that nothing is read back from a GPU.
 
         Parameters
         ----------
         rows : BlockRows ``[k, B, d]``
         weights : float64 ``[k, B]``
-            1 or, for a row that is not there, 0.
+            1, or 0 for padding.
         counts : sequence of k ints
-            The first so many rows of each owner are there.
+            Number of rows of each owner; the others are padding.
         owners : slice or int64 Tensor ``[k]``
         sides : mapping of name to ``[k, B]``, optional
         masks : RowMasks ``[k, B]``, optional
-            Filled in.
+            To be filled in.
         """
         self._add(rows, [weights] * len(self.segments), counts, owners, masks)
         if self.terms.sides:
@@ -165,8 +167,9 @@ class PartialSum(GridSums):
         owners: Owners,
         masks: RowMasks | None,
     ) -> None:
+        """Add rows to every segment's sum, with ``weights`` by segment."""
         self.expect(rows.count)
-        # A row that is not finite in one layer contributes to none.
+        # A row that is not finite in one segment contributes to none.
         bad = rows.norms().isnan() if len(self.segments) > 1 else None
         if masks is not None and bad is not None:
             masks.rejected |= bad
@@ -178,7 +181,7 @@ class PartialSum(GridSums):
                 masks.usable &= (weight > 0) & ~masks.rejected
 
     def content(self, shares: tuple[int, ...] = ()) -> Iterator[bytes]:
-        """All of the sums that a release follows from; and of sums of shares, how many of each."""
+        """Bytes of everything that a release depends on, for its HMAC; of shares, their numbers."""
         yield repr((sorted(self.grids), sorted(self.before), shares)).encode()
         for name in sorted(self.before):
             yield _bytes(self.before[name])
@@ -188,7 +191,7 @@ class PartialSum(GridSums):
                 yield b"" if tensor is None else _bytes(tensor)
 
     def joined(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors of the segments ``[..., size]`` as one ``[..., d]``."""
+        """Vectors of the segments, ``[..., size]`` each, as one ``[..., d]``."""
         if self.terms.segments[0].columns is None:
             return vectors[0]
         d = sum(vector.shape[-1] for vector in vectors)
@@ -200,7 +203,7 @@ class PartialSum(GridSums):
     def _add_sides(
         self, sides: Mapping[str, Weights] | None, usable: Tensor, owners: Owners
     ) -> None:
-        """Clamped to their range and centred; what is NaN or unusable adds nothing."""
+        """Add side scalars, clamped to their range and centred; NaN and unusable rows add 0."""
         for side in self.terms.sides:
             if sides is None or side.name not in sides:
                 raise FedsimError(
@@ -223,7 +226,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class SegmentSum:
-    """The sums of a segment: its vector, ``sum``, and its bound's scalars and bare sums."""
+    """Sums of one segment: its vector, called ``sum``, and its bound's scalars and bare sums."""
 
     def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
         self.segment, self.ready, self._chunks = segment, ready, chunks
@@ -232,7 +235,7 @@ class SegmentSum:
             vector = GridSum.free(zeros, d)
         else:
             radius = zeros + bound.radius(ready, d)
-            # Noise lives on the coarse grid, and hides what is finer.
+            # Noise is on the coarse grid and hides what is finer: no fine sum is needed.
             noisy = any(0 < z < math.inf for z in terms.split.values())
             vector = GridSum.bounded(radius, d, noisy=noisy, exact=terms.exact, double=terms.double)
         self.grids = {"sum": vector}
@@ -250,10 +253,11 @@ class SegmentSum:
         owners: Owners,
         masks: RowMasks | None,
     ) -> None:
-        """Add rows that have all columns; ``counts`` is None for the one sum."""
+        """Add whole rows, of which the segment takes its columns; ``counts``: None for one sum."""
         rows, bound, vector = self.segment.part_of(rows), self.segment.bound, self.grids["sum"]
-        # Rows that are not there are measured and summed by their factors; of others those that are
-        # only multiplied go straight into the one sum, and the rest as copies in the cache.
+        # In order of speed: factored rows are measured and summed by their factors; dense rows that
+        # are only multiplied are added by a compiled function in one pass; all others are copied in
+        # chunks that fit the cache, bounded there and added.
         implicit = None
         if not isinstance(rows, DenseRows):
             implicit = bound.implicit(rows, *self._ready_of(owners), weights)
@@ -274,9 +278,9 @@ class SegmentSum:
             self._note(shaped, bad, weight, chunk_owners, index, masks)
 
     def _add_scaled(self, rows: Tensor, weights: Tensor, masks: RowMasks | None) -> bool:
-        """Add rows that are no more than multiplied, by compiled functions.
+        """Add rows that only need a factor, by compiled functions.
 
-        False where that cannot be, and nothing is added then.
+        False if that is not possible; nothing has been added then.
         """
         bound, vector = self.segment.bound, self.grids["sum"]
         if not (vector.exact and is_supported(rows)):
@@ -285,6 +289,8 @@ class SegmentSum:
         if shaped is None:
             return False
         factors = shaped.factor / vector.unit * weights
+        # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): rows with
+        # one among them are left to `bounded_`.
         bad = factors.isnan()
         if bool(bad.any()):
             return False
@@ -293,7 +299,7 @@ class SegmentSum:
         return True
 
     def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
-        """What bounding these owners' rows takes, and the units of their sums."""
+        """`Bound.ready` and the units of the sums, for these owners."""
         unit = self.grids["sum"].unit
         if owners is EVERYBODY:
             return self.ready, unit
@@ -308,13 +314,14 @@ class SegmentSum:
         index: slice | tuple[slice, slice],
         masks: RowMasks | None,
     ) -> None:
-        """Add what else is summed of rows, and say what became of them."""
+        """Add the bound's scalars and bare sums of rows, and fill in their masks."""
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
             masks.clipped[index].logical_or_(shaped.clipped)
         bound = self.segment.bound
         if not (bound.scalars or bound.bare_sums):
             return
+        # Scalars are centred, so that padding and rejected rows must add 0 explicitly.
         present = ~bad & (weights > 0)
         for name, scalar in bound.scalars.items():
             values = torch.where(present, shaped.sides[name], 0.0) / grid_unit(scalar.half)

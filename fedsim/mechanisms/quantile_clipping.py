@@ -1,4 +1,4 @@
-"""Clipping at a quantile of the rows' norms, which is tracked privately."""
+"""Clipping at a privately tracked quantile of the rows' norms."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BIT = "unclipped"
 class QuantileClipping(ScalingBound):
     """Clipping whose C follows a quantile of the norms (Andrew et al. 2021).
 
-    Each row gives a bit, whether its norm is at most this round's C; the noisy share of such
-    rows, ``b``, moves it: ``C <- C * exp(-learning_rate * (b - target_quantile))``. Bit, clip
-    and noise all use the C that the round began with. The bit is centred, so that a row
-    that joins moves the sum of bits by 1/2 only, and
+    Each row gives a bit: whether its norm is at most this round's C. The noisy share ``b`` of such
+    rows updates C: ``C <- C * exp(-learning_rate * (b - target_quantile))``. Bit, clip and noise
+    all use the C from before the round. The bit is centred, so that adding a row changes the sum
+    of bits by 1/2 only, and
 
         ``b = 1/2 + (sum of (bit - 1/2) + N(0, (bit_noise * r)^2)) / r``
 
-    with the fixed denominator r. A fixed point is the true quantile, from either side.
+    with the fixed denominator r. The fixed point is the true quantile, from either side.
 
     Guarantee: vector and bit together are one Gaussian of multiplier z on a sum of sensitivity
     C; the vector's own multiplier is ``(z^-2 - (2 * bit_noise * r)^-2)^(-1/2)``.
@@ -65,9 +65,10 @@ class QuantileClipping(ScalingBound):
         return {"clip_norm": torch.tensor(self.initial_clip_norm, dtype=torch.float64)}
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
-        """The bit's multiplier is ``2 * bit_noise * denominator``; the vector has the rest."""
+        """The bit has the multiplier ``2 * bit_noise * denominator``, the vector the rest."""
         if noise_multiplier == 0:
             return {"sum": 0.0, BIT: 0.0}
+        # The noise on the sum of bits is bit_noise * denominator, and a bit's sensitivity 1/2.
         bit = 2 * self.bit_noise * denominator
         if not noise_multiplier < bit:
             raise FedsimError(
@@ -90,10 +91,10 @@ class QuantileClipping(ScalingBound):
         return {BIT: 0.5 - clipped.to(torch.float64)}
 
     def next(self, state: State, ready: State, released: Released) -> State:
-        """C, moved by the noisy share of unclipped rows."""
+        """C, updated by the noisy share of unclipped rows."""
         step = -self.learning_rate * (released.sides[BIT] - self.target_quantile)
         low, high = BOUND_RANGE
-        # Through the logarithm: noise on a tiny cohort may make a step that exp() cannot take.
+        # In logarithms: with a tiny cohort, noise may make a step for which exp() overflows.
         log_c = (state["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
         return {"clip_norm": log_c.exp().clamp(low, high)}
 

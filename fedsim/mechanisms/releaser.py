@@ -1,11 +1,11 @@
 """The one releaser: noisy sums of n owners, for any rows, bounds and noise.
 
-A server releases one sum, clients at example level one each, and a client's share is the noisy
-sum of its one row. What a mechanism is composed of is data here: its `Segment` and `Side`.
+A server releases one sum, at example level each client releases one, and a client's share is the
+noisy sum of its single row. A mechanism's parts are data here: `Segment` and `Side`.
 
-A sum on a grid plus noise rounded to the same grid is the rounding of (sum + Gaussian noise), that
-is, post-processing of the Gaussian mechanism; and the bits of the released number do not tell
-which sum it came from, as those of an unrounded floating-point sum do (Mironov 2012).
+A sum on a grid plus noise rounded to the same grid equals (sum + Gaussian noise), rounded: it is
+post-processing of the Gaussian mechanism. The bits of the released number do not reveal which sum
+it came from, as those of an unrounded floating-point sum would (Mironov 2012).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from fedsim.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Release:
-    """What leaves a mechanism in one round.
+    """Result of one round: the noisy mean, and the next state.
 
     Attributes
     ----------
-    mean : float64 ``[d]``, or ``[n, d]`` of n owners
+    mean : float64 ``[d]``, or ``[n, d]`` for n owners
         Noisy mean row, to be added to the parameters.
     state : State
-        The mechanism's state for the next round, and what the noise keeps.
+        State of the mechanism and of the noise for the next round.
     sides : mapping of name to float, or to float64 ``[n]``
         Noisy means of the scalars.
     info : mapping of name to float
-        Post-processed diagnostics (the ``clip-norm`` that was used), as public as the mean;
-        none of n owners.
+        Post-processed diagnostics (such as the ``clip-norm`` in use), as public as the mean;
+        empty for n owners.
     """
 
     mean: Tensor
@@ -65,47 +65,47 @@ class Release:
 
 
 class NoisySum(Protocol):
-    """One noisy sum: what a release plan says of it, or the server's request for a share of it."""
+    """What defines one noisy sum; a release plan, or a server's request for shares, has it."""
 
     @property
     def bound(self) -> Mechanism:
-        """What a row may add to the sum."""
+        """Mechanism that bounds a row's contribution to the sum."""
 
     @property
     def noise(self) -> Noise:
-        """What is added to it."""
+        """Noise on the sum."""
 
     @property
     def denominator(self) -> float:
-        """The expected number of rows: public, never a count of rows seen."""
+        """Expected number of rows: public, never a count of actual rows."""
 
 
 class Releaser:
-    """Bounds, sums and noises the rows of one owner, or of n independent ones.
+    """Bounds, sums and noises the rows of one owner, or of n independent owners.
 
-    Guarantee: each owner's release is one Gaussian of ``noise.multiplier`` on a sum to which a
-    row adds at most the mechanism's C, all segments and scalars taken together, where the
-    mechanism's `guarantee` is "gaussian" and the noise independent. It has no state: rounds
-    may be started, summed and released anywhere.
+    Guarantee: if the mechanism's `guarantee` is "gaussian" and the noise is independent, each
+    owner's release is one Gaussian of ``noise.multiplier`` on a sum to which a row adds at most
+    the mechanism's C, all segments and scalars together. A releaser has no state: a round may be
+    started, summed and released by different processes.
 
     Parameters
     ----------
     plan : NoisySum, or a sequence of n
-        Such as a `ReleasePlan`. A sequence makes n sums, of one bound and noise, and every tensor
-        of state, sums and releases has a leading ``n``.
+        Such as a `ReleasePlan`. With a sequence there are n sums, all with the first one's bound
+        and noise, and every tensor of state, sums and releases has a leading ``n``.
     layout : Layout
-        Of a row.
+        Layout of a row.
     device : torch.device or str
-        Where rows come on.
+        Device of the rows.
     exact : bool
-        Whether sums merge exactly. False for one step of local training, whose sums are not
-        merged, counted or ordered; it reads nothing back from a GPU.
+        Whether sums merge exactly. False for a step of local training, whose sums are not
+        merged, counted or ordered; nothing is then read back from a GPU.
 
     Raises
     ------
     FedsimError
-        If a denominator is not positive, the noise cannot be split among the segments or is split
-        into less, or it is correlated over rounds and the mechanism changes with them.
+        If a denominator is not positive, if the noise cannot be split among the segments or the
+        parts cost more than it, or if it is correlated and the mechanism changes over rounds.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class Releaser:
             split=self._splits[0],
             owners=None if self._one else len(numbers),
             device=torch.device(device),
-            # Without a guarantee there are bare sums, which only a grid makes exact.
+            # Without a guarantee there are bare sums, which need the grid to be exact.
             exact=exact or mechanism.guarantee == "none",
             double=layout.dtype == torch.float64,
         )
         self.most_rows = self._terms.most_rows
-        """Up to how many rows a sum is exact; beyond, it is refused."""
+        """Largest number of rows of a sum, up to which it is exact; more are refused."""
         self._denominators = self._per_sum(numbers)
         self._multipliers = self._by_name(self._splits)
 
@@ -156,7 +156,7 @@ class Releaser:
         return zeros.new_tensor(numbers).view(zeros.shape)
 
     def _by_name(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
-        """Noise multipliers ``[...]`` of each name."""
+        """Noise multipliers ``[...]`` by the name of the part."""
         return {name: self._per_sum([split[name] for split in splits]) for name in splits[0]}
 
     def start(self, state: State, active: int | None = None) -> PartialSum:
@@ -165,23 +165,23 @@ class Releaser:
         Parameters
         ----------
         state : State
-            Of n owners, entries are ``[active, ...]``.
+            The state before the round; for n owners, entries are ``[active, ...]``.
         active : int, optional
-            The first so many of n owners; the others have left.
+            Only the first ``active`` of n owners take part; the others have finished.
         """
         terms = self._terms if active is None else replace(self._terms, owners=active)
         before = state_on(state, terms.device)
         return PartialSum(terms, before, [segment.ready(before) for segment in terms.segments])
 
     def start_bounding(self, bounding: State) -> PartialSum:
-        """Empty sums from `Mechanism.bounding_state`: they are added to, not released."""
+        """Empty sums from `Mechanism.bounding_state`: rows can be added, but not released."""
         ready = state_on(bounding, self._terms.device)
         return PartialSum(self._terms, {}, [s.select(ready) for s in self._terms.segments])
 
     def release(
         self, total: PartialSum, *sources: NoiseSource, asked: int | None = None
     ) -> Release:
-        """Noise the sums, once, and divide.
+        """Add noise to the sums, once, and divide.
 
         Parameters
         ----------
@@ -189,8 +189,8 @@ class Releaser:
         sources : NoiseSource
             One for each owner.
         asked : int, optional
-            For a sum of shares: how many clients were asked. The server then adds only what
-            the missing ones would have.
+            For a sum of noisy shares: the number of clients asked for one. The server then adds
+            only the noise of the missing shares.
         """
         change = None
         if asked is not None:
@@ -212,7 +212,7 @@ class Releaser:
         return Release(total.joined(means), state, sides, info)
 
     def _sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
-        """Means of all scalars that are released, by their names in the mechanism."""
+        """Noisy means of all released scalars, by their names in the mechanism."""
         r = self._denominators[total.terms.active_owners]
         scalars: dict[str, Scalar] = {}
         for segment in self._terms.segments:
@@ -232,18 +232,18 @@ class Releaser:
         sides: Mapping[str, Number],
         active_owners: slice | EllipsisType,
     ) -> Released:
-        """A segment's mean in the parameters' coordinates, and what goes with it."""
+        """A segment's mean in the parameters' coordinates, and other inputs of `Bound.next`."""
         segment, bound, grids = summed.segment, summed.segment.bound, summed.grids
         units, r = segment.select(units), self._denominators[active_owners][..., None]
         bare_sums = {name: units[name] * grids[name].unit[..., None] for name in bound.bare_sums}
-        # A unit is a power of two: one division rounds as a product and a division would.
+        # The unit is a power of two, so that folding it into the divisor changes no rounding.
         divisor = bound.divisor(bare_sums, r) / grids["sum"].unit[..., None]
         mean = bound.restore(units["sum"].div_(divisor), summed.ready)
         z = self._multipliers[segment.prefix + "sum"][active_owners][..., None]
         return Released(mean, segment.select(sides), z, r, bare_sums)
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
-        """How many numbers a release of ``total`` asks of each source at a time."""
+        """Sizes of the draws that a release of ``total`` takes from each source, in order."""
         return [*_drawn(self._splits[0], total.grids).values()]
 
     def noised(
@@ -252,16 +252,16 @@ class Releaser:
         sources: Sequence[NoiseSource],
         change: Callable[[float], float] | None = None,
     ) -> tuple[dict[str, Tensor], NoiseState]:
-        """Every sum in units of its grid, with the noise; and what the noise keeps.
+        """Every noisy sum in units of its grid, and the noise's next state.
 
-        Noise is drawn in the order of the noise multipliers, for each name in one piece, so that
-        an owner's is the same alone and among others. It is rounded once, to the sum's grid:
-        that is the rounding of (sum + noise), post-processing of the Gaussian mechanism.
+        Noise is drawn in the order of the noise multipliers, for each name at once, so that an
+        owner's noise is the same alone and among others. It is rounded once, to the sum's grid:
+        this is the rounding of (sum + noise), post-processing of the Gaussian mechanism.
 
         Parameters
         ----------
         change : callable, optional
-            From each noise multiplier to the one to draw at: that of a share, or of a top-up.
+            Maps each noise multiplier to the one to draw at: that of a share, or of a top-up.
         """
         grids, split, multipliers = total.grids, self._splits[0], self._multipliers
         noise_state: NoiseState = {
@@ -285,49 +285,49 @@ class Releaser:
         noise, noise_state = self.noise.combine(
             NoiseDraws(sources[0].round, drawn), noise_state or self.noise.start()
         )
-        # Only what is released is rounded: rounding errors must not enter what the noise keeps.
+        # The noise may be one of the new state's tensors, which must not be rounded: use a copy.
         if self.noise.correlated:
             noise = noise.clone()
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
             multiplier = multipliers[name][total.terms.active_owners]
             std = multiplier * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
-            # Added in place, where there is the less to allocate: the one owner's draws are a
-            # tensor of their own, those of n owners are strided pieces of what was drawn.
+            # In place, into the contiguous one of the two: a single owner's draws are contiguous;
+            # those of n owners are strided, and their sums are overwritten (``total`` is used up).
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._one else sums.add_(draws)
         return units, noise_state
 
 
 def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
-    """The sums that noise is drawn for, in that order, and their sizes."""
+    """Names of the sums that get noise, in the order of drawing, with their sizes."""
     return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}
 
 
 Array = npt.NDArray[np.float64]
 
 NUMBERS = 64
-"""Draws of one round, or step, that share them are numbered below this."""
+"""Upper limit of the numbers of several draws within one round or step."""
 
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """Where Gaussian draws come from; drawing advances the generator.
+    """Source of Gaussian draws; drawing advances the generator.
 
     Parameters
     ----------
     generator : numpy.random.Generator
-        Keyed (`Randomness.generator`) or seeded from the operating system.
+        Keyed (`Randomness.generator`), or seeded by the operating system.
     hardened : bool
-        Make each value of four draws, halved (Holohan and Braghin 2021, n = 2), at four times the
-        cost. The floating-point values that one normal draw can take have gaps, and a released
-        number that only one of two candidate sums can reach reveals which it was (Mironov 2012).
-        Sums of four draws lie far denser, and recovering the generator's output bits from one
-        means inverting that sum.
+        Whether each value is the sum of four draws, halved (Holohan and Braghin 2021, n = 2), at
+        four times the cost. The floating-point values that a single normal draw can take have
+        gaps, and a released number that only one of two candidate sums can reach reveals which it
+        was (Mironov 2012). Sums of four draws are far denser, and recovering the generator's bits
+        from one means inverting that sum.
     round : int
-        Which the draws are of, from 1 on.
+        Number of the round of the draws, from 1 on.
     elsewhere : callable ``(age, number) -> generator``, optional
-        Of the round so many before this one, or of other draws of a round, where there are any.
+        Generators of earlier rounds (``age`` rounds ago), and of further draws of a round.
     """
 
     generator: np.random.Generator
@@ -336,7 +336,7 @@ class NoiseSource:
     elsewhere: Callable[[int, int], np.random.Generator] | None = field(default=None, repr=False)
 
     def at(self, age: int, number: int) -> NoiseSource:
-        """The source of the round so many before, or of other draws of a round."""
+        """Source of the draws ``age`` rounds ago, or of draws ``number`` of a round."""
         if not (age or number):
             return self
         if self.elsewhere is None:
@@ -355,10 +355,10 @@ class NoiseSource:
 def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Standard normal draws ``[n, sum of sizes]``, one row from each source.
 
-    They are drawn here, in parts of these sizes as one release after another draws them, so
-    that every device gets the same, and go to ``device`` in one asynchronous copy.
+    They are drawn on the CPU, one size after the other, so that they are the same for every
+    device, and sent to ``device`` in one asynchronous copy.
     """
-    # Pinned memory is not used again before the copy from it is done.
+    # The copy may outlive this function: torch does not reuse pinned memory before it is done.
     host = torch.empty(
         len(sources), sum(sizes), dtype=torch.float64, pin_memory=device.type == "cuda"
     )
@@ -368,33 +368,33 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
 
 
 def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
-    """The same source, whose next draws are made in a thread of their own from now on.
+    """The same source, with its next draws made from now on in a background thread.
 
-    numpy draws without Python's lock. Nothing else may draw from the generator then.
+    numpy draws without Python's lock. Nothing else may use the generator meanwhile.
 
     Parameters
     ----------
     source : NoiseSource
     sizes : sequence of int
-        What `NoiseSource.normal` will be asked for, in this order.
+        Sizes of the next calls of `NoiseSource.normal`, in order.
     """
-    # Not in the thread: a worker that is forked while the thread holds a lock would wait for ever,
-    # since its process has no thread to release it.
+    # Not in the thread: a worker that is forked while the thread holds a lock would wait forever,
+    # since no thread of its process releases it.
     prepare()
     thread = ThreadPoolExecutor(1, "noise")
     drawn = deque([thread.submit(source.normal, size) for size in sizes])
-    thread.shutdown(wait=False)  # it ends with the last of them
+    thread.shutdown(wait=False)  # the thread ends after the last draw
     return _Prefetched(**vars(source), drawn=drawn)
 
 
 @dataclass(frozen=True)
 class _Prefetched(NoiseSource):
-    """Its first draws were made, or are being made, in a thread."""
+    """A source whose first draws are made in a background thread."""
 
     drawn: deque[Future[Array]] = field(kw_only=True, repr=False)
 
     def normal(self, size: int) -> Array:
-        """The next of the draws; waits until they are made."""
+        """The next draws, as soon as the thread has made them."""
         draws = self.drawn.popleft().result()
         assert len(draws) == size, "draws are asked for in other sizes than they were made in"
         return draws

@@ -1,4 +1,4 @@
-"""What bounds that multiply a row by a number have in common."""
+"""Base of bounds that multiply each row by a number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from fedsim.rows.dense import Rows
 from fedsim.rows.norms import norms_, norms_of, round_up, usual, whiten_
 
 IMPLICIT_MARGIN = 2.0**-19
+"""Relative margin on norms from factors, whose error is below 2^-20 (`MeasuredRows`)."""
 
 
 class ScalingBound(Bound):
-    """A bound whose bounded row is the row times what `scales` gives."""
+    """A bound that multiplies each row by the factor from `scales`, and does nothing else."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -22,42 +23,42 @@ class ScalingBound(Bound):
         nearest, *others = (
             [method in vars(base) for base in cls.__mro__].index(True) for method in methods
         )
-        # A subclass that overrides one way of bounding, to do more than multiply, must not be
-        # bypassed by another way that it inherits and that only multiplies.
+        # A subclass may override `shape_`, to do more than multiply. The faster ways it inherits
+        # only multiply and would bypass that: disable those defined further up than `shape_`.
         for method, place in zip(methods[1:], others, strict=True):
             if nearest < place:
                 setattr(cls, method, getattr(Bound, method))
 
     @abstractmethod
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """Factor of each row, from the norms alone; lowered where the row would leave the ball.
+        """Factor of each row, from its norm; the caller lowers it if the row would leave the ball.
 
         Parameters
         ----------
         norms : Tensor ``[..., rows]``
             NaN (a non-finite row) gives NaN, and the row contributes zero.
         ready : State
-            `Bound.ready`, where the bound adapts.
+            `Bound.ready`, for adaptive bounds.
         unit : Tensor or float
-            The norms are in these units and the factor is for rows in these units, as
-            extreme rows are rescaled.
+            Norms are in these units, and the factor is for rows in these units: extreme rows
+            have been rescaled (`fedsim.rows.norms.norms_`).
         """
 
     def whitening(self, state: State) -> tuple[Tensor | None, Tensor | None]:
-        """``(scale, center)``, each ``[..., d]`` or None, of the norms that `scales` wants.
+        """``(scale, center)``, each ``[..., d]`` or None: coordinates in which norms are taken.
 
         They are the arguments of `Rows.norms`.
         """
         return None, None
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Multiply, in the coordinates of `whitening`."""
+        """Factors of rows, in the coordinates of `whitening`."""
         whiten_(y, *self.whitening(ready))
         norms, unit = norms_(y)
         return self._shaped(norms, ready, y.shape[-1], unit)
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
-        """Multiply; None where norms are of other coordinates, or extreme."""
+        """Factors of unchanged rows; None if rows are whitened, or their norms extreme."""
         if any(vector is not None for vector in self.whitening(ready)):
             return None
         norms = norms_of(rows)
@@ -65,7 +66,7 @@ class ScalingBound(Bound):
 
     def _shaped(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
         limit, longest = per_row(self.radius(ready, d)), round_up(norms, d)
-        # Also if `scales` is wrong no row leaves the ball. NaN stays NaN.
+        # Even if `scales` is wrong, no row leaves the ball. NaN stays NaN.
         factor = torch.minimum(self.scales(longest, ready, unit), limit / longest)
         clipped = norms * unit > limit
         return Shaped(factor, clipped, self.sides_of(clipped))
@@ -73,7 +74,7 @@ class ScalingBound(Bound):
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:
-        """From norms and one weighted sum, without a row but those that are in doubt."""
+        """Factors from norms, and one weighted sum; few rows or none are materialised."""
         measured = rows.measure(*self.whitening(ready))
         if measured is None:
             return None
@@ -85,11 +86,11 @@ class ScalingBound(Bound):
         return Shaped(factor, clipped, self.sides_of(clipped)), measured.sum(weight)
 
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
-        """Scalars of rows, of which bool ``clipped [..., rows]`` are longer than the bound."""
+        """The bound's scalars of rows; ``clipped``, bool ``[..., rows]``: longer than the bound."""
         return {}
 
 
 def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
-    """``min(1, C / norm)`` in ``unit``; ``clip_norm`` a number, or a number a row."""
+    """``min(1, C / norm)`` for norms in ``unit``; ``clip_norm``: one number, or one per row."""
     # NaN stays NaN: neither division nor clamp hides it, as Python's min() would.
     return torch.clamp(clip_norm / norms, max=unit)

@@ -1,13 +1,13 @@
 """Privacy accounting: events in, (epsilon, delta) out.
 
-A cohort emits the event of its draw, a ledger writes it down before the release, and an
-accountant says what all of it has cost. Nothing here loads torch or Flower.
+A sampler emits the event of its draw, a ledger records it before the release, and an accountant
+composes all events. Nothing here loads torch or Flower.
 
-To read it, begin with `plan`, what is released and how its rounds are charged, and `laws.base` with
-one law, `laws.poisson`: what a draw costs. `accountant` composes such costs, by `pld` or the curves
-in `losses`. `ledger` writes them down (`entry` is a line's content, `ledger_lines` and
-`ledger_file` its form), `statement` says what they amount to, and `verification` whether files
-agree. The families of correlated noise are in `noise`, from `noise.base` on.
+Read `plan` first: what is released, and how its rounds are charged. Then read `laws.base` with one
+law, `laws.poisson`: the cost of a draw. `accountant` composes costs, by `pld` or by the curves in
+`losses`. `ledger` records them (`entry` is the content of a line, `ledger_lines` and `ledger_file`
+its format), `statement` says what they add up to, and `verification` checks files. Correlated
+noise is in `noise`, from `noise.base` on.
 """
 
 from __future__ import annotations

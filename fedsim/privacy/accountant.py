@@ -1,4 +1,4 @@
-"""The accountant: what a list of events has cost, exactly, for one inverse transform."""
+"""The accountant: composes events, and gives their exact epsilon for one inverse transform."""
 
 from __future__ import annotations
 
@@ -30,25 +30,23 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 # Rounding in the transforms is about 1e-16 of the mass for each release; below this delta it
 # would no longer be negligible, and RDP is used instead.
 SMALLEST_PLD_DELTA = 1e-10
-# Of a profile without loss distributions; lines through them are valid, however few.
+# Points of a profile without loss distributions. Any number is valid (see `tradeoff.TradeOff`).
 PROFILE_POINTS = 257
-# More noise costs no more than MOST_NOISE; less than LEAST_NOISE counts as none.
+# More noise is charged as MOST_NOISE; less than LEAST_NOISE counts as none.
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e8
 # Each distinct pair of law and noise costs a transform. Noise that changes every round (a schedule,
-# a split that follows the cohort) makes thousands of them: beyond this number noise is rounded down
-# to steps of 1 %, which is an upper bound on epsilon, and where there are still more, RDP alone is
-# used.
+# a split that follows the cohort) makes thousands of them. Beyond this number, noise is rounded
+# down to steps of 1 %, which gives an upper bound on epsilon; if there are still more, RDP is used.
 MOST_EXACT = 100
-# For Rényi curves, which are shown beside, the limit is lower: dp-accounting takes about 0.1 s for
-# each.
+# The limit for Rényi curves is lower, since dp-accounting takes about 0.1 s for each.
 MOST_EXACT_RDP = 10
 PRV_ERROR = 0.01
-"""What Opacus's answer may be too large by."""
+"""Most by which Opacus's epsilon may exceed the true one."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """(epsilon, delta), and how it was found.
+    """(epsilon, delta) of a composition, and the accounting method.
 
     Attributes
     ----------
@@ -57,12 +55,12 @@ class Cost:
     delta : float
     adjacency : "add-remove", "zero-out" or "replace-one"
     method : "analytic", "pld", "rdp" or "none"
-        Where epsilon comes from; "none" when a release had no guarantee.
+        Accounting method of epsilon; "none" where a release had no guarantee.
     rdp_epsilon : float
-        What Rényi accounting says of the same events.
+        Epsilon of the same events by Rényi accounting.
     poisson_epsilon : float or None
-        For cohorts whose law costs more than independent draws, such as those of a fixed size:
-        what Poisson cohorts of the same expected size would have cost, under add-remove.
+        For cohorts that cost more than independent draws, such as those of a fixed size: epsilon
+        of Poisson cohorts of the same expected size, under add-remove. Else None.
     releases : int
         Invocations composed.
     """
@@ -79,21 +77,21 @@ class Cost:
 class Accountant:
     """Composes events, in any order and mixture that have a common adjacency.
 
-    Unamplified Gaussians are folded into one and, alone, accounted for analytically. Where all
-    laws have dominating pairs these go through loss distributions (PLD), with RDP as a
-    cross-check; where one has none, RDP is what there is. Side scalars, changing noise and
-    repeated invocations are all events.
+    Unamplified Gaussians are combined into one which, if there is nothing else, is accounted for
+    analytically. If all laws have dominating pairs, their privacy loss distributions (PLD) are
+    composed, with RDP as a cross-check; if one has none, RDP is used. Side scalars, changing noise
+    and repeated invocations are all events.
 
-    The cost of `add` and `epsilon` does not grow with what was added before, except for the
-    first look at a law at a new noise multiplier.
+    The time of `add` and `epsilon` does not grow with the number of events before, except for the
+    first use of a law at a new noise multiplier.
 
-    Not for noise chosen after looking at releases: composition theorems assume it fixed in
-    advance; use RDP (``cost().rdp_epsilon``) with a budget as a filter there.
+    Not for noise that is chosen after looking at releases: composition theorems for PLDs assume it
+    fixed in advance. Use RDP (``cost().rdp_epsilon``) with a budget as a privacy filter then.
 
     Parameters
     ----------
     events : iterable of Event
-        Composed at once.
+        First events to compose.
     """
 
     @check_arguments
@@ -103,8 +101,8 @@ class Accountant:
         self.private = True
         """Whether every release so far has a guarantee."""
         self.sampled: dict[tuple[Law, float], int] = {}
-        """How often each law was composed at each noise multiplier, plain Gaussians left out."""
-        self._ladder: dict[tuple[Law, float], int] = {}  # the same, noise rounded down
+        """Invocations by law and noise multiplier; without plain Gaussians."""
+        self._ladder: dict[tuple[Law, float], int] = {}  # the same, with the noise rounded down
         self._precision = 0.0  # sum of mu^2 over plain Gaussians
         self._adjacencies: frozenset[Adjacency] = frozenset()
         for event in events:
@@ -120,7 +118,7 @@ class Accountant:
         """
         count *= checked_event(event).count
         law, z, private = event.law, event.total_noise_multiplier, event.private
-        if law.is_gaussian and 0 < z < math.inf:  # beyond what can be computed, cost is rounded up
+        if law.is_gaussian and 0 < z < math.inf:  # outside the computable range cost is rounded up
             z, private = min(z, MOST_NOISE), private and z >= LEAST_NOISE
         if private:
             adjacencies = self._adjacencies | {event.adjacency}
@@ -134,30 +132,30 @@ class Accountant:
         if mu is not None:
             self._precision += count * mu**2
             return
-        # A law that is known at one noise multiplier has no ladder.
+        # Only a law that can be evaluated at any multiplier may be moved down the ladder.
         rounded = 1.01 ** math.floor(math.log(z) / math.log(1.01)) if law.is_gaussian else z
         self.sampled[law, z] = self.sampled.get((law, z), 0) + count
         self._ladder[law, rounded] = self._ladder.get((law, rounded), 0) + count
 
     def copy(self) -> Accountant:
-        """An accountant of the same events, to which others can be added."""
+        """An independent accountant of the same events."""
         clone = copy(self)
         clone.sampled, clone._ladder = dict(self.sampled), dict(self._ladder)
         return clone
 
     @property
     def adjacency(self) -> Adjacency:
-        """The relation that everything so far is accounted for."""
+        """The adjacency under which all events so far are composed."""
         return common_adjacency(self._adjacencies)
 
     @property
     def mu(self) -> float:
-        """Sensitivity in standard deviations of all plain Gaussians together: they are one."""
+        """Sensitivity over standard deviation of all plain Gaussians, which compose to one."""
         return math.sqrt(self._precision)
 
     @property
     def gaussian_mu(self) -> float | None:
-        """The same, where there is nothing else."""
+        """`mu`, if all events are plain Gaussians with a guarantee; else None."""
         return None if self.sampled or not self.private else self.mu
 
     def epsilon(self, delta: float) -> float:
@@ -166,7 +164,7 @@ class Accountant:
         return self._best(delta)[0]
 
     def cost(self, delta: float) -> Cost:
-        """Epsilon spent so far at ``delta``, how it was found, and what stands beside it."""
+        """Epsilon spent so far at ``delta``, with its method and the figures to compare it with."""
         check_delta(delta)
         best, method = self._best(delta)
         rdp = rdp_epsilon(self._rdp(), delta) if self.private else math.inf
@@ -175,6 +173,7 @@ class Accountant:
         return Cost(best, delta, self.adjacency, method, rdp, poisson_epsilon, self.releases)
 
     def _best(self, delta: float) -> tuple[float, Method]:
+        """Epsilon by the tightest method that applies, and that method."""
         if not self.private:
             return math.inf, "none"
         if not self.sampled:
@@ -197,12 +196,12 @@ class Accountant:
         return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(self._rdp(), epsilon)
 
     def profile(self) -> tuple[Array, Array]:
-        """All that is known at once: epsilons ascending from 0, and a valid delta at each.
+        """The privacy profile: epsilons ascending from 0, and a valid delta at each.
 
         Returns
         -------
         tuple of float64 ``[points]``
-            Both empty where a release had no guarantee. Deltas are not below 1e-10.
+            Both are empty if a release had no guarantee. Deltas are not below 1e-10.
         """
         if not self.private:
             return np.empty(0), np.empty(0)
@@ -221,22 +220,22 @@ class Accountant:
         return after.epsilon(delta) > max_epsilon
 
     def prv_epsilon(self, delta: float) -> float | None:
-        """A second opinion, by Opacus's accountant of privacy random variables; loads torch.
+        """Epsilon by Opacus's accountant of privacy random variables, as a check; loads torch.
 
-        Ours composes loss distributions that are rounded to an upper bound on a grid; Opacus
-        convolves discretised privacy random variables and adds a margin of error (Gopi, Lee &
-        Wutschitz 2021). Two codes that share nothing should agree within that margin.
+        fedsim composes loss distributions that are rounded up to a grid; Opacus convolves
+        discretised privacy random variables and adds a margin of error (Gopi, Lee & Wutschitz
+        2021). The two implementations share no code, and should agree within that margin.
 
         Returns
         -------
         float or None
-            An upper bound; None where it does not apply: without a guarantee, and for all but
-            Poisson-sampled Gaussians.
+            An upper bound; None where it does not apply: without a guarantee, and for anything
+            other than Poisson-sampled Gaussians.
 
         Raises
         ------
         FedsimError
-            If Opacus cannot account for them.
+            If Opacus cannot compose these events.
         """
         check_delta(delta)
         pairs = self._pairs() if self.private else None
@@ -268,7 +267,7 @@ class Accountant:
         return total
 
     def _pairs(self) -> Mapping[Pairs, int] | None:
-        """What loss distributions are to compose; None where they do not apply."""
+        """How often to compose each release's dominating pairs; None where PLDs do not apply."""
         composed: dict[Pairs, int] = {}
         sampled = self.sampled if len(self.sampled) <= MOST_EXACT else self._ladder
         for (law, z), count in sampled.items():
@@ -284,7 +283,7 @@ class Accountant:
         return composed
 
     def _as_poisson(self) -> Accountant | None:
-        """The same noise on independent draws of the same rates, under add-remove."""
+        """Accountant of Poisson sampling at the same noise and rates, under add-remove."""
         poisson = Accountant()
         for (law, z), count in self.sampled.items():
             cheaper = law.as_poisson()
@@ -293,13 +292,13 @@ class Accountant:
             poisson.add(Event(noise_multiplier=z, law=cheaper), count)
         if not self.sampled:
             return None
-        if self.mu:  # replace-one's, so that mu is 2/z
+        if self.mu:  # a full cohort's releases under replace-one, where mu is 2/z
             poisson.add(Event(noise_multiplier=2 / self.mu))
         return poisson
 
 
 def checked_event(event: Event) -> Event:
-    """An event, or a refusal of what is none."""
+    """The event itself; anything else is refused."""
     if not isinstance(event, Event):
         raise FedsimError(f"an event is {shown(event)}; it must be a fedsim.privacy.Event.")
     return event

@@ -1,4 +1,4 @@
-"""Which adversary a guarantee is about: who sees what, and what is public or assumed."""
+"""Sentences on the adversary of a guarantee: who sees what, what is public, what is assumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DECLARED_SENTENCES = {
         "it says, and splits the noise into no less than is charged for."
     ),
 }
-"""Sentences by the public fact of an entry that is declared by the user."""
+"""Sentence for each part of a plan (a public fact of an entry) that the user declares."""
 
 ROWS: Mapping[Fact, str] = {
     "by structure": (
@@ -48,16 +48,18 @@ ROWS: Mapping[Fact, str] = {
         "loss, not proved."
     ),
 }
-"""How it is known that a row is one example's, by what a ledger says of it."""
+"""Why a row depends on one example alone, by the fact ``rows`` in a ledger."""
 
 
 def large_delta(delta: float, level: Level, rows: int | None) -> str:
-    """A warning where delta allows a row to be published whole; empty where it does not.
+    """Warning that delta would allow to publish a random row; empty if delta is small enough.
 
     Parameters
     ----------
+    delta : float
+    level : "client" or "example"
     rows : int or None
-        How many there are: clients of the population, or examples of the smallest client.
+        Number of rows: clients in the population, or examples of the smallest client.
     """
     if not rows or delta * rows < 1:
         return ""
@@ -70,7 +72,7 @@ def large_delta(delta: float, level: Level, rows: int | None) -> str:
 
 
 def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]:
-    """Sentences on who sees what, and what protects a row from them."""
+    """Sentences on who sees what, and what protects a row from each of them."""
     if level == "example":
         return [
             "Adversary: anyone who receives what clients send, the server and other clients "
@@ -100,7 +102,7 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
 
 
 def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
-    """Who sees what where shares leave clients under masks."""
+    """Sentences on who sees what under secure aggregation."""
     threshold = min(int(entry.public["secagg-threshold"] or 0) for entry in masked)
     colluders = max(int(entry.public["secagg-colluders"] or 0) for entry in masked)
     known = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
@@ -122,7 +124,8 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
 
 
 def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
-    # An event of count 0 is of a round that an earlier one covers.
+    """Sentences on the guarantee against a server that sums the clients' noisy shares."""
+    # A round of count 0 is covered by an earlier event.
     entries = [entry for entry in shared if entry.event.count]
     noise = min((entry.event.total_noise_multiplier for entry in entries), default=0.0)
     rule = (
@@ -150,16 +153,18 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
 
 
 def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event, float], float]:
-    """How many clients are sampled with one that is, itself included, at most; by event.
+    """Upper bounds on the size of the cohorts of a sampled client, by event.
 
-    Its cohorts are larger than the average one, and random. Of independent draws it is the mean
-    over an event's rounds, which is exceeded with a probability that delta pays for. Of other draws
-    whose size is not fixed, and of a user's own sampler, it is the population.
+    A cohort is larger given that a certain client is in it, and its size may be random. For
+    independent draws the bound is on the mean over an event's rounds, and fails with a probability
+    that is taken from delta. For other draws of varying size, and for a user's sampler, the bound
+    is the population.
 
     Returns
     -------
-    dict of Event to float, and float
-        The latter is the rest of delta.
+    sizes : dict of Event to float
+    delta : float
+        What is left of delta.
     """
     declared = {entry.event for entry in entries if entry.declared_by_user}
     rounds = Counter(entry.event for entry in entries)
@@ -176,8 +181,10 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
             independent.append(event)
     if not independent:
         return cohorts, delta
-    from scipy.stats import binom  # half a second that no other statement waits for
+    from scipy.stats import binom  # takes half a second, and few statements need it
 
+    # In the n rounds of a client that is sampled in all of them, the numbers of the other clients
+    # add up to Binomial(n (population - 1), rate), whose quantile bounds their mean.
     for event in independent:
         others, each = rounds[event] * (cohorts[event] - 1), delta / 2 / len(independent)
         cohorts[event] = 1 + float(binom.isf(each, others, event.law.rate)) / rounds[event]
@@ -185,7 +192,7 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
 
 
 def _unamplified(shares: Iterable[tuple[Event, float]], delta: float) -> float:
-    """Epsilon where the adversary knows the cohort, with these shares of the noise's variance."""
+    """Epsilon against an adversary who knows the cohort, by each event's share of the variance."""
     accountant = Accountant()
     for event, share in shares:
         z = event.total_noise_multiplier * math.sqrt(share)
@@ -194,7 +201,7 @@ def _unamplified(shares: Iterable[tuple[Event, float]], delta: float) -> float:
 
 
 def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
-    """Sentences on what is taken as public, what is assumed, and what the user declares."""
+    """Sentences on what is public, what is assumed, and what the user declares."""
     sentences = []
     if level == "example":
         sentences.append(
@@ -224,11 +231,12 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
 
 
 def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:
+    """All values of each public fact over the entries."""
     facts: dict[str, set[Fact]] = {}
     for entry in entries:
         for name, value in entry.public.items():
             facts.setdefault(name, set()).add(value)
-        # Older ledgers, and Flower's strategies, have this flag for samplers alone.
+        # In older ledgers, and with Flower's strategies, this flag refers to the sampler alone.
         if entry.declared_by_user and "noise" not in entry.public:
             facts.setdefault("sampler", set()).add(DECLARED)
     return facts

@@ -1,4 +1,4 @@
-"""Planning a run: of noise multiplier, rounds and epsilon, two determine the third."""
+"""Calibration: of noise multiplier, rounds and epsilon, two determine the third."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fedsim.privacy.losses import gaussian_mu
 
 Given = TypeVar("Given")
 
-# Calibrated noise is searched in this range; outside of it the target or the plan is a mistake.
+# Range of calibrated noise multipliers; outside of it the target or the plan is a mistake.
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
 MOST_ROUNDS = 10**8
 
 
 @check_arguments
 def epsilon(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> float:
-    """Epsilon at ``delta`` of ``rounds`` releases, one a cohort.
+    """Epsilon at ``delta`` of ``rounds`` releases, each over a new cohort.
 
     Parameters
     ----------
     noise_multiplier : float
         Standard deviation of the noise on the sum divided by the clip norm.
     cohort : PoissonCohort, FixedCohort or FullCohort
-        It says the adjacency too.
+        The sampler, which determines the adjacency too.
     rounds : int
-        Releases; at example level, mechanism invocations (two an ADADP iteration).
+        Releases; at example level, mechanism invocations (two for each ADADP iteration).
     delta : float
 
     Examples
@@ -48,7 +48,7 @@ def epsilon(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: flo
 
 @check_arguments
 def cost(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> Cost:
-    """`epsilon`, with how it was found and what stands beside it."""
+    """`epsilon`, with its accounting method and the figures to compare it with."""
     return _plan(noise_multiplier, cohort, rounds).cost(delta)
 
 
@@ -94,13 +94,13 @@ def calibrate_events(
     Parameters
     ----------
     events : callable from z to events
-        For plans that are not one event a round: noise that changes over rounds, a release
-        of its own beside the training. More ``z`` must mean more noise.
+        All events of the plan, for plans that are more than one equal event a round: noise that
+        changes over rounds, or further releases. A larger ``z`` must mean more noise.
     target_epsilon, delta : float
     adaptive : bool
-        Whether some of the events lie in the past, so that the noise is chosen after looking
-        at releases. Loss distributions compose noise fixed in advance only; Rényi accounting
-        is used instead.
+        Whether some events are in the past, so that the noise is chosen after looking at
+        releases. Composition of loss distributions assumes noise fixed in advance, so that Rényi
+        accounting is used instead.
 
     Raises
     ------
@@ -116,9 +116,9 @@ def calibrate_events(
         spent = accountant.cost(delta).rdp_epsilon if adaptive else accountant.epsilon(delta)
         return math.log(max(spent, 1e-9) / target_epsilon)
 
-    # A first guess: all releases as one Gaussian whose sensitivity is scaled by the sampling rate,
-    # roughly as amplification does. It is mostly within a factor of 2, so that the root is found in
-    # about six evaluations, each of which composes the whole run.
+    # First guess: all releases as one Gaussian whose sensitivity is scaled by the sampling rate,
+    # which is roughly the effect of amplification. It is mostly within a factor of 2, so that the
+    # root is found in about six evaluations, each of which composes the whole run.
     rates = [(event.law.rate, event.count) for event in events(1.0)]
     mu = math.sqrt(sum(count * rate**2 for rate, count in rates))
     guess = math.log(max(mu / gaussian_mu(target_epsilon, delta), 0.3))
@@ -135,7 +135,7 @@ def calibrate_events(
 def rounds_within(
     *, max_epsilon: float, noise_multiplier: float, cohort: Sampler, delta: float
 ) -> int:
-    """Most rounds whose epsilon does not exceed the budget; 0 if one already does."""
+    """Largest number of rounds within the budget ``max_epsilon``; 0 if one exceeds it."""
     event = Event.of(cohort, noise_multiplier)
     return rounds_within_events([], event, max_epsilon=max_epsilon, delta=delta)
 
@@ -149,17 +149,23 @@ def rounds_within_events(
     delta: float,
     others: Callable[[int], Iterable[Event]] = lambda rounds: (),
 ) -> int:
-    """Most rounds of ``event`` that a budget still buys after ``past``; 0 if none.
+    """Largest number of rounds of ``event`` that fit into a budget after ``past``; 0 if none does.
 
     Parameters
     ----------
-    others : callable
-        Further releases in so many rounds.
+    past : iterable of Event
+        Earlier releases.
+    event : Event
+        One round.
+    max_epsilon, delta : float
+        The budget.
+    others : callable from a number of rounds to events
+        Further releases in that many rounds, such as evaluations.
 
     Raises
     ------
     FedsimError
-        If it buys more than 10^8.
+        If more than 10^8 rounds fit.
     """
     check_delta(delta)
     if not 0 < max_epsilon < math.inf:
@@ -190,8 +196,8 @@ def rounds_within_events(
 class Question:
     """A run as the accountant sees it, with one quantity to be found.
 
-    ``target_epsilon`` asks for the noise multiplier, ``max_epsilon`` for the rounds that it
-    buys, neither for epsilon.
+    With ``target_epsilon`` this is the noise multiplier, with ``max_epsilon`` the number of rounds,
+    with neither epsilon.
 
     Attributes
     ----------
@@ -200,19 +206,19 @@ class Question:
         Rounds still to be run. At example level, a client's iterations or passes.
     delta : float
     law : Law
-        As of `Event`.
+        Law of the sampling, as in `Event`.
     invocations : int
-        Noisy sums a round, each on a sample of its own: 2 for ADADP.
+        Noisy sums in a round, each over a separate sample: 2 for ADADP.
     level : "client" or "example"
     past : tuple of Event
-        What has been released already.
+        Releases already made.
     others : callable of the question and a number of rounds
-        Further releases in so many rounds.
+        Further releases in that many rounds.
     simulated : bool
-        Whether noise follows from a config's seed, which is no secret.
+        Whether the noise follows from a config's seed, which is no secret.
     stopping : Stopping
-        Whether what is released may end the run: of all rounds, epsilon is then that at half of
-        delta.
+        Whether releases may end the run early: all planned rounds are then accounted for at half
+        of delta.
     """
 
     noise_multiplier: float | None = None
@@ -232,13 +238,13 @@ class Question:
 
     @property
     def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
-        """Which quantity is to be found."""
+        """The quantity to be found."""
         if self.target_epsilon is not None:
             return "noise multiplier"
         return "rounds" if self.max_epsilon is not None else "epsilon"
 
     def event(self, noise_multiplier: float) -> Event:
-        """What one round costs at this noise."""
+        """Event of one round at this noise."""
         if self.level == "example" and self.law.adjacency == "add-remove":
             raise FedsimError(
                 "adjacency is 'add-remove'; at example level it must be zero-out, since how "
@@ -247,17 +253,17 @@ class Question:
         return Event(noise_multiplier=noise_multiplier, law=self.law, count=self.invocations)
 
     def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:
-        """All that is released with so many rounds at this noise."""
+        """All events, past ones included, of a run with ``rounds`` rounds at this noise."""
         further = (self.event(noise_multiplier).over(rounds),) if rounds else ()
         return (*self.past, *self.others(self, rounds), *further)
 
     def answer(self) -> Answer:
-        """Find it.
+        """Find the missing quantity.
 
         Raises
         ------
         FedsimError
-            If something else is missing too, or given twice, or nothing meets the target.
+            If another quantity is missing, too many are given, or nothing meets the target.
         """
         if self.target_epsilon is not None and self.max_epsilon is not None:
             raise FedsimError(
@@ -279,6 +285,7 @@ class Question:
         return self._answered(noise, self._given("rounds", self.rounds))
 
     def _noise(self, rounds: int) -> Answer:
+        """Answer with the least noise multiplier that meets the target epsilon."""
         if self.noise_multiplier is not None:
             raise FedsimError(
                 f"noise multiplier is {self.noise_multiplier}; it must be unset when target "
@@ -320,7 +327,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question answered, and what such a run costs."""
+    """Answer to a `Question`: noise multiplier, rounds and cost of the run."""
 
     question: Question
     noise_multiplier: float
@@ -329,7 +336,7 @@ class Answer:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All that is released."""
+        """All events of the run, past ones included."""
         return self.question.events(self.noise_multiplier, self.rounds)
 
 
@@ -341,10 +348,10 @@ def _check_rounds(rounds: int) -> None:
 def _decreasing_root(
     f: Callable[[float], float], guess: float, low: float, high: float
 ) -> float | None:
-    """``x`` with ``f(x) <= 0`` within 1e-5 right of the root; None if not in [low, high].
+    """``x`` with ``f(x) <= 0``, at most 1e-5 right of the root; None if none is in [low, high].
 
-    Brackets outwards from the guess, then false position (Illinois), which gains a digit or
-    two with each step, log epsilon being nearly linear in log z.
+    It brackets outwards from the guess, and then uses false position (Illinois), which gains a
+    digit or two with each step, since log epsilon is nearly linear in log z.
     """
     a, step = min(max(guess, low), high), 0.25
     fa = f(a)
@@ -359,7 +366,8 @@ def _decreasing_root(
     (a, fa), (b, fb) = sorted([(a, fa), (b, fb)])
     nudge = 0.0
     while b - a > 1e-5:
-        # Aim a little beyond the root, so that the bracket closes from both sides.
+        # Aim slightly beyond the root: the next point is then on its other side, and the bracket
+        # closes from both ends. Halving f at an end that stays twice is the Illinois rule.
         x = (a * fb - b * fa) / (fb - fa) + nudge
         x = min(max(x, a + 4e-6), b - 4e-6)
         fx = f(x)

@@ -1,6 +1,4 @@
-"""What may be claimed of a composition: of a run that releases ended, of clients, of a larger
-cohort.
-"""
+"""Valid claims for runs that releases may end early, for many clients, and for a larger cohort."""
 
 from __future__ import annotations
 
@@ -18,16 +16,17 @@ from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
 
 Figures = Sequence[tuple[Accountant, float]]
-"""Compositions, each at its own delta: the least epsilon of all of them may be claimed."""
+"""Compositions, each with its own delta: the least epsilon of all of them may be claimed."""
 
 
 def shared_cost(spent: Accountant, planned: Accountant, delta: float, times: int) -> Cost:
-    """The cost of a composition that releases have chosen among ``times`` possible ones.
+    """Cost of a run that may end after any of ``times`` rounds, as its releases decide.
 
-    The lesser of epsilon of ``spent`` at ``delta / (2 times)`` and of ``planned`` at ``delta / 2``.
+    It is the lesser of epsilon of ``spent`` at ``delta / (2 times)`` and of ``planned`` at
+    ``delta / 2``.
 
-    Guarantee: (epsilon, delta) for whichever outcome came about, over all of them together.
-    Proof: let outcome s be claimed at E_s, and L_s be its loss. The whole delta is the sum over s
+    Guarantee: (epsilon, delta) for the outcome that occurred, valid over all outcomes together.
+    Proof: let outcome s be claimed at E_s, and L_s be its loss. The total delta is the sum over s
     of E[1{s} (1 - exp(E_s - L_s))+]. Outcomes claimed by their own figure add at most
     ``delta / (2 times)`` each, ``delta / 2`` together. The others are claimed at one epsilon, that
     of ``planned``, of which every outcome is a post-processing, and add at most ``delta / 2``
@@ -36,38 +35,38 @@ def shared_cost(spent: Accountant, planned: Accountant, delta: float, times: int
     Parameters
     ----------
     spent : Accountant
-        What was released.
+        What has been released.
     planned : Accountant
-        The same, and all that would have been released in any outcome.
+        What has been released, and all that would have been in any outcome.
     delta : float
     times : int
-        1 or more.
+        Number of possible outcomes, 1 or more.
     """
     return _cost(_shared(spent, planned, delta, times), delta)
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """How far a run was to go, and whether what it released may end it before.
+    """How many rounds a run was planned with, and whether its releases may end it early.
 
     Attributes
     ----------
     times : int
-        After how many rounds that may be, as was declared before the first one: all of them with
-        ``stop.metric`` or ``stop.callbacks``. 0: it was not declared.
+        Number of rounds after which the run may end early, declared before the first one: all of
+        them with ``stop.metric`` or ``stop.callbacks``. 0 if early stopping was not declared.
     left : int
-        Planned rounds that have not been made; 0 where the number made was fixed in advance.
+        Planned rounds that have not been made; 0 if the number made was fixed in advance.
     made : int
         Planned rounds that have been made.
     evaluation : Event or None
-        What the metrics of clients cost that are released every ``evaluation_every`` rounds.
+        Cost of the clients' metrics, which are released every ``evaluation_every`` rounds.
     evaluation_every : int
     max_epsilon : float or None
-        The budget of a run all of whose rounds have one event.
+        Budget of the run, if all rounds have the same event.
     budget_delta : float
-        Where that budget is held; at a smaller delta it says nothing.
+        Delta at which the budget holds; it implies nothing at a smaller one.
     run : str or None
-        Which run it is, in ledgers that several runs share.
+        The run's id, in ledgers that several runs share.
     """
 
     times: int = 0
@@ -80,21 +79,21 @@ class Stopping:
     run: str | None = None
 
     def planned_delta(self, delta: float) -> float:
-        """Where all planned rounds are accounted for, and a budget or target is held.
+        """Delta at which all planned rounds are accounted for, and a budget or target holds.
 
-        The other half of delta is for ending earlier, where that was declared.
+        If early stopping was declared this is one half of delta, and the other half pays for it.
         """
         return delta / 2 if self.times else delta
 
     def after(self, made: int) -> Stopping:
-        """The same after so many of the planned rounds."""
+        """The same plan after ``made`` more of its rounds."""
         return replace(self, left=max(self.left - made, 0), made=self.made + made)
 
     def planned(self, history: History) -> Accountant:
-        """The accountant of all planned rounds, of which a history has those that were made."""
+        """Accountant of all planned rounds: those in the history, and those not made."""
         last = history.last(self.run)
         if last is not None and last.kind == "planned":
-            return history.accountant  # releases have ended it, and the ledger charges the rest
+            return history.accountant  # the run was ended early, and the ledger charges the rest
         return self._with_further(history)
 
     def _with_further(self, history: History) -> Accountant:
@@ -104,9 +103,9 @@ class Stopping:
         return planned
 
     def further(self, history: History) -> list[Event]:
-        """What the planned rounds cost that have not been made, and their evaluations.
+        """Events of the planned rounds that have not been made, and of their evaluations.
 
-        Without what the history charges of them already.
+        What the history has charged ahead for them is left out.
         """
         last = history.last_round(self.run) if self.left else None
         if last is None:
@@ -116,13 +115,15 @@ class Stopping:
             every = self.evaluation_every
             if evaluations := (self.made + self.left) // every - self.made // every:
                 events.append(self.evaluation.times(evaluations))
+        # An earlier end of this run, before it was resumed, may have charged some of them.
         left = [(event, event.count - history.ahead(event, self.run)) for event in events]
         return [event.once.times(count) for event, count in left if count > 0]
 
     def unmade(self, history: History) -> list[Entry]:
-        """Lines that charge what was planned and is not made, once releases have ended the run.
+        """Ledger lines that charge planned rounds that are not made, when releases end the run.
 
-        A budget would have ended it too: in which round, events alone decide.
+        Only rounds within the budget are charged: it would have ended the run in a round that
+        depends on events alone.
         """
         last = history.last_round(self.run)
         if last is None or history.last(self.run) is None or not history.accountant.private:
@@ -143,17 +144,17 @@ class Stopping:
     def epsilon(self, history: History, delta: float) -> float:
         """Epsilon that may be claimed of a history, after any round.
 
-        Where it was declared that releases may end the run, that is `shared_cost`. Where they have
-        ended it and it was not declared, all planned rounds count: what is released of them is a
-        post-processing. A budget makes the plan shorter: its check looks at events alone, which
-        are the same in every round and known before the first, so the round in which it ends a
-        run is fixed in advance, and the rounds until then cost no more than the budget.
+        If early stopping was declared, this is `shared_cost`. If releases have ended the run and
+        it was not declared, all planned rounds count: the rounds made are a post-processing of
+        them. A budget makes the plan shorter: its check depends on events alone, which are the
+        same in every round and known before the first. The round in which it ends a run is
+        therefore fixed in advance, and the rounds until then cost no more than the budget.
         """
         figures = self._figures(history, delta)
         return self._within_budget(history, delta, min(a.epsilon(at) for a, at in figures))
 
     def cost(self, history: History, delta: float) -> Cost:
-        """The same, with how it was found."""
+        """The cost that may be claimed: `epsilon`, with its accounting method."""
         cost = _cost(self._figures(history, delta), delta)
         epsilon = self._within_budget(history, delta, cost.epsilon)
         return replace(cost, epsilon=epsilon, releases=history.releases)
@@ -167,13 +168,13 @@ class Stopping:
     def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
         if not self.left or self.max_epsilon is None or delta < self.budget_delta:
             return epsilon
-        # A budget that is exceeded already did not hold for what has been released.
+        # If the releases already exceed the budget, it was not enforced.
         holds = history.spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
         return min(epsilon, self.max_epsilon) if holds else epsilon
 
 
 FIXED = Stopping()
-"""The number of rounds was fixed in advance."""
+"""A run whose number of rounds was fixed in advance."""
 
 
 def _shared(spent: Accountant, planned: Accountant, delta: float, times: int) -> Figures:
@@ -187,13 +188,13 @@ def _cost(figures: Figures, delta: float) -> Cost:
 
 @check_arguments
 def worst_client(events: Iterable[Event], delta: float) -> Event:
-    """The costliest of what clients that hold disjoint data release, at example level.
+    """The costliest event of clients with disjoint data, at example level.
 
     Parameters
     ----------
     events : iterable of Event
-        One a client: all its invocations at its own rate ``|B| / N_i``. Only those on the
-        Pareto front of (noise, rate, count) are accounted for.
+        One event for each client: all its invocations, at its own rate ``|B| / N_i``. Only those
+        on the Pareto front of (noise, rate, count) are accounted for.
     delta : float
 
     Raises
@@ -208,11 +209,13 @@ def worst_client(events: Iterable[Event], delta: float) -> Event:
 
 
 def costliest(histories: Sequence[History], delta: float, stopping: Stopping = FIXED) -> History:
-    """The history with the largest epsilon that may be claimed.
+    """The history with the largest epsilon, as `Stopping.epsilon` claims it.
 
-    Only one of those that say the same is accounted for, and of those with one kind of event
-    only the Pareto front.
+    Of equal histories only one is accounted for, and of those with a single kind of event only the
+    Pareto front: there may be one for each of thousands of clients.
     """
+    # With early stopping the claim depends on more than the counts of events, if some are charged
+    # ahead: no history may then be left out.
     if stopping.times and any(history.spent is not history.accountant for history in histories):
         return max(histories, key=lambda history: stopping.epsilon(history, delta))
     distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}
@@ -227,7 +230,7 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
 
 
 def _pareto_front(events: Iterable[Event]) -> list[Event]:
-    """Events that no other of their kind is at least as costly as in every respect."""
+    """Events that no comparable event dominates, being at least as costly in every respect."""
 
     def key(event: Event) -> tuple[float, float, int]:
         return (-event.total_noise_multiplier, event.law.rate, event.count)
@@ -247,19 +250,19 @@ def _pareto_front(events: Iterable[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """What a larger cohort would have cost; never shown without the run's own epsilon.
+    """Epsilon of a hypothetical larger cohort; never shown without the run's own epsilon.
 
-    With a cohort of expected size m, and noise of standard deviation ``z C m / M`` on its sum, the
-    mean has the noise that it would have with a cohort of M and multiplier z.
+    A cohort of expected size m, with noise of standard deviation ``z C m / M`` on its sum, has the
+    same noise on its mean as a cohort of expected size M with noise multiplier z.
 
     Attributes
     ----------
     epsilon, delta : float
-        Of as many releases, with the larger cohort.
+        Cost of as many releases with the larger cohort.
     size : float
-        M, its expected size.
+        M, the expected size of the larger cohort.
     population : int
-        The clients that it would be sampled from.
+        Number of clients that it would be sampled from.
     noise_multiplier : float
         z.
     """
@@ -274,13 +277,13 @@ class Extrapolation:
     def of(
         cls, law: Law, population: int, noise_multiplier: float, releases: int, delta: float
     ) -> Self:
-        """Of so many releases with cohorts of this law."""
+        """Extrapolate to ``releases`` releases with cohorts of this law."""
         event = Event(noise_multiplier=noise_multiplier, law=law)
         cost = Accountant([event.times(releases)] if releases else []).cost(delta)
         return cls(cost.epsilon, delta, law.rate * population, population, noise_multiplier)
 
     def sentence(self) -> str:
-        """In plain words."""
+        """The extrapolation as a sentence of a statement."""
         return (
             f"Extrapolated epsilon: {self.epsilon:.4g} at delta = {self.delta:g}, if in each "
             f"release {self.size:g} clients out of {self.population:,} had taken part with a noise "

@@ -1,4 +1,4 @@
-"""The ledgers of clients that protect their examples: one for each, and what all of them say."""
+"""Ledgers of clients with example-level privacy: one for each client, and the worst of all."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fedsim.privacy.statement import Statement
 class ClientLedgers:
     """One ledger for each client, opened when it is first needed.
 
-    Clients hold disjoint data, so what holds for all of them is what holds for the one that
+    Clients have disjoint data, so that the guarantee for all of them is that of the client that
     has spent most.
 
     Parameters
     ----------
     directory : path or None
-        Where they are, as ``client-7.jsonl``; None: in memory.
+        Directory of the ledgers, as ``client-7.jsonl``; None for ledgers in memory.
     delta : float
-        Of every epsilon.
+        Delta of every epsilon.
     max_epsilon : float or None
-        The budget of each client.
+        Budget of each client.
     stopping : Stopping
-        Whether what is released may end the run, and at which delta the budget holds.
+        Whether releases may end the run, which determines the delta at which the budget holds.
     read_only : bool
-        Whether other processes write them.
+        Whether other processes write the ledgers, and this one only reads them.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class ClientLedgers:
         return self._open[client]
 
     def fingerprint(self, parts: Iterable[bytes]) -> str:
-        """A client's keyed fingerprint of what its release is a function of."""
+        """A client's keyed fingerprint of everything that its release depends on."""
         return self._fingerprints.of(parts)
 
     def record(self, entry: Entry) -> None:
-        """One line in a client's ledger, on disk before anything is computed.
+        """Write a line to a client's ledger, on disk before anything is computed.
 
         Raises
         ------
         BudgetSpentError
             If the client's budget does not allow it.
         FedsimError
-            If the client went through this round of this run with other data, or from another
-            model, and its noise follows from the seed.
+            If this round of this run was recorded with other data or another incoming model, and
+            the noise follows from the seed.
         """
         try:
             self.of(_client(entry)).record(entry, delta=self._budget_delta)
@@ -86,7 +86,7 @@ class ClientLedgers:
             raise BudgetSpentError(f"{self._exceeds(entry)}.") from None
 
     def exceeded(self, entries: Iterable[Entry]) -> str | None:
-        """Why one of these is not within its client's budget; None if all are."""
+        """Message about the first entry that exceeds its client's budget; None if none does."""
         if self.max_epsilon is None:
             return None
         for entry in entries:
@@ -101,7 +101,7 @@ class ClientLedgers:
         )
 
     def everyone(self) -> list[Ledger]:
-        """The current ledgers of all clients that have ever released anything."""
+        """Ledgers of all clients that have ever released anything, read up to date."""
         for client in self._found():
             self.of(client)
         for ledger in self._open.values():
@@ -109,7 +109,7 @@ class ClientLedgers:
         return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint holds of each of them, by its client."""
+        """Each ledger's part of a checkpoint, by client."""
         self.everyone()  # reads what other processes have written
         return {
             str(client): self._open[client].state()
@@ -118,12 +118,12 @@ class ClientLedgers:
         }
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Check that they continue a checkpoint's; lines beyond it stay charged.
+        """Check that the ledgers extend those of a checkpoint; later lines stay charged.
 
         Raises
         ------
         FedsimError
-            If lines of one that the checkpoint knew are missing, or are others.
+            If lines of the checkpoint are missing from a ledger, or changed.
         """
         for client, state in states.items():
             self.of(int(client)).restore(state)
@@ -134,7 +134,7 @@ class ClientLedgers:
         release: str | None = None,
         stopping: Stopping = FIXED,
     ) -> float:
-        """What the client that has spent most has spent, or had after a round that is repeated."""
+        """Epsilon of the client that has spent most; with ``round``, as of `Ledger.as_of`."""
         spent = [
             ledger.history if round is None else ledger.as_of(round, release)
             for ledger in self.everyone()
@@ -145,21 +145,21 @@ class ClientLedgers:
         return stopping.epsilon(costliest(spent, self.delta, stopping), self.delta)
 
     def charge_planned(self, stopping: Stopping) -> None:
-        """`Ledger.charge_planned` for each client that has released anything."""
+        """Call `Ledger.charge_planned` for each client that has released anything."""
         own = replace(stopping, max_epsilon=None, evaluation=None)  # the server's
         for ledger in self.everyone():
             ledger.charge_planned(own)
 
     def worst(self) -> Ledger:
-        """The ledger of the client that has spent most; at least one must have released."""
+        """Ledger of the client that has spent most; at least one must have released something."""
         everyone = self.everyone()
         histories = [ledger.history for ledger in everyone]
         return everyone[histories.index(costliest(histories, self.delta))]
 
     def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:
-        """What holds for every client; None if none has released anything.
+        """Privacy statement that holds for every client; None if none has released anything.
 
-        ``stopping`` as of `Statement.of`.
+        ``stopping`` is as in `Statement.of`.
         """
         everyone = self.everyone()
         if not everyone:
@@ -174,7 +174,7 @@ class ClientLedgers:
         )
 
     def _found(self) -> list[int]:
-        """Clients that have a ledger on the disk."""
+        """Ids of clients with a ledger on disk, archived ones included."""
         if self.directory is None:
             return []
         pattern = self.directory / "client-*.jsonl"

@@ -1,6 +1,6 @@
-"""Digests of settings, the same in any process and on any machine; and of protected data, keyed.
+"""Digests of settings, equal in any process and on any machine; keyed ones of protected data.
 
-Without a key, a hash of protected data would let anyone check a guess of it.
+A hash of protected data without a key would let anyone check a guess of the data.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 
 LARGE = 2**16
-"""Bytes of an array from which on its hash is taken."""
+"""Size in bytes above which an array enters the digest by its hash."""
 _SIMPLE = (bool, int, float, str, list, tuple, set, frozenset, Mapping)
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:
     """Hex digest (SHA-256) of named settings.
 
-    A dataclass counts by its name and the fields it is made with, another object by its name
-    and those of its attributes that are numbers, text or unset, or arrays and containers; a method
-    by its object too, and a partial function by what it fills in. 1 and 1.0 are equal.
+    A dataclass enters by its class's name and the fields of its constructor; any other object by
+    its class's name and those attributes that are None, numbers, strings, arrays or containers; a
+    method by its name and its object; a partial function by its function and arguments. 1 and 1.0
+    are equal.
     """
     text = json.dumps(_plain(settings), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(f"fedsim release, version 1\n{text}".encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
+    """The value as JSON, by the rules of `digest_of`; changing them changes all digests."""
     if value is None or isinstance(value, bool | str):
         return value
+    # 1 and 1.0 have one digest, since TOML and Python code may give either. A larger integer would
+    # lose digits as a float, and two of them could collide.
     if isinstance(value, int | float):
         return float(value) if abs(value) < 2**53 else str(value)
     if isinstance(value, Mapping):
@@ -49,7 +53,7 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if isinstance(value, set | frozenset):
         return sorted((_plain(entry) for entry in value), key=json.dumps)
-    if hasattr(value, "tolist"):  # arrays and tensors, without loading what they are made of
+    if hasattr(value, "tolist"):  # arrays and tensors, without importing torch
         return _plain(value.tolist()) if getattr(value, "nbytes", 0) <= LARGE else _hashed(value)
     if is_dataclass(value) and not isinstance(value, type):
         made_with = {
@@ -62,7 +66,7 @@ def _plain(value: Any) -> Any:
         owner = getattr(value, "__self__", None)
         named = owner is None or isinstance(owner, type | ModuleType)
         return _name(value) if named else [_name(value), _plain(owner)]
-    # Other objects among its attributes may be anything, and refer to it in turn.
+    # Attributes that are other objects are left out: they may be anything, and may refer back.
     simple = {
         name: attribute
         for name, attribute in getattr(value, "__dict__", {}).items()
@@ -72,14 +76,15 @@ def _plain(value: Any) -> Any:
 
 
 def _hashed(array: Any) -> list[Any]:
-    """What stands for an array or tensor that is too large to be written out."""
+    """Type, shape and hash of an array or tensor that is too large to be written out."""
     host = array.detach().cpu() if hasattr(array, "detach") else array
     values = np.ascontiguousarray(host.double() if hasattr(host, "double") else host)
     return [str(array.dtype), list(array.shape), hashlib.sha256(values.tobytes()).hexdigest()]
 
 
 def _name(definition: Any) -> str:
-    # Where fedsim keeps a class may change; a user's may be one of many of its name.
+    # fedsim's classes may move between modules, so that their module does not enter. Two classes
+    # of a user may have the same name in different modules.
     module = str(definition.__module__)
     ours = module.partition(".")[0] == "fedsim"
     return str(definition.__qualname__ if ours else f"{module}:{definition.__qualname__}")
@@ -90,18 +95,18 @@ _BYTES = 32
 
 
 class Fingerprints:
-    """HMAC-SHA256 under a key that stays where it was made.
+    """HMAC-SHA256 of protected data, under a key that never leaves its directory.
 
-    Without the key a fingerprint reveals nothing, and no guess can be checked against it. If the
-    key is lost no privacy is: later releases are then all charged as new ones.
+    Without the key a fingerprint reveals nothing, and no guess can be checked against it. Losing
+    the key costs no privacy: all later releases are then charged as new ones.
 
     Parameters
     ----------
     directory : path or None
-        Where the key is, in a file that only its owner may read, made on first use; None: in
-        memory, for this object alone.
+        Directory of the key's file, which only its owner may read and which is created at first
+        use. None keeps the key in memory, for this object alone.
     read_only : bool
-        Whether a key that is not there is refused instead of made.
+        Whether to refuse a missing key instead of creating one.
     """
 
     def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
@@ -109,22 +114,22 @@ class Fingerprints:
         self._key: bytes | None = None if directory is not None else secrets.token_bytes(_BYTES)
 
     def of(self, contents: Iterable[bytes]) -> str:
-        """Fingerprint of these parts, in this order, each as a whole.
+        """Fingerprint of a sequence of parts.
 
         Raises
         ------
         FedsimError
-            If the key is damaged, or missing where it may not be made.
+            If the key is damaged, or missing where it may not be created.
         """
         code = self.code()
         for content in contents:
-            # Lengths distinguish ("ab", "c") from ("a", "bc").
+            # The lengths tell ("ab", "c") from ("a", "bc").
             code.update(len(content).to_bytes(8, "little"))
             code.update(content)
         return code.hexdigest()
 
     def code(self) -> hmac.HMAC:
-        """An HMAC under the key, of nothing as yet."""
+        """An empty HMAC under the key, to be updated by the caller."""
         if self._key is None:
             assert self._directory is not None
             self._key = _key_in(self._directory, self._read_only)

@@ -1,8 +1,8 @@
-"""Files that last: written durably by one writer at a time, and archived where they are replaced.
+"""Durable files: synced to disk, locked while written, and archived before they are replaced.
 
-A ledger that is replaced still counts. What replaces ``DIR/some/ledger.jsonl`` first moves it
-to ``DIR/archive/NUMBER/some/ledger.jsonl``: a run that is overwritten does so with all its ledgers
-at once, a ledger of an old format with itself.
+A ledger that has been replaced still counts. Before ``DIR/some/ledger.jsonl`` is replaced it is
+moved to ``DIR/archive/NUMBER/some/ledger.jsonl``: all ledgers of a run together when the run is
+overwritten, a single one when its old format is converted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fedsim import regular_files
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-    """Put a new file there, whole; False if there was one already, which stays."""
+    """Create a file atomically; False if the path exists already, which is then unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _written(path, data, mode)
     try:
-        # Unlike a rename, a link never replaces a file that another process has just written.
+        # Unlike a rename, a link never replaces a file that another process has just created.
         os.link(temporary, path)
     except FileExistsError:
         return False
@@ -38,12 +38,12 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 
 def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Put a file's new content in its place, whole or not at all.
+    """Replace a file's content atomically.
 
     Raises
     ------
     OSError
-        Naming ``path``.
+        If it cannot be written; the error names ``path``.
     """
     with named_errors(path):
         os.replace(_written(path, data, mode), path)
@@ -52,7 +52,7 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Let errors of writing a file, which name none or a temporary one, name ``path``."""
+    """Make errors of writing name ``path``: they name no file, or a temporary one."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Add to the end of a file that is held by `locked`."""
+    """Append to a file that was opened by `locked`, and sync it."""
     file.seek(0, os.SEEK_END)
     file.write(data)
     file.flush()
@@ -69,24 +69,25 @@ def append(file: BinaryIO, data: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, *, write: bool = True) -> Iterator[BinaryIO]:
-    """The file, open, while no other process of ours writes to it.
+    """Open a file under a lock: exclusive to write, else shared with other readers.
 
     Raises
     ------
     OSError
-        If it is not there or may not be opened.
+        If the file does not exist or may not be opened.
     """
     while True:
         with open(path, "r+b" if write else "rb", opener=regular_files.opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
-            # While we waited, a repair may have put another file in its place.
+            # The lock is of the file, not of its name: while we waited a repair may have renamed
+            # another file to this path. Writing to the old one would lose the line.
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 yield file
                 return
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory as durable as their files."""
+    """Sync a directory: a new or renamed file survives a crash only after that."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -95,7 +96,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _written(path: Path, data: bytes, mode: int) -> Path:
-    """A synced file of this content beside ``path``."""
+    """Temporary file with this content, synced, in the directory of ``path``."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -111,20 +112,22 @@ def _written(path: Path, data: bytes, mode: int) -> Path:
 
 
 ARCHIVE = "archive"
-"""Name of the directory that holds predecessors."""
+"""Name of the directory for replaced files."""
 
-# A client's ledger in a run's directory: RUN/clients/client-3.jsonl, or in a directory there.
+# A client's ledger is RUN/clients/client-3.jsonl, or one directory deeper: an archive may be in
+# any of the three directories above it.
 _DEEPEST = 3
 
 
 def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
-    """What stood at ``path`` before, the oldest first; ``*`` in its name stands for anything.
+    """Earlier files of this path, the oldest first.
 
     Parameters
     ----------
     path : path
+        ``*`` in its name matches any text.
     depth : int
-        How many of the directories that it is in may have an archive.
+        Number of its parent directories that are searched for an archive.
     """
     predecessors: list[Path] = []
     path = path.absolute()
@@ -133,7 +136,7 @@ def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
         for number in _numbers(parent / ARCHIVE):
             before = parent / ARCHIVE / str(number) / inside
             for predecessor in sorted(before.parent.glob(before.name)):
-                # What had been replaced already when it was put away.
+                # A directory that was archived may have an archive of its own, with older files.
                 if parent != path.parent:
                     predecessors += archived(predecessor, depth=1)
                 predecessors.append(predecessor)
@@ -141,9 +144,14 @@ def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
 
 
 def archive(*paths: Path) -> Path:
-    """Move files and directories of one directory into its archive together; where they are then.
+    """Move files and directories of one directory into its archive, under one new number.
 
-    What a ledger holds is still counted there.
+    Ledgers are still counted there.
+
+    Returns
+    -------
+    path
+        The new directory of all of them.
     """
     directory = paths[0].parent / ARCHIVE
     directory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Entries: what one line of a ledger says, and what all lines amount to."""
+"""Entries, the contents of a ledger's lines; and the history that they add up to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 Place = tuple[Kind, str | None, str | None, int | None, int | None]
 DECLARED = "declared"
-"""Among an entry's public facts: the user answers for this part of the plan."""
+"""Value of a public fact of an entry: the user declares this part of the plan."""
 
 _NOTED = ("run", "sum")
 _UNHASHED = (*_NOTED, "version")
@@ -31,52 +31,52 @@ _UNHASHED = (*_NOTED, "version")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of a ledger: what was released, and nothing about when, where or by what.
+    """Content of one ledger line: what was released, without time, host or engine.
 
     Attributes
     ----------
     kind : "release", "evaluation", "torn" or "planned"
-        A round's release; that of the clients' metrics in a round; what stands for an
-        unreadable last line, counted at the cost of ``event``; or releases that were planned after
-        this round, counted likewise, of a run that what it has released has ended.
+        "release": the noisy sum of a round. "evaluation": noisy metrics of clients in a round.
+        "torn": replaces an unreadable last line, and costs ``event``. "planned": charges the
+        rounds that were planned and not made, after releases ended the run in this round.
     round : int or None
     attempt : int
-        How often the round was drawn before; each attempt is charged.
+        How often the round had been drawn before; each attempt is charged.
     release : str or None
-        Digest of all settings that the release follows from (or a number used once, for a
-        trainer without a config); None where nothing identifies it.
+        Digest of all settings that the release depends on (or a number used once, for a trainer
+        without a config); None if the release cannot be identified.
     client : int or None
-        Whose ledger this is, at example level.
+        The ledger's client, at example level.
     fingerprint : str or None
-        A client's HMAC of its data and of what it received, under a key of its own.
+        A client's HMAC of its data and of what it received, under the client's key.
     level : "client" or "example"
         What a row of the released sum is.
     entropy : "config" or "system"
-        Where noise and samples came from: the seed, or the operating system.
+        Source of noise and samples: the config's seed, or the operating system.
     event : Event
+        What is charged.
     mechanism : str
     clip_norm : float or None
     placement : "", "server" or "client"
-        Where the noise was drawn; "" where that is unknown.
+        Where the noise was drawn; "" if unknown.
     declared_by_user : bool
-        Whether the user alone answers for the event being true of what was drawn and added.
+        Whether only the user declares that the event is true of the samples and the noise.
     public : mapping of str to str, number, bool or None
-        What else was taken as public: a population or number of examples, steps, a
-        denominator; ``rows`` says how it is known that each is of one example ("by structure",
-        "one at a time: user code"; in older ledgers "probed"), and ``bound``, ``sampler`` or
-        ``noise`` that the user declares it ("declared").
+        Further public facts: a population or number of examples, steps, a denominator; ``rows``,
+        why each row depends on one example alone ("by structure", "one at a time: user code"; in
+        older ledgers "probed"); and ``bound``, ``sampler`` or ``noise``, if it is "declared".
     settles : bool
-        Whether this is the release that the torn line just before it began.
+        Whether this is the release whose writing was cut short in the torn line before it.
     fragment : str
-        What was written of a torn line.
+        The readable part of a torn line.
     run : str or None
-        Which run's directory a release belongs to, in a ledger that several runs share; or, of a
-        strategy without a release digest, an HMAC of what keys its draws.
+        The run that a release belongs to, in a ledger that several runs share; or, for a
+        strategy without a release digest, an HMAC of the key of its draws.
     sum : str or None
-        HMAC of the exact sum that was released, under a key beside the ledger. It and ``run`` are
-        noted beside the hashed part of a line, so that equal runs have equal heads.
+        HMAC of the exact sum that was released, under a key next to the ledger. It and ``run``
+        are outside the hashed part of a line, so that equal runs have equal heads.
     version : int
-        Of the format that it was read from; not written into a line.
+        Ledger format that the entry was read from; not written into a line.
 
     Raises
     ------
@@ -84,7 +84,8 @@ class Entry:
         If a value is of the wrong type or out of range.
     """
 
-    # In this order in a line: a torn one is recognised by as much of it as was written.
+    # The order of the fields is that of a line. A torn line is recognised by its beginning
+    # (`LedgerFile.began`): what identifies a release comes first.
     kind: Kind = "release"
     round: Annotated[int | None, Ge(0)] = None
     attempt: Annotated[int, Ge(0)] = 0
@@ -113,7 +114,7 @@ class Entry:
                 "numbers, true or false."
             )
         object.__setattr__(self, "public", dict(sorted(self.public.items())))
-        # For a law that is known by its data alone only its author answers.
+        # A law that is stored as data came from the user's code.
         outside = isinstance(self.event.law, DeclaredLaw)
         object.__setattr__(self, "declared_by_user", self.declared_by_user or outside)
 
@@ -123,7 +124,7 @@ class Entry:
 
     @property
     def noted(self) -> dict[str, str]:
-        """What is written beside the hashed part."""
+        """Fields that are written outside the hashed part of the line."""
         values = {name: getattr(self, name) for name in _NOTED}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -144,21 +145,21 @@ class Entry:
 
     @property
     def place(self) -> Place | None:
-        """The kind, run, round and client of a release; None where nothing identifies it."""
+        """Kind, run, release, round and client, which identify a release; None if unidentified."""
         if (self.release is None and self.run is None) or self.kind == "torn":
             return None
         return (self.kind, self.run, self.release, self.round, self.client)
 
     @property
     def of_round(self) -> bool:
-        """Whether it is what a round of training released, or a torn line, which may be."""
+        """Whether it is a training round's release, or a torn line, which may have been one."""
         return self.kind in ("release", "torn")
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same release can be made again: its noise follows from the config.
+        """Whether the same release can be repeated: its noise follows from the config.
 
-        A client's release is known by its keyed fingerprint.
+        At example level this requires the keyed fingerprint, which shows that data are unchanged.
         """
         known = self.level == "client" or self.fingerprint is not None
         return self.entropy == "config" and self.place is not None and known
@@ -169,7 +170,7 @@ class Entry:
         return self.repeatable and other.repeatable and same and not self.differs(other)
 
     def differs(self, other: Entry) -> bool:
-        """Whether keyed hashes show that it is of other data than a line of the same `place`."""
+        """Whether the keyed hashes differ from those of another line of the same `place`."""
         return (self.sum, self.fingerprint) != (other.sum, other.fingerprint)
 
 
@@ -180,24 +181,27 @@ def _is_fact(item: tuple[object, object]) -> bool:
 
 
 class History:
-    """What is charged so far, and what that costs together.
+    """All entries that are charged so far, and their composition.
+
+    A planned round is charged when the run ends early; if the run is resumed and makes that round
+    after all, its line is not charged again. `_ahead` counts these charged and unmade rounds.
 
     Parameters
     ----------
     before : iterable of Entry
-        Charged earlier, elsewhere: an archive.
+        Entries of archived ledgers, which count too.
 
     Attributes
     ----------
     charged : list of Entry
-        The archive's and then this ledger's, without torn lines whose release was recorded
-        after all.
+        The archive's entries and then this ledger's, without torn lines whose release was
+        recorded later.
     before : tuple of Entry
-        The archive's among the charged ones.
+        The archive's entries.
     accountant : Accountant
-        What is charged, composed.
+        Composition of everything charged.
     counts : Counter of Event
-        How often each event is charged, a count of several as several.
+        Invocations charged of each event, by the event with count 1.
     """
 
     def __init__(self, before: Iterable[Entry] = ()) -> None:
@@ -205,7 +209,7 @@ class History:
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
         self._ahead: Counter[_Planned] = Counter()
-        for entry in before:  # what an earlier run has planned no other run makes
+        for entry in before:  # no later run makes the rounds that an archived run has planned
             self.accountant.add(entry.event)
             self.charged.append(entry)
             self.counts[entry.event.once] += entry.event.count
@@ -214,14 +218,15 @@ class History:
 
     @property
     def of_this_run(self) -> tuple[Entry, ...]:
-        """What would be charged without the archive."""
+        """Charged entries of this ledger, without the archive's."""
         return tuple(self.charged[len(self.before) :])
 
     @property
     def net(self) -> list[Entry]:
-        """What is charged, without the planned releases that were made after all."""
+        """Charged entries, without planned rounds that were made later."""
         if not any(entry.kind == "planned" for entry in self.of_this_run):
             return self.charged
+        # Planned rounds that are still not made are those of the last planned entries.
         ahead, net = self._ahead.copy(), []
         for entry in reversed(self.of_this_run):
             if entry.kind == "planned":
@@ -235,7 +240,7 @@ class History:
 
     @property
     def spent(self) -> Accountant:
-        """The accountant without what this run has planned and not made."""
+        """Composition of the releases made, without planned rounds that were not."""
         if not self._ahead.total():
             return self.accountant
         net = self.net
@@ -243,7 +248,7 @@ class History:
         return Accountant(entry.event for entry in [*self.before, *made])
 
     def alone(self) -> History:
-        """That of this run, without earlier ones."""
+        """History of this ledger alone, without the archive's entries."""
         history = History()
         for entry in self.of_this_run:
             history.charge(entry)
@@ -251,7 +256,7 @@ class History:
 
     @property
     def rows(self) -> int | None:
-        """How many rows the last release was over, if its line says so."""
+        """Public number of rows (clients or examples) of the last release, if its line has it."""
         if not self.charged:
             return None
         event, public = self.charged[-1].event, self.charged[-1].public
@@ -261,11 +266,11 @@ class History:
 
     @property
     def releases(self) -> int:
-        """How many were made."""
+        """Number of releases made, without planned ones."""
         return self.accountant.releases - self._unmade - self._ahead.total()
 
     def ahead(self, event: Event, run: str | None = None) -> int:
-        """How many such releases are charged that this run, or one of several, has not made."""
+        """Number of releases of ``event`` charged ahead and not made, of one run or of all."""
         return sum(
             count
             for (of_run, _, _, planned), count in self._ahead.items()
@@ -273,12 +278,12 @@ class History:
         )
 
     def last(self, run: str | None = None) -> Entry | None:
-        """The last line of this run, or of one of several; None without any."""
+        """Last entry of this ledger, or of one run in it; None if there is none."""
         of_this_run = islice(reversed(self.charged), len(self.charged) - len(self.before))
         return next((e for e in of_this_run if run in (None, e.run)), None)
 
     def last_round(self, run: str | None = None) -> Entry | None:
-        """That of a round; where there is none, of any run."""
+        """Last entry of a training round of a run; if the run has none, of any run."""
         rounds = [e for e in reversed(self.charged) if e.of_round]
         of_run = (e for e in rounds if run in (None, e.run))
         return next(of_run, rounds[0] if rounds else None)
@@ -289,13 +294,13 @@ class History:
         return len(self.charged) > len(self.before) and self.charged[-1].kind == "torn"
 
     def after(self, entry: Entry) -> Accountant:
-        """An accountant that counts ``entry`` too.
+        """Composition of everything charged and of ``entry``; the history is unchanged.
 
         Raises
         ------
         FedsimError
-            If its adjacency does not compose with what is here, or it counts 0, or extends a plan,
-            and nothing here covers that.
+            If its adjacency does not compose with the others', or if it has count 0 or extends a
+            plan and no earlier entry charges the rounds that it relies on.
         """
         if not entry.event.count and not self.counts[entry.event.once]:
             raise FedsimError(
@@ -308,6 +313,8 @@ class History:
                 f"round {entry.round} extends a plan of {before.rounds} rounds, and no line before "
                 "it charges those."
             )
+        # The torn entry was charged in this release's place. A composition cannot be undone, so
+        # that all other entries are composed again.
         if entry.settles and self.ends_torn:
             accountant = Accountant(charged.event for charged in self.net[:-1])
         else:
@@ -322,13 +329,13 @@ class History:
             accountant.add(entry.event)
 
     def _covered(self, entry: Entry) -> int:
-        """How many of these releases a planned line has charged already."""
+        """Invocations of an entry that a planned entry has charged already."""
         if entry.kind == "planned" or entry.attempt:
             return 0
         return min(entry.event.count, self._ahead[_planned(entry)])
 
     def _covers(self, event: Event, law: Law) -> bool:
-        """Whether what is charged includes this law, with the noise of an event."""
+        """Whether the law has been charged already, at the noise of ``event``."""
         return any(
             made.law.covers(law) and made.noise_multiplier == event.noise_multiplier
             for made, count in self.counts.items()
@@ -336,7 +343,7 @@ class History:
         )
 
     def take(self, entry: Entry) -> None:
-        """Count one more line."""
+        """Count the entry of one more line; it replaces a torn line that it settles."""
         self.accountant = self.after(entry)
         if entry.settles and self.ends_torn:
             torn = self.charged.pop().event
@@ -346,11 +353,12 @@ class History:
         self._count(entry)
 
     def charge(self, entry: Entry) -> None:
-        """Count one more entry, whatever stands before it."""
+        """Count one more entry without checking it against earlier ones."""
         self._add(self.accountant, entry)
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
+        """Update everything except the accountant, to which the entry has been added."""
         self.charged.append(entry)
         covered = self._covered(entry)
         self.counts[entry.event.once] += entry.event.count - covered
@@ -364,5 +372,5 @@ _Planned = tuple[str | None, str | None, int | None, Event]
 
 
 def _planned(entry: Entry) -> _Planned:
-    """By what a planned release is known once it is made."""
+    """Key by which a release is matched with an earlier entry that charged it as planned."""
     return (entry.run, entry.release, entry.client, entry.event.once)

@@ -1,4 +1,4 @@
-"""Events: what a release is to the accountant, which turns many of them into an epsilon."""
+"""Events: a release as the accountant sees it, which composes many of them to an epsilon."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from fedsim.settings import check_settings
 class Event:
     """One noisy sum, or ``count`` equal ones, as the accountant sees it.
 
-    All fields are public information. A law that fedsim does not ship becomes data here
-    (`DeclaredLaw`), so that reading the event later needs no code but fedsim's.
+    All fields are public information. A law that fedsim does not ship is replaced by data here
+    (`DeclaredLaw`), so that reading the event later needs only fedsim's code.
 
     Attributes
     ----------
     noise_multiplier : float
         Standard deviation of the noise on the sum, divided by the clip norm, for any
-        adjacency. 0 is a release without noise, infinity one that says nothing.
+        adjacency. 0 is a release without noise, infinity one that reveals nothing.
     law : Law
-        How the rows of the sum were drawn, and what that costs.
+        How the rows of the sum were sampled, and at what cost.
     count : int
         Invocations: 2 for an ADADP iteration, T for T equal steps of a client; 0 for a round that
         an earlier event covers.
     sides : mapping of name to float
-        Noise multipliers of the bounded scalars released from the same rows, each with
-        noise of its own. Together with the main sum: ``1/z^2 = sum 1/z_j^2``.
+        Noise multipliers of the bounded scalars released from the same rows, each with independent
+        noise. Together with the main sum: ``1/z^2 = sum 1/z_j^2``.
     guarantee : bool
-        False when the release is not private although noise was added, such as a mechanism
-        with un-noised statistics; its epsilon is infinite.
+        False if the release is not private although noise was added, as of a mechanism with
+        un-noised statistics; its epsilon is infinite.
 
     Raises
     ------
@@ -58,7 +58,7 @@ class Event:
     0.69
     """
 
-    # In this order in a ledger.
+    # Ledgers have the fields in this order.
     law: Law = field(default_factory=FullLaw)
     noise_multiplier: float
     count: int = 1
@@ -69,7 +69,7 @@ class Event:
     def of(
         cls, sampler: Sampler, noise_multiplier: float, *, count: int = 1, guarantee: bool = True
     ) -> Event:
-        """What ``count`` noisy sums over one round's samples cost."""
+        """Event of ``count`` noisy sums over one round's samples."""
         return cls(
             noise_multiplier=noise_multiplier,
             law=sampler.law(),
@@ -94,7 +94,7 @@ class Event:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hashes of text are a process's own.
+        # Without the cached hash: hashes of strings differ from process to process.
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
@@ -104,7 +104,7 @@ class Event:
 
     @property
     def adjacency(self) -> Adjacency:
-        """Which neighbours the law is about."""
+        """The adjacency that the law's cost refers to."""
         return self.law.adjacency
 
     @property
@@ -124,15 +124,18 @@ class Event:
         return self.guarantee and self.total_noise_multiplier > 0
 
     def times(self, count: int) -> Event:
-        """This event ``count`` times over."""
+        """This event, ``count`` times."""
         return replace(self, count=self.count * count)
 
     def over(self, rounds: int) -> Event:
-        """What so many rounds cost: this, for each so many rounds as its law covers."""
+        """Event of ``rounds`` rounds: this one, once for every `Law.rounds` of them begun."""
         return self.times(-(-rounds // self.law.rounds))
 
     def further(self, rounds: int, made: int) -> Event:
-        """What so many rounds more cost, this being the event of the last of those made."""
+        """Event of ``rounds`` more rounds after ``made`` rounds, the last of which had this event.
+
+        If an event covers several rounds, the rest of those already charged is free.
+        """
         if self.law.rounds == 1:
             return self.times(rounds)
         begun = -(-made // self.law.rounds)
@@ -140,7 +143,7 @@ class Event:
 
     @cached_property
     def once(self) -> Event:
-        """One invocation of it."""
+        """One invocation of this event."""
         return self if self.count == 1 else replace(self, count=1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,17 +167,17 @@ class Event:
 
 
 def law_from_dict(data: object) -> Law:
-    """The law that a ledger says, one of fedsim's own or data; no other code is imported.
+    """A law from its JSON in a ledger: one of fedsim's, or a `DeclaredLaw`; no user code is run.
 
     Raises
     ------
     FedsimError
-        If it is none of them.
+        If it is neither.
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
     name, others = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
-    for inner in ("base", "shorter"):  # of a law around others
+    for inner in ("base", "shorter"):  # the laws that a wrapping law contains
         if isinstance(others.get(inner), Mapping):
             others[inner] = law_from_dict(others[inner])
     kind = DeclaredLaw if name == NAME else law_named(name)
@@ -183,7 +186,7 @@ def law_from_dict(data: object) -> Law:
 
 @cache
 def shipped_laws() -> Mapping[str, type[Law]]:
-    """fedsim's own, by name: those in the files of `fedsim.privacy.laws`."""
+    """fedsim's own laws by name: all that are defined in `fedsim.privacy.laws`."""
     modules = (
         importlib.import_module(f"{laws.__name__}.{module.name}")
         for module in pkgutil.iter_modules(laws.__path__)
@@ -194,7 +197,7 @@ def shipped_laws() -> Mapping[str, type[Law]]:
 
 
 def simple_laws() -> list[str]:
-    """Names of those that are not around another one."""
+    """Names of the shipped laws that do not wrap another one."""
     return [name for name, law in shipped_laws().items() if not issubclass(law, WrappingLaw)]
 
 
@@ -204,7 +207,7 @@ def law_named(name: str) -> type[Law]:
     Raises
     ------
     FedsimError
-        If there is none of this name.
+        If fedsim has no law of this name.
     """
     if name not in shipped_laws():
         raise FedsimError(f"sampling is {name!r}; it must be one of {', '.join(shipped_laws())}.")
@@ -212,7 +215,10 @@ def law_named(name: str) -> type[Law]:
 
 
 def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An event of formats 1 and 2, whose law was one of four and stood in it flat."""
+    """An event of ledger formats 1 and 2, in today's form.
+
+    In these the law was one of four, and its fields were the event's own.
+    """
     known = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
     known |= {"population", "count", "sides", "guarantee"}
     if set(data) != known:
@@ -225,15 +231,15 @@ def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
-    """The one relation that events of these relations are accounted for together.
+    """The one adjacency under which events of these adjacencies are composed.
 
     Add-remove and zero-out have the same dominating pair for a Gaussian with a fixed
-    denominator, so they compose; the result is named zero-out, for which both hold.
+    denominator, so that they compose; the result is called zero-out, for which both hold.
 
     Raises
     ------
     FedsimError
-        If replace-one meets another relation: their epsilons must not be added up.
+        If replace-one is among other adjacencies: their epsilons must not be composed.
     """
     distinct = set(relations)
     if len(distinct) > 1 and "replace-one" in distinct:
@@ -249,7 +255,7 @@ def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
 def dominating_event(events: Iterable[Event]) -> Event | None:
     """An event at least as costly as each of these: least noise, largest rate and count.
 
-    None without events. Across different laws amplification is given up.
+    None without events. For laws that cannot be compared, amplification is not credited.
     """
     known = list(events)
     if not known:
@@ -262,6 +268,8 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
     if all(widest.comparable(event.law) for event in known):
         return Event(noise_multiplier=noise, law=widest, count=count)
     adjacency = common_adjacency(event.adjacency for event in known)
+    # A law that is Gaussian given the sample costs at most as much as an unsampled Gaussian of its
+    # sensitivity. For other laws, take the largest Rényi divergence at each order.
     if all(event.law.is_gaussian for event in known):
         least = min(
             event.total_noise_multiplier / event.law.sensitivity

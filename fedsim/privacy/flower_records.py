@@ -1,4 +1,4 @@
-"""What Flower's records of privacy mean here, and its records of what is accounted for here."""
+"""Conversion between Flower's privacy records and fedsim's events and costs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Event:
-    """What a Flower event costs; an event of ours is its own.
+    """The event of a Flower record; an `Event` is returned unchanged.
 
-    The law is the declared one. Without a declaration a partial sample is what Flower's own
-    strategies draw: a fixed size without replacement.
+    The law is the declared one. Without a declaration, a sample of some clients is assumed to be
+    what Flower's own strategies draw: a fixed size without replacement.
     """
     if isinstance(event, Event):
         return event
@@ -33,7 +33,7 @@ def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Eve
 def privacy_config(
     declared: Event | None, delta: float | None, max_epsilon: float | None
 ) -> PrivacyConfig:
-    """Flower's view of what a ledger accounts for.
+    """Flower's record of a ledger's settings.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the releases cost an owner of several rows, as DP composes over groups."""
+"""Group privacy: the guarantee for an owner of several rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedsim.privacy.laws.base import Law
 from fedsim.privacy.losses import bisected, gaussian_epsilon
 
 FINEST, COARSEST = 1e-4, 0.02
-"""Steps of the grid of losses."""
+"""Least and largest step of the grid of losses."""
 LARGEST = 1e3
-"""An epsilon beyond this is as good as none."""
+"""The search for epsilon ends here: a larger one is no guarantee in practice."""
 
 GroupMethod = Literal["analytic", "pld", "chain", "none"]
 
@@ -37,10 +37,10 @@ class GroupCost:
     Attributes
     ----------
     size : int
-        k, the most rows of one owner.
+        k, the largest number of rows of one owner.
     epsilon, delta : float
     method : "analytic", "pld", "chain" or "none"
-        How it was found; "none" where a release has no guarantee.
+        Method of accounting; "none" where a release has no guarantee.
     """
 
     size: int
@@ -49,7 +49,7 @@ class GroupCost:
     method: GroupMethod
 
     def sentence(self, row: str = "client") -> str:
-        """In plain words."""
+        """The guarantee as a sentence of a statement."""
         if self.method == "none" or math.isinf(self.epsilon):
             return f"Owners of {self.size} {row}s: no guarantee."
         return (
@@ -61,20 +61,24 @@ class GroupCost:
 def group_cost(
     events: Iterable[Event] | Accountant, size: int, delta: float, *, chained: bool = False
 ) -> GroupCost:
-    """What these events together cost a group of up to ``size`` rows.
+    """Privacy cost of a composition of events to a group of up to ``size`` rows.
 
-    Without sampling ``size`` rows move a sum by at most k C: one Gaussian of k times the
-    sensitivity, exactly. Of Poisson samples, in which rows are drawn independently, Binomial(k, q)
-    of them take part: the pair ``sum_j P(j) N(j, z^2)`` and ``N(0, z^2)`` dominates (Ganesh 2024,
+    Without sampling, k rows move a sum by at most k C: exactly a Gaussian of k times the
+    sensitivity. Under Poisson sampling, where rows are drawn independently, Binomial(k, q) of them
+    take part, and the pair ``sum_j P(j) N(j, z^2)`` and ``N(0, z^2)`` dominates (Ganesh 2024,
     arXiv 2401.10294, "Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
-    Gaussians Mechanisms"); its loss distributions are dp-accounting's, rounded up. Anything else
-    has what (epsilon, delta) of one row implies over a chain of k neighbours: ``(k epsilon,
+    Gaussians Mechanisms"); dp-accounting composes its loss distributions, rounded up. For any
+    other law, the (epsilon, delta) of one row is chained over k neighbours: ``(k epsilon,
     (e^(k epsilon) - 1) / (e^epsilon - 1) delta)``, at the best epsilon.
 
     Parameters
     ----------
+    events : iterable of Event, or Accountant
+    size : int
+        k.
+    delta : float
     chained : bool
-        Use the chain: where it is not known that rows are drawn independently.
+        Always use the chain, for draws that are not known to be independent between rows.
 
     Raises
     ------
@@ -103,13 +107,16 @@ def group_cost(
     return GroupCost(size, epsilon, delta, "pld")
 
 
-# Cached: the end of a run asks several times.
+# Cached, since it is asked for several times at the end of a run.
 @lru_cache(maxsize=64)
 def _mixtures(
     items: frozenset[tuple[tuple[Law, float], int]], mu: float, size: int, delta: float
 ) -> float:
+    """Epsilon of sampled releases, by mixtures over how many of the group's rows take part."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
+    # The grid has 40 steps in the largest ratio of a mean shift to its noise, about the standard
+    # deviation of the loss.
     ratio = max([min(1.0, size * law.rate) / z for (law, z), _ in items] + [mu])
     step = float(np.clip(ratio / 40, FINEST, COARSEST))
     together = pld.identity(step)
@@ -126,7 +133,7 @@ def _mixtures(
 
 
 def _chain(accountant: Accountant, size: int, delta: float) -> float:
-    """The least k epsilon at which the chain's delta is small enough; valid at any epsilon."""
+    """Least k * epsilon at which the chain's delta is small enough; each epsilon gives a bound."""
 
     def holds(epsilon: float) -> bool:
         one = accountant.delta(epsilon)

@@ -1,13 +1,12 @@
-"""The ledger: every release, on disk before it happens.
+"""The ledger: every release is recorded on disk before it is made.
 
-A file of JSON lines, append-only and chained by hashes: a header, then one line for each event.
-It needs nothing else to recompute epsilon. Ledgers in ``archive/`` beside it are its
-predecessors, and count.
+A ledger is an append-only file of JSON lines, chained by hashes: a header, then one line for each
+event. Nothing else is needed to recompute epsilon. Earlier ledgers in ``archive/``, in the same
+directory, count too.
 
-A last line without its newline was being written when the machine stopped. `record` had
-not returned, so nothing was released; the ledger counts it as spent all the same, at a cost
-no smaller than any event it knows of, until a run with the same draws records that very
-release again.
+A last line without a newline (torn) was being written when the machine stopped. `record` had not
+returned, so that nothing was released. The line is charged all the same, at no less than any
+event that the ledger knows of, until a run with the same draws records the same release again.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ if TYPE_CHECKING:
 
 
 class Ledger(LedgerFile):
-    """Releases so far, written down before each; epsilon at any time.
+    """Record of all releases, written before each of them; gives epsilon at any time.
 
-    Satisfies Flower's ``flwr.serverapp.PrivacyAccountant`` protocol, so Flower's own DP
-    strategies can use one too.
+    It implements Flower's ``flwr.serverapp.PrivacyAccountant`` protocol, so that Flower's own DP
+    strategies can use it too.
 
     Parameters
     ----------
     path : path or None
-        A file to continue or, on the first record, to create. None: in memory only.
+        File to continue or, at the first record, to create. None: in memory only.
     delta : float or None
-        Of every epsilon that is asked for without one.
+        Default delta of every epsilon.
     max_epsilon : float or None
-        Budget of `record` and `would_exceed`, where they are given none.
+        Default budget of `record` and `would_exceed`.
     declared : Event or None
-        What one planned round costs. A torn line is counted at no less, and Flower's
-        protocol takes sampler and population from it.
+        Cost of one planned round. A torn line is charged at no less, and Flower's protocol
+        takes sampling and population from it.
     read_only : bool
-        Nothing is repaired on disk and nothing can be recorded.
+        Whether nothing is recorded, or repaired on disk.
 
     Raises
     ------
     FedsimError
-        If the file is no ledger, or was changed after it was written, or what is archived
-        beside it does not compose with what is declared.
+        If the file is no ledger, or was changed after it was written, or archived ledgers do not
+        compose with the declared event.
     """
 
     @check_arguments
@@ -87,7 +86,7 @@ class Ledger(LedgerFile):
         super().__init__(place, planned=declared, read_only=read_only)
         keys = None if place is None else place.parent
         self._fingerprints = Fingerprints(keys, read_only=read_only)
-        if declared is not None:  # what cannot be added up is refused before any release
+        if declared is not None:  # refuse adjacencies that do not compose before any release
             self.history.after(Entry(event=declared))
 
     @classmethod
@@ -99,12 +98,12 @@ class Ledger(LedgerFile):
         delta: float | None = None,
         declared: Event | None = None,
     ) -> Self:
-        """A ledger that is there, read-only.
+        """Open an existing ledger read-only.
 
         Raises
         ------
         FedsimError
-            If there is no such file, or it is no ledger, or was changed after it was written.
+            If the file does not exist, is no ledger, or was changed after it was written.
         """
         if not Path(path).is_file() and not archived(Path(path)):
             raise FedsimError(f"there is no ledger at {path}.")
@@ -113,22 +112,22 @@ class Ledger(LedgerFile):
     def record(
         self, entry: Entry, *, max_epsilon: float | None = None, delta: float | None = None
     ) -> bool:
-        """Write a release down; when this returns it is on the disk, and may be made.
+        """Record a release. When this returns, the line is on disk and the release may be made.
 
         Parameters
         ----------
         entry : Entry
         max_epsilon, delta : float, optional
-            A budget in place of the ledger's own. No other process writes between the check of
-            the budget and the line.
+            Budget, instead of the ledger's own. The check of the budget and the writing of the
+            line are under one lock.
 
         Returns
         -------
         bool
-            False if the same release is in the ledger already: entropy "config" and the same run,
-            release digest, round, attempt and event, at client level the same ``sum`` and at
-            example level the same client and fingerprint. It is not charged again. Without
-            ``sum`` the caller answers for the release being the same.
+            False if the same release is in the ledger already, and so is not charged again:
+            entropy "config" and the same run, release digest, round, attempt and event; and the
+            same ``sum`` at client level, the same client and fingerprint at example level.
+            Without ``sum`` the caller vouches that the release is the same.
 
         Raises
         ------
@@ -136,7 +135,7 @@ class Ledger(LedgerFile):
             If the budget does not allow it.
         FedsimError
             If the level or adjacency is not that of the ledger; if this round of this run was
-            recorded with another sum, or of other data, and its noise follows from the seed; or if
+            recorded with another sum or other data, and its noise follows from the seed; or if
             the file was changed by something other than a ledger.
         """
         if self.read_only:
@@ -156,10 +155,10 @@ class Ledger(LedgerFile):
     def release(
         self, plan: ReleasePlan[Bounded], round: int, placement: Placement = "server"
     ) -> Iterator[Entry]:
-        """Write a round of somebody else's loop down, and then let it be made.
+        """Record a round of a training loop that is not fedsim's, before its release.
 
-        Everything about what is drawn and added is declared by the user. A round that is made
-        again, after an interruption, is charged again::
+        Sampling and noise are declared by the user. A round that is repeated after an
+        interruption is charged again::
 
             with ledger.release(plan, round):
                 model += noisy_mean(updates)
@@ -170,12 +169,12 @@ class Ledger(LedgerFile):
         round : int
             From 1 on.
         placement : "server" or "client"
-            Who draws the noise: the one who sums, or each client, before anything leaves it.
+            Where the noise is drawn: at the server, or in each client before it sends anything.
 
         Yields
         ------
         Entry
-            Its line, which is on the disk.
+            The entry, whose line is on disk.
 
         Raises
         ------
@@ -199,48 +198,48 @@ class Ledger(LedgerFile):
         yield entry
 
     def fingerprint(self, parts: Iterable[bytes]) -> str:
-        """HMAC of these parts under the key beside the ledger."""
+        """HMAC of these parts, under the key next to the ledger."""
         return self._fingerprints.of(parts)
 
     @property
     def run(self) -> str:
-        """A name of the run that writes it: no other run's, and the same once it is resumed."""
+        """Unique id of the run that writes the ledger; the same after a resume."""
         return self.fingerprint([b"run"])
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Releases in this ledger so far, torn lines included."""
+        """All entries of this ledger, torn lines included."""
         return tuple(self._entries)
 
     @property
     def charged(self) -> tuple[Entry, ...]:
-        """What is charged, the archive's first; no torn line whose release was recorded after
-        all, and no planned release that was made after all."""
+        """Charged entries, the archive's first; without torn lines and planned rounds whose
+        releases were recorded later."""
         return tuple(self.history.net)
 
     @property
     def rounds_made(self) -> int:
-        """The last round that this run has recorded."""
+        """Number of the last round in this ledger; 0 if there is none."""
         return max((entry.round or 0 for entry in self.history.of_this_run), default=0)
 
     def cost(self, delta: float | None = None) -> Cost:
-        """Epsilon spent so far, how it was found, and what stands beside it."""
+        """Epsilon charged so far, with its accounting method and the figures to compare it with."""
         cost = self.history.accountant.cost(self._delta(delta))
         return replace(cost, releases=self.history.releases)
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon charged so far; milliseconds, however many rounds are in the ledger."""
+        """Epsilon charged so far; takes milliseconds for any number of rounds."""
         return self.history.accountant.epsilon(self._delta(delta))
 
     def as_of(self, round: int, release: str | None) -> History:
-        """What was charged after a round of a run that repeats later ones, having been resumed.
+        """History as of a round, for a resumed run that repeats rounds already in the ledger.
 
         Parameters
         ----------
         round : int
         release : str or None
-            The run's digest. What it has recorded of later rounds, and will release again to the
-            same bytes, is left out; releases drawn by the system stay, and so does all else.
+            The run's release digest. Its later rounds are left out if they will be repeated with
+            the same bytes. Rounds with system entropy, and all other entries, stay.
         """
 
         def is_repeated(entry: Entry) -> bool:
@@ -262,17 +261,17 @@ class Ledger(LedgerFile):
         *,
         delta: float | None = None,
     ) -> bool:
-        """Whether this would spend more than ``max_epsilon``; records nothing.
+        """Whether a release would exceed ``max_epsilon``; nothing is recorded.
 
         Parameters
         ----------
         event : Entry, Event or GaussianPrivacyEvent
-            An entry that `record` would not charge again costs nothing more; its ``sum`` is
-            ignored (`record` refuses another one).
+            An entry that `record` would not charge again costs nothing; its ``sum`` is ignored
+            here (`record` refuses a different one).
         max_epsilon, delta : float, optional
-            In place of the ledger's own.
+            Budget, instead of the ledger's own.
         count : int
-            How often, where it is an event.
+            How often an event is released.
         """
         budget = self.max_epsilon if max_epsilon is None else max_epsilon
         if budget is None:
@@ -285,34 +284,36 @@ class Ledger(LedgerFile):
         made = (replace(line, sum=None) for line in self.attempts(planned))
         if any(planned.repeats(line) for line in made):
             return self.epsilon(delta) > budget
+        # The line's beginning, with round and event, identifies it; a planned entry may lack facts
+        # that come later in the line.
         if self.began(planned, upto=',"mechanism":'):
             planned = replace(planned, settles=True)
         return self.history.after(planned).epsilon(self._delta(delta)) > budget
 
     def charge_planned(self, stopping: Stopping) -> None:
-        """Charge the planned rounds of a run that what it has released has ended.
+        """Charge planned rounds that are not made, since releases have ended the run.
 
-        As often as it is asked: what is charged already is not charged again. A run that is resumed
-        makes them at no further cost.
+        Calling it again charges nothing more. A resumed run makes these rounds without further
+        cost.
         """
         for entry in stopping.unmade(self.history):
             self.record(entry, max_epsilon=math.inf)
 
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
-        """The privacy statement in words and numbers; ``stopping`` as of `Statement.of`."""
+        """The privacy statement in words and numbers; ``stopping`` is as in `Statement.of`."""
         return Statement.of([self], self._delta(delta), stopping=stopping)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: the hash of its last line, and how many there are."""
+        """The ledger's part of a checkpoint: hash of the last line, and number of lines."""
         return {"head": self.head, "lines": len(self.heads)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Check that this ledger continues a checkpoint's; lines beyond it stay charged.
+        """Check that this ledger extends that of a checkpoint; later lines stay charged.
 
         Raises
         ------
         FedsimError
-            If lines that the checkpoint knew are missing, or are others.
+            If lines of the checkpoint are missing, or changed.
         """
         lines = int(state["lines"])
         if lines and (self.heads[lines - 1 : lines] or [""])[0] != state["head"]:
@@ -331,7 +332,7 @@ class Ledger(LedgerFile):
 
     @property
     def config(self) -> PrivacyConfig:
-        """Flower's view of what is accounted for.
+        """The ledger's settings as Flower's record.
 
         Raises
         ------
@@ -346,10 +347,10 @@ class Ledger(LedgerFile):
         return self.history.releases
 
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
-        """`record` as Flower calls it: nothing is known but the event, and no budget refuses it.
+        """Record an event for Flower: without round or run, and without a budget.
 
-        That clients are drawn independently is then declared by the user: Flower's own strategies
-        draw a fixed number.
+        Independent sampling is then declared by the user, since Flower's own strategies draw a
+        fixed number of clients.
         """
         ours = event_of(event, self.declared).times(count)
         declared = not isinstance(event, Event) and ours.law.rate < 1
@@ -375,13 +376,13 @@ class Ledger(LedgerFile):
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Load a checkpointed ledger.
 
-        A ledger on disk is never replaced: it must continue the checkpointed one, and what
-        it holds beyond stays charged.
+        A ledger on disk is never replaced: it must extend the checkpointed one, and its later
+        lines stay charged.
 
         Raises
         ------
         FedsimError
-            If the lines are not a ledger's, or not the beginning of the one on disk.
+            If the lines are not a ledger's, or are not the beginning of the one on disk.
         """
         lines = state.get("lines")
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):

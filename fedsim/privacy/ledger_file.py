@@ -1,4 +1,9 @@
-"""The lines of a ledger, on disk and in memory: read, continued by several processes, repaired."""
+"""A ledger's file and its lines in memory: read, extended by several processes, repaired.
+
+Each process has the lines it has read in memory. Before it adds one it locks the file and reads
+what others have added since, so that the hash chain, the budget check and the new line are of one
+state. A torn last line, left by a crash, is replaced in the file by a valid line of kind "torn".
+"""
 
 from __future__ import annotations
 
@@ -33,36 +38,36 @@ from fedsim.privacy.ledger_lines import (
 
 @dataclass(frozen=True)
 class Budget:
-    """What a ledger may spend: ``epsilon`` at ``delta``."""
+    """The most that a ledger may spend: ``epsilon`` at ``delta``."""
 
     epsilon: float
     delta: float
 
 
 class LedgerFile:
-    """A file of lines, or the same in memory.
+    """A ledger's lines, in a file or only in memory.
 
     Parameters
     ----------
     path : path or None
-        None: in memory only.
+        The file; None: in memory only.
     planned : Event or None
-        A torn line is counted at no less than this.
+        A torn line is charged at no less than this.
     read_only : bool
-        Nothing is written, not even a repair.
+        Whether nothing is written, not even a repair.
     with_archive : bool
-        Whether the ledgers archived beside the file count.
+        Whether the archived ledgers of this path count.
 
     Attributes
     ----------
     header : Header or None
         None until something is recorded.
     lines : list of bytes
-        Without their newlines.
+        All lines, the header's included, without newlines.
     heads : list of str
-        The hash after each line: a ledger that was continued still has its earlier heads.
+        Hash of each line: the earlier heads of a ledger that was extended are among them.
     history : History
-        What the lines amount to, with the archive's.
+        Charged entries of this ledger and of the archive, and their cost.
 
     Raises
     ------
@@ -93,21 +98,21 @@ class LedgerFile:
                 self._load(file.read())
 
     def _clear(self) -> None:
-        """Forget all lines, and count the archive's."""
+        """Forget all lines; start again from the archive's history."""
         self.header: Header | None = None
         self.lines: list[bytes] = []
         self.heads: list[str] = []
         self.history = self._archived()
         self._entries: list[Entry] = []  # of the lines, torn ones included
         self._by_place: dict[Place, list[Entry]] = defaultdict(list)
-        self._laws: dict[str, Any] = {}  # those that are data, by their digests, as lines hold them
-        self._size = 0  # of the file, as far as it was read
+        self._laws: dict[str, Any] = {}  # JSON of users' laws in earlier lines, by digest
+        self._size = 0  # bytes of the file read so far
         self._is_old = False
         self._torn_on_disk = False
 
     @property
     def head(self) -> str:
-        """Hash of the last line, and by it of the whole ledger."""
+        """Hash of the last line, which covers the whole ledger."""
         return self.heads[-1] if self.heads else GENESIS
 
     @property
@@ -118,23 +123,28 @@ class LedgerFile:
         return self.history.charged[-1].level if self.history.charged else "client"
 
     def attempts(self, entry: Entry) -> Sequence[Entry]:
-        """Lines of this ledger, not of its archive, about the same round of the same run."""
+        """Entries of this ledger, without the archive, for the same round of the same run."""
         return self._by_place.get(entry.place, ()) if entry.place is not None else ()
 
     def began(self, entry: Entry, *, upto: str = "") -> bool:
-        """Whether the last line is torn and is the beginning of this entry's.
+        """Whether the last line is torn and is the beginning of this entry's line.
 
-        ``upto``: compare what stands before this; by default, all that the hash covers.
+        Parameters
+        ----------
+        entry : Entry
+        upto : str
+            Compare only the text before this one; by default all that the hash covers.
         """
         if not (self.history.ends_torn and entry.repeatable and len(self.heads) > 1):
             return False
+        # The line would have followed the one before the torn line: its hash is in the text.
         text, _ = sealed_part(self._data(entry), self.heads[-2])
         text = text[: text.index(upto)] if upto else text
         fragment = self._entries[-1].fragment
         return text.startswith(fragment) or fragment.startswith(text)
 
     def refresh(self) -> None:
-        """Read what another process has written since."""
+        """Read the lines that other processes have added since."""
         if self.path is None or not self.path.exists():
             return
         if self.path.stat().st_size != self._size or self._torn_on_disk:
@@ -142,19 +152,21 @@ class LedgerFile:
                 self._catch_up(file)
 
     def write(self, entry: Entry, budget: Budget | None = None) -> bool:
-        """Add a line, durably; False if the same release is in the ledger already.
+        """Add a line durably; False if the same release is in the ledger already.
 
-        No other process writes between the check of what has been spent and the line.
+        The budget is checked and the line written under one lock.
 
         Raises
         ------
         BudgetSpentError
             If the budget does not allow it.
         FedsimError
-            If it does not compose with what is here, or is not what was released before.
+            If the entry does not compose with the ledger, or repeats a release with another sum.
         """
         if self.path is None:
             return self._add(entry, None, budget)
+        # Other processes may create, repair or archive the file at any time. Whatever happens
+        # between a look at it and the lock, the attempt starts again from the file's new state.
         while True:
             if not self.path.exists():
                 if self.header is not None:
@@ -168,15 +180,17 @@ class LedgerFile:
                         continue
                     if not self._is_old:
                         return self._add(entry, file, budget)
-                    # Nothing is added to a ledger of an old format; archived, it stays charged.
+                    # A ledger of an old format is never extended; archived, it stays charged.
                     archive(self.path)
             except FileNotFoundError:
                 continue  # another process has archived it
             self._clear()
 
     def _create(self, entry: Entry, budget: Budget | None) -> bool:
-        """Create the file with its first release; False if another process has created it."""
+        """Create the file with its first release; False if another process was faster."""
         assert self.path is not None
+        # Another process may have archived ledgers since: read the archive again. If it has
+        # become shorter, spent epsilon has been deleted.
         known = len(self.history.charged)
         self._clear()
         if len(self.history.charged) < known:
@@ -191,6 +205,7 @@ class LedgerFile:
         return True
 
     def _add(self, entry: Entry, file: BinaryIO | None, budget: Budget | None) -> bool:
+        """`write` with the file locked and read to its end (or None, in memory)."""
         earlier = self.attempts(entry)
         if any(entry.repeats(line) for line in earlier):
             return False
@@ -210,7 +225,7 @@ class LedgerFile:
         return True
 
     def _check(self, entry: Entry, budget: Budget | None) -> None:
-        """Refuse what does not compose with what is here, or costs too much."""
+        """Refuse an entry that does not compose with the ledger, or exceeds the budget."""
         if self.history.charged and entry.level != self.level:
             raise FedsimError(
                 f"level is {entry.level!r}; ledger {self.path or 'in memory'} is about "
@@ -234,7 +249,7 @@ class LedgerFile:
         )
 
     def _archived(self) -> History:
-        """What was charged by the ledgers that stood at this path before."""
+        """History of the archived ledgers of this path."""
         if self.path is None or not self._with_archive:
             return History()
         before: list[Entry] = []
@@ -248,7 +263,11 @@ class LedgerFile:
             ) from None
 
     def _catch_up(self, file: BinaryIO) -> bool:
-        """Read what is new in the file; whether a repair put another in its place."""
+        """Read what is new in the file; True if it was repaired, and so replaced by another file.
+
+        The lock is then on the old file, and the caller must lock again.
+        """
+        # A torn line that was only read may have been repaired, or completed, since.
         if self.header is None or self._torn_on_disk:
             self._clear()
         size = os.fstat(file.fileno()).st_size
@@ -260,7 +279,7 @@ class LedgerFile:
         return self._load(file.read())
 
     def _load(self, data: bytes) -> bool:
-        """Read more of the file; whether it had to be repaired."""
+        """Take further bytes of the file; True if its last line was torn, and was repaired."""
         if self.header is None and is_old(data):
             try:
                 entries = old_entries(data, self._planned)
@@ -281,7 +300,7 @@ class LedgerFile:
         if not tail:
             return False
         known = {charged.event for charged in self.history.charged}
-        # What is noted has a time in it, and is not hashed.
+        # Notes are dropped: they have a time, which a repetition of the release cannot match.
         torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *self._planned])
         entry = replace(torn, level=self.level)
         self._take(entry, *sealed(self._data(entry), self.head))
@@ -313,7 +332,7 @@ class LedgerFile:
             raise self._changed(f"line {len(self.lines) + 1}: {error}") from None
 
     def _data(self, entry: Entry) -> dict[str, Any]:
-        """What a line says: of a law that an earlier line holds as data, only its digest."""
+        """The entry's JSON; a user's law that an earlier line has in full is given by digest."""
         data, law = entry.to_dict(), entry.event.law
         if isinstance(law, DeclaredLaw) and law.digest in self._laws:
             data["event"]["law"] = {"name": NAME, "as": law.digest}
@@ -331,7 +350,7 @@ class LedgerFile:
 
     def _take(self, entry: Entry, line: bytes, head: str) -> None:
         law = entry.event.law
-        # A torn line stands for one that was not written: later ones cannot refer to its law.
+        # Later lines cannot refer to the law of a torn line, which was never written in full.
         if isinstance(law, DeclaredLaw) and entry.kind != "torn":
             self._laws[law.digest] = law.to_dict()
         self._count(entry)
@@ -362,13 +381,16 @@ class LedgerFile:
 
 
 def _shares_noise(entry: Entry, line: Entry) -> bool:
-    """Whether another sum than a line's would be released with that line's noise."""
+    """Whether the entry would release a different sum with the same noise as an earlier line.
+
+    The difference of the two releases would then show the difference of the sums, without noise.
+    """
     known = any(code is not None for code in (entry.run, entry.sum, line.sum))
     return entry.repeatable and line.repeatable and known and entry.differs(line)
 
 
 def _noted(entry: Entry) -> dict[str, str]:
-    """What an operator, or a resumed run, may need of a line, outside its hash."""
+    """Notes outside the hash: for the operator (time, host), and for a resumed run."""
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"time": time, "host": _host(), **entry.noted}
 

@@ -1,16 +1,16 @@
-"""Lines of a ledger file: JSON, one for each entry, each sealed with the hash of all before it.
+"""Lines of a ledger file: JSON, one for each entry, chained by hashes.
 
 A line is ``{"entry": {...}, "hash": "...", "noted": {...}}``. The hash covers the bytes of the
-entry, which contain the hash of the line before. What is noted beside it (time, host, the keyed
-hashes that only a resumed run needs) is covered by no hash, so that equal runs have equal heads.
+entry, which contain the hash of the line before. The notes (time, host, the keyed hashes that
+only a resumed run needs) are covered by no hash, so that equal runs have equal heads.
 
-What a chain proves: that no line was damaged, lost or swapped by accident. It has no secret:
-anyone who can write the file can seal a forged one, cut its end off or empty it. To notice that,
-compare its head with one kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
+A chain proves that no line was damaged, lost or swapped by accident. It contains no secret:
+anyone who can write the file can write a forged chain, or cut off its end. To detect that, compare
+its head with a copy kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
 
-Ledgers of format 1 are read and counted, and never written to. Their lines were flat, sealed at
-the end, with a time inside the hash and no header. At example level they claimed add-remove; what
-held was zero-out with every client's number of examples public, and so they are read.
+Ledgers of format 1 are read and counted, but never extended. Their lines were flat, with the hash
+at the end, a time inside the hash and no header. At example level they claimed add-remove; the
+true guarantee was zero-out with every client's number of examples public, and they are read so.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fedsim.privacy.laws.base import Level
 from fedsim.privacy.records import read_record, to_json
 
 GENESIS = "0" * 64
-"""Stands for the hash of the line before the first one."""
+"""Previous hash of the first line."""
 VERSION: Literal[3] = 3
-"""Of the format that is written. In format 2 an event gave rate and size beside a sampler."""
+"""Format of new ledgers. In format 2 an event had rate and size next to a sampler's name."""
 HEADER = b'{"entry":{"kind":"ledger","version":'
-"""What a ledger file begins with."""
+"""First bytes of a ledger file."""
 _BEFORE = '{"entry":'
 
 
 def sealed(
     entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
 ) -> tuple[bytes, str]:
-    """One line with its newline, and its hash."""
+    """One line, newline included, and its hash."""
     hashed, digest = sealed_part(entry, previous)
     unhashed = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
     return f'{hashed},"noted":{unhashed}}}\n'.encode(), digest
@@ -50,7 +50,7 @@ def sealed(
 def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     """A line up to and including its hash, and the hash."""
     data = {**entry, "previous": previous}
-    # Numbers may be NumPy's.
+    # Numbers may be NumPy's, which json cannot write.
     number = operator.methodcaller("item")
     body = json.dumps(data, separators=(",", ":"), allow_nan=False, default=number)
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -58,12 +58,12 @@ def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
 
 
 def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Entry, what is noted beside it, and hash of a line that follows one of hash ``previous``.
+    """Entry, notes and hash of a line, given the hash of the line before.
 
     Raises
     ------
     FedsimError
-        If the line is not one that `sealed` wrote there.
+        If it is no line that `sealed` wrote after the one of hash ``previous``.
     """
     try:
         text = line.decode("ascii")
@@ -72,8 +72,8 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
         entry, end = _DECODER.raw_decode(text, len(_BEFORE))
     except (ValueError, RecursionError):
         raise FedsimError("it is not a ledger's line.") from None
-    # The bytes that are there are hashed, and not the entry written out again: a line has one
-    # spelling only.
+    # The hash is of the bytes in the file, not of the parsed entry written again: a line that was
+    # only respelled is detected, and another version's spelling of numbers is not an error.
     digest = hashlib.sha256(text[len(_BEFORE) : end].encode()).hexdigest()
     seal = f',"hash":"{digest}"'
     if not isinstance(entry, dict) or not text.startswith(seal, end):
@@ -98,37 +98,37 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of a ledger")
 
 
-# Python reads and writes NaN and infinities, which no other reader of JSON does.
+# Python's json would accept NaN and infinities, which JSON does not have.
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What all lines of a ledger have in common.
+    """First line of a ledger: what all its lines have in common.
 
     Attributes
     ----------
     level : "client" or "example"
         What a row of its releases is.
     client : int or None
-        Whose examples, at example level.
+        The ledger's client, at example level.
     """
 
     level: Level
     client: int | None = None
 
     def sealed(self) -> tuple[bytes, str]:
-        """The line with its newline, and its hash."""
+        """The header's line, newline included, and its hash."""
         return sealed({"kind": "ledger", "version": VERSION, **to_json(self)}, GENESIS)
 
     @classmethod
     def of(cls, line: bytes) -> tuple[Header, str]:
-        """The header that a line is, and its hash.
+        """Parse the first line: the header, and its hash.
 
         Raises
         ------
         FedsimError
-            If it is none, or of a format that this fedsim does not know.
+            If it is no header, or of a format that this fedsim does not know.
         """
         if not line.startswith(HEADER):
             raise FedsimError(
@@ -147,21 +147,21 @@ class Header:
 
 
 def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
-    """An entry at least as costly as anything that a torn line might have said.
+    """Entry for a torn line, at least as costly as any that may have been being written.
 
     Parameters
     ----------
     torn : bytes
-        What was written of the line.
+        The part of the line that was written.
     known : iterable of Event
-        Everything recorded or planned.
+        All events recorded or planned.
     """
     fragment = torn.decode("ascii", "backslashreplace")
     events = list(known)
     _, _, tail = fragment.partition('"event":')
-    with suppress(FedsimError, ValueError, TypeError, RecursionError):  # it may be cut short
+    with suppress(FedsimError, ValueError, TypeError, RecursionError):  # the event may be cut short
         events.append(Event.from_dict(_DECODER.raw_decode(tail)[0]))
-    # Of a line without any event known, nothing can be said.
+    # If no event is known at all, the release may have had no noise.
     event = dominating_event(events) or Event(noise_multiplier=0.0, guarantee=False)
     return Entry(kind="torn", event=event, fragment=fragment)
 
@@ -173,14 +173,16 @@ _OLD_SEAL = len(',"hash":""}') + 64
 
 
 def is_old(data: bytes) -> bool:
-    """Whether a file is, or begins as, a ledger of format 1."""
+    """Whether a file is a ledger of format 1, perhaps cut off in its first bytes."""
     return any(data.startswith(begin) for begin in _OLD_BEGINS) or (
         len(data) >= 8 and any(begin.startswith(data) for begin in _OLD_BEGINS)
     )
 
 
 def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
-    """Its charged entries; a torn last line costs no less than any other, or than is planned.
+    """Charged entries of a ledger of format 1.
+
+    A torn last line is charged at no less than any other line or planned event.
 
     Raises
     ------
@@ -208,6 +210,7 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
 
 
 def _old_entry(line: bytes, previous: str) -> tuple[Entry, str]:
+    """Entry and hash of a line of format 1, in today's form."""
     body, seal = line[:-_OLD_SEAL] + b"}", line[-_OLD_SEAL:]
     digest = hashlib.sha256(body).hexdigest()
     if seal != f',"hash":"{digest}"}}'.encode():
@@ -215,8 +218,8 @@ def _old_entry(line: bytes, previous: str) -> tuple[Entry, str]:
     data = _parsed(body)
     if not isinstance(data, dict) or data.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
-    # What it called draws was an unkeyed digest of data at example level: it is not kept, and
-    # no release of format 1 is ever taken for the same as another.
+    # At example level "draws" was an unkeyed digest of protected data. It is dropped, so that no
+    # release of format 1 is recognised as a repetition of another.
     for name in ("draws", "time"):
         data.pop(name, None)
     event = Event.from_dict(data.get("event"))

@@ -1,4 +1,4 @@
-"""How a client goes through its examples: batches, steps and passes, which are all public."""
+"""Local work of a client: batch size, steps and passes (epochs), which are all public."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fedsim.privacy.laws import Full, Poisson, ShuffledPasses
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How a client goes through its examples.
+    """A client's local work: batch size, and number of epochs or of steps.
 
     Parameters
     ----------
     batch_size : int
-        Examples a step; 0 takes all of a client's examples every step.
+        Examples in a step; 0 takes all of a client's examples in every step.
     epochs, steps : int or None
         Passes over the client's data, or gradient evaluations; one epoch if neither is given.
 
@@ -45,13 +45,13 @@ class LocalWork:
                 raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
 
     def counted(self, count: int) -> LocalWork:
-        """The same with another number of epochs, or of steps where it has those."""
+        """The same work with ``count`` epochs, or ``count`` steps if it is given in steps."""
         if self.epochs is None:
             return replace(self, steps=count)
         return replace(self, epochs=count)
 
     def batch_of(self, size: int) -> int:
-        """Examples a step of a client with ``size``: the batch size, or all it has."""
+        """Examples in a step of a client with ``size``: the batch size, or all if it has fewer."""
         return min(self.batch_size or size, size)
 
     def steps_of(self, size: int) -> int:
@@ -64,20 +64,23 @@ class LocalWork:
         return self.epochs * -(-size // self.batch_of(size))
 
     def examples_of(self, size: int) -> int:
-        """Examples that such a client goes through, on average where batches are drawn."""
+        """Examples that a client with ``size`` processes in a round; the mean, if sampled."""
         if self.epochs is None:
             return self.steps_of(size) * self.batch_of(size) if size else 0
         return self.epochs * size
 
     def poisson(self, size: int) -> Poisson | Full:
-        """Sampler of Poisson batches of a client with ``size`` examples, 1 or more.
+        """Sampler of Poisson batches, for a client with ``size`` examples, 1 or more.
 
-        Neighbours are zero-out: ``size`` is public. A batch of all examples needs no draw.
+        Adjacency is zero-out, since ``size`` is public. A batch of all examples needs no sampling.
         """
         batch = self.batch_of(size)
         return Full(size) if batch == size else Poisson(batch / size, size, adjacency="zero-out")
 
     def passes(self, size: int, *, one_order: bool = False) -> ShuffledPasses | Full:
-        """Sampler of the batches of shuffled passes, perhaps all in one; else as `poisson`."""
+        """Sampler of the batches of shuffled passes, for a client with ``size`` examples.
+
+        With ``one_order`` all passes of a round use one order.
+        """
         batch = self.batch_of(size)
         return Full(size) if batch == size else ShuffledPasses(batch, size, one_order)

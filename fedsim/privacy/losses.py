@@ -1,8 +1,8 @@
-"""What one release shows of a row: closed forms, Rényi curves, and pairs of distributions.
+"""Privacy loss of a single release: closed forms, Rényi curves and dominating pairs.
 
-A *dominating pair* of a release is two distributions, its result with the worst row and without
-it, such that no other neighbours are easier to distinguish. Its privacy loss is the logarithm of
-their density ratio. `fedsim.privacy.pld` composes pairs; Rényi curves are simply added.
+A *dominating pair* of a release is two distributions (its result with a worst-case row and without
+it) that are at least as easy to distinguish as any two neighbours. The privacy loss is the
+logarithm of their density ratio. `fedsim.privacy.pld` composes pairs; Rényi curves simply add up.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Array = npt.NDArray[np.float64]
 ORDERS = np.array(
     [*np.arange(1.1, 10.95, 0.1).round(1), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024]
 )
-"""Orders of all Rényi curves here."""
+"""Orders of every Rényi curve in this package."""
 
-# Mass cut off each tail of one release; of that, what could be a large loss is counted as an
-# infinite one. Over 10^8 releases it is below 1e-13 together, far below any delta that is asked.
+# Mass cut off each tail of one release. Where the tail holds large losses its mass counts as an
+# infinite loss. Over 10^8 releases it adds up to less than 1e-13, far below any delta in use.
 RELEASE_TAIL = 1e-22
 
 MOST_MU = 1e9
-"""Beyond it neither epsilon nor delta of a Gaussian can be told from infinity and 1 in floats."""
+"""Beyond it epsilon and delta of a Gaussian are infinity and 1 in floating point."""
 
 
-# A Gaussian without amplification, in closed form. Any composition of such is one Gaussian of
+# A Gaussian without amplification, in closed form. Any composition of them is one Gaussian of
 # mu = sqrt(sum 1/z_j^2), whose curve is delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)
 # (Balle & Wang, "Improving the Gaussian Mechanism for Differential Privacy", 2018, theorem 8).
 
@@ -67,18 +67,23 @@ def bisected(
     most: float = math.inf,
     start: float = 1.0,
 ) -> tuple[float, float]:
-    """Two numbers from 0 and close together: the first is not enough, and the second is.
+    """Bracket by bisection the threshold from which on ``is_enough`` is True.
 
     Parameters
     ----------
     is_enough : callable
-        False up to some number, and True beyond it.
+        False below some number, True above it.
     tolerance : float
-        Relative.
+        Relative width of the bracket.
     most : float
-        Beyond it infinity is the second number.
+        Limit of the search; if the threshold is above it, the upper end is infinite.
     start : float
-        Where it is looked for first, 0 or above.
+        First number to try, 0 or more.
+
+    Returns
+    -------
+    tuple of float
+        The bracket: a number that is not enough (or 0), and one that is.
     """
     low, high = 0.0, start
     while not is_enough(high):
@@ -99,14 +104,14 @@ def gaussian_rdp(mu: float) -> Array:
 
 
 def rdp_epsilon(rdp: Array, delta: float) -> float:
-    """Epsilon of a curve at `ORDERS`."""
+    """Epsilon at ``delta`` of a Rényi curve at `ORDERS`."""
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, rdp, delta)[0])
 
 
 def rdp_delta(rdp: Array, epsilon: float) -> float:
-    """Delta of a curve at `ORDERS`."""
+    """Delta at ``epsilon`` of a Rényi curve at `ORDERS`."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
     return float(compute_delta(ORDERS, rdp, epsilon)[0])
@@ -114,10 +119,10 @@ def rdp_delta(rdp: Array, epsilon: float) -> float:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Keep dp-accounting quiet where it leaves out orders whose series does not converge.
+    """Silence dp-accounting's warnings about orders that it skips, since their series diverge.
 
-    absl, by which it warns, gives the root logger a handler where that has none: from then on
-    every line of other loggers, Flower's among them, would be shown twice.
+    It warns through absl, which adds a handler to the root logger if that has none; every line of
+    other loggers, Flower's among them, would then be shown twice. Hence the temporary handler.
     """
     absl, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
     level = absl.level
@@ -131,14 +136,15 @@ def without_warnings() -> Iterator[None]:
 
 
 class DominatingPair(ABC):
-    """One direction of a release: its distribution ``upper`` on one side, ``lower`` on the other.
+    """Dominating pair of one direction of a release: the distributions ``upper`` and ``lower``.
 
-    Subclasses are frozen dataclasses; equal ones are accounted for once.
+    The loss is ``log(upper / lower)``. Subclasses are frozen dataclasses; results are cached by
+    equal pairs.
     """
 
     @abstractmethod
     def ends(self) -> tuple[float, float]:
-        """The least and the largest finite loss, but for negligible mass (`RELEASE_TAIL`)."""
+        """The least and the largest finite loss, up to negligible mass (`RELEASE_TAIL`)."""
 
     @abstractmethod
     def std(self, *, upper: bool = False) -> float:
@@ -146,16 +152,20 @@ class DominatingPair(ABC):
 
     @abstractmethod
     def masses(self, grid: Array) -> tuple[Array, Array]:
-        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points.
+        """Masses of ``upper`` and ``lower`` below, between and above the grid's points.
 
-        The grid covers `ends`; above its last point is only what counts as an infinite loss.
-        Each is ``[len(grid) + 1]``.
+        The grid is one of losses and covers `ends`: all mass above its last point counts as an
+        infinite loss.
+
+        Returns
+        -------
+        tuple of float64 ``[len(grid) + 1]``
         """
 
 
 @dataclass(frozen=True)
 class SampledGaussian(DominatingPair):
-    """A Poisson-sampled Gaussian, the row removed: rate ``q`` in (0, 1], noise multiplier ``z``.
+    """Pair of a Poisson-sampled Gaussian, for removing a row: rate ``q`` in (0, 1], multiplier z.
 
     ``upper`` is ``(1 - q) N(0, z^2) + q N(1, z^2)`` and ``lower`` is ``N(0, z^2)``.
     """
@@ -165,7 +175,7 @@ class SampledGaussian(DominatingPair):
 
     @property
     def both(self) -> tuple[DominatingPair, DominatingPair]:
-        """This, and the row added."""
+        """Both directions: this pair, and that of adding the row."""
         return self, Reversed(self)
 
     def ends(self) -> tuple[float, float]:
@@ -208,9 +218,10 @@ class SampledGaussian(DominatingPair):
 
 
 def _normal_masses(points: Array) -> Array:
-    """Standard normal mass left of, between and right of ``points``: ``[len + 1]``.
+    """Standard normal mass left of, between and right of ``points``: ``[len(points) + 1]``.
 
-    Differences are taken in the nearer tail, so that small masses keep their digits.
+    Differences are taken in the nearer tail: in the upper one both values of ``ndtr`` are close to
+    1, and their difference would have lost all digits.
     """
     edges = np.concatenate([[-np.inf], points, [np.inf]])
     lower, upper = edges[:-1], edges[1:]
@@ -222,7 +233,7 @@ def _normal_masses(points: Array) -> Array:
 
 @dataclass(frozen=True)
 class Reversed(DominatingPair):
-    """A pair with its two distributions in each other's place."""
+    """A pair with its two distributions swapped: the other direction. Losses change their sign."""
 
     pair: DominatingPair
 
@@ -242,7 +253,7 @@ class Reversed(DominatingPair):
 
 
 class AtomicPair(DominatingPair):
-    """A pair that has few finite losses, each with a mass of its own."""
+    """Base of pairs whose loss is discrete: finitely many finite losses, each with some mass."""
 
     @abstractmethod
     def _atoms(self) -> tuple[Array, Array, Array]:
@@ -254,7 +265,7 @@ class AtomicPair(DominatingPair):
         return _weighted_std(losses, of_upper if upper else of_lower)
 
     def _sums(self, places: npt.NDArray[np.intp], size: int) -> list[Array]:
-        """Masses of ``upper`` and ``lower`` by these places of the atoms, ``[size]`` each."""
+        """Masses of ``upper`` and ``lower``, summed by the atoms' places in a grid: ``[size]``."""
         return [np.bincount(places, mass, size).astype(float) for mass in self._atoms()[1:]]
 
 
@@ -265,17 +276,17 @@ def _weighted_std(values: Array, weight: Array) -> float:
 
 @dataclass(frozen=True)
 class DiscretePair(AtomicPair):
-    """A pair by the distribution of its loss, which is all that matters of it.
+    """A pair given by the distribution of its loss alone, which determines its privacy.
 
     Attributes
     ----------
     start : int
     step : float
-        Losses are ``(start + i) * step``.
+        Finite losses are ``(start + i) * step``.
     probs : tuple of float
-        Mass of ``upper`` at each; that of ``lower`` is ``exp(-loss)`` of it.
+        Mass of ``upper`` at each finite loss; ``lower`` has ``exp(-loss)`` times as much.
     infinite : float
-        Mass of ``upper`` that ``lower`` does not have.
+        Mass of ``upper`` at the loss infinity, where ``lower`` has none.
     """
 
     start: int
@@ -289,7 +300,7 @@ class DiscretePair(AtomicPair):
         return losses, probs, probs * np.exp(-losses)
 
     def distributions(self) -> tuple[Array, Array, Array]:
-        """All losses, infinite ones among them, and their masses of ``upper`` and ``lower``."""
+        """All losses, the infinite ones included, with the masses of ``upper`` and ``lower``."""
         losses, probs, others = self._atoms()
         upper = np.concatenate([[0.0], probs, [self.infinite]])
         lower = np.concatenate([[max(0.0, 1.0 - others.sum())], others, [0.0]])

@@ -1,11 +1,10 @@
 """The manifest of a run: digests of its files when it ended, so that changes are detected.
 
-``manifest.json`` names the ledger's head and number of lines, SHA-256 digests of what may be shown
-to anybody (model, configs), HMACs of the other files under the run's own key (``fingerprint.key``:
-no digest without a key is written of what may follow from protected data), and the heads of the
-archived ledgers and of the clients' ledgers. It says nothing that is not in those files. A
-signature of it (``ledger.sig``) covers them all, and shows what a chain of hashes cannot: whose
-they are.
+``manifest.json`` has the ledger's head and number of lines, SHA-256 digests of the public files
+(model, configs), HMACs of the other files under the run's key (``fingerprint.key``: no unkeyed
+digest is written of anything that may depend on protected data), and the heads of the archived
+ledgers and of the clients' ledgers. It reveals nothing that is not in those files. A signature of
+it (``ledger.sig``) covers them all, and proves what a chain of hashes cannot: who wrote them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fedsim.privacy.records import read_record, to_json
 MANIFEST = "manifest.json"
 FORMAT = 1
 KEYED = ("metrics.csv", "summary.json", "done")
-"""Files whose HMAC is in the manifest."""
+"""Files that enter the manifest by an HMAC."""
 
 _PLAIN = ("model.safetensors", "config.toml")
 _HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
@@ -44,7 +43,7 @@ _HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
 
 @dataclass(frozen=True)
 class End:
-    """Where a ledger ended: the hash of its last line, and how many there were."""
+    """End of a ledger: hash of the last line, and number of lines."""
 
     head: str
     lines: int
@@ -52,19 +51,19 @@ class End:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run's files were.
+    """Digests of a run's files.
 
     Attributes
     ----------
     ledger : End
     sha256 : mapping of path to digest
-        Of model and config, and of the configs of overwritten runs.
+        Digests of model and config, and of the configs of overwritten runs.
     hmac : mapping of path to HMAC
-        Of the files of `KEYED` that there were.
+        HMACs of those files of `KEYED` that exist.
     archive : mapping of path to End
-        Of the ledgers of overwritten runs.
+        Ends of the ledgers of overwritten runs.
     clients : mapping of client id to End
-        Of the ledgers of clients that protect their examples, where they are on this machine.
+        Ends of the clients' ledgers (example level), if they are on this machine.
     """
 
     ledger: End
@@ -81,9 +80,9 @@ class Manifest:
         ----------
         run : path
         clients : path or None
-            Where its clients' ledgers are.
+            Directory of the clients' ledgers.
         fingerprints : Fingerprints
-            Under the run's key.
+            HMACs under the run's key.
 
         Raises
         ------
@@ -107,17 +106,17 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """What stands in the file."""
+        """Text of the file."""
         return json.dumps({"format": FORMAT, **to_json(self)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A manifest from its file.
+        """Read a manifest's file.
 
         Raises
         ------
         FedsimError
-            If there is none, or it is damaged or of another format.
+            If it does not exist, is damaged, or has another format.
         """
         try:
             data = json.loads(regular_files.read_text(path))
@@ -137,7 +136,7 @@ class Manifest:
 
 
 def end_of(path: Path) -> End:
-    """Where a ledger of any format ends, by its last whole line; nothing else of it is checked."""
+    """End of a ledger of any format, from its last complete line; nothing else is checked."""
     if not path.is_file():
         return End(GENESIS, 0)
     lines = regular_files.read_bytes(path).split(b"\n")[:-1]
@@ -160,18 +159,19 @@ def file_digest(path: Path) -> str:
 
 
 SIGNATURE_FORMAT = 3
+# A prefix of the signed bytes: a signature that the key gave for another purpose is not valid here.
 _SIGNED = b"fedsim manifest of a run, signed\n"
 LEDGER_KEY = "FEDSIM_LEDGER_KEY"
-"""Environment variable: the private key that signs ledgers here, where no config names one."""
+"""Environment variable with the path of the signing key, used if a config gives none."""
 
 
 def new_key(path: Path) -> Path:
-    """Make a key that signs ledgers, for its owner's eyes only; where its public half is.
+    """Create a signing key, readable by its owner only; returns the path of its public key.
 
     Raises
     ------
     FedsimError
-        If there is a file already.
+        If one of the two files exists.
     """
     public = path.with_name(f"{path.name}.pub")
     for key in (path, public):
@@ -184,7 +184,7 @@ def new_key(path: Path) -> Path:
 
 
 def key_pair() -> tuple[bytes, bytes]:
-    """A new Ed25519 key and its public half, as PEM."""
+    """New Ed25519 private and public key, as PEM."""
     key = Ed25519PrivateKey.generate()
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
@@ -193,12 +193,12 @@ def key_pair() -> tuple[bytes, bytes]:
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """The key in a file that `new_key` made.
+    """Read a private key that `new_key` created.
 
     Raises
     ------
     FedsimError
-        If there is none.
+        If the file has no such key.
     """
     try:
         key = serialization.load_pem_private_key(regular_files.read_bytes(path), password=None)
@@ -210,18 +210,18 @@ def private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def signature(key: Ed25519PrivateKey, manifest: bytes) -> str:
-    """A signature of a run's manifest, as a line of JSON."""
+    """Signature of a run's manifest, as a line of JSON."""
     signed = {"format": SIGNATURE_FORMAT, "signature": key.sign(_SIGNED + manifest).hex()}
     return json.dumps(signed, separators=(",", ":")) + "\n"
 
 
 def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
-    """Why a signature is not of this manifest under this key; None if it is.
+    """Reason why a signature is not valid for this manifest and key; None if it is valid.
 
     Raises
     ------
     FedsimError
-        If there is no public key in the file.
+        If the file ``public`` has no public key.
     """
     try:
         key: Any = serialization.load_pem_public_key(regular_files.read_bytes(public))

@@ -1,4 +1,4 @@
-"""The release plan: what is sampled, bounded, noised and released how often, in one value.
+"""The release plan: sampler, bound, noise and number of releases, in one value.
 
 Rates, numbers of steps, denominators and events are computed here, at both levels, and
 nowhere else.
@@ -36,9 +36,9 @@ from fedsim.settings import Gt, check_settings
 
 
 def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
-    """The sampler of evaluations at this rate, with the neighbours of the rounds' ``sampler``.
+    """Sampler of the clients that evaluate, under the same adjacency as the rounds' ``sampler``.
 
-    Poisson sampling, or a fixed number where neighbours are replace-one.
+    It is Poisson sampling at ``rate``, or a fixed size under replace-one.
     """
     population = declared_population(sampler)
     if sampler.adjacency != "replace-one":
@@ -49,7 +49,7 @@ def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
 
 
 class Bounded(Protocol):
-    """The part of a bound that a plan needs: whether noise in units of its C gives a guarantee."""
+    """What a plan needs of a bound: whether noise in units of its C gives a guarantee."""
 
     @property
     def guarantee(self) -> Literal["gaussian", "none"]:
@@ -58,13 +58,14 @@ class Bounded(Protocol):
 
 @dataclass(frozen=True)
 class DeclaredBound:
-    """A bound in code that is not fedsim's: the user declares that it bounds rows.
+    """A bound outside of fedsim, such as a Flower strategy's: the user declares that it holds.
 
     Attributes
     ----------
     words : str
-        Its description, for the ledger.
+        Description of the bound, for the ledger.
     clip_norm : float
+        C, the largest norm of a row.
     """
 
     words: str
@@ -83,47 +84,47 @@ BoundT = TypeVar("BoundT", bound=Bounded, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan(Generic[BoundT]):
-    """Sampler, bound and noise, bound together: what is released, and what it costs.
+    """Sampler, bound and noise in one value: what is released, and at what privacy cost.
 
-    It is made once, from a config or by a strategy's keywords, and travels whole: to the strategy,
-    to the releaser, to the workers that sum blocks, to the ledger.
+    It is made once, from a config or a strategy's keywords, and passed whole to the strategy, the
+    releaser, the workers that sum blocks, and the ledger.
 
-    Guarantee: that of `event`, for rows drawn by ``sampler``, bounded by ``bound``, summed with
-    ``noise`` and divided by `denominator`, with nothing else that follows from them released.
+    Guarantee: that of `event`, if rows are sampled by ``sampler``, bounded by ``bound``, summed
+    with ``noise`` and divided by `denominator`, and nothing else that depends on them is released.
 
-    Rounds are charged as its law says: each by itself; several in a row, of which a row can be in
-    one, together before the first of them; or all of them together before round 1, where they
-    share draws or a row is in a fixed number of them. `event` is that cost, and `charge` the part
-    of it that a round's line in the ledger has. A plan is `closed` if no further round may follow,
-    and `charged_ahead` if, besides, it would have cost less to plan fewer rounds.
+    The law decides how rounds are charged: each round separately; several consecutive rounds, of
+    which a row can be in one, together before the first of them; or all rounds together before
+    round 1, if they share draws or a row is in a fixed number of them. `event` is that cost, and
+    `charge` is the part of it in a round's ledger line. A plan is `closed` if no further round may
+    follow, and `charged_ahead` if, in addition, a plan of fewer rounds would have cost less.
 
     Parameters
     ----------
     level : "client" or "example"
-        What a row is. At example level neighbours are zero-out, a client's number of examples
-        being public, and samplers that are not are refused.
+        What a row is. At example level the adjacency must be zero-out, since a client's number of
+        examples is public.
     sampler : Sampler
-        Of a round's clients, or of a step's examples.
+        Sampler of a round's clients, or of a step's examples.
     bound : Bounded
     noise : Noise
     rounds : int, optional
-        How many rounds make up the plan.
+        Number of rounds of the plan.
     releases : int
-        Noisy sums a round, each over a sample of its own: a client's local steps. Noise of an
-        example-level plan that is correlated is so over the sums of one round, and each round
-        begins anew.
+        Noisy sums in a round, each over a separate sample: a client's local steps. At example
+        level correlated noise is correlated over the sums of one round, and starts again with
+        each round.
     selection : Selection, optional
-        If only the best of a random number of such runs is published.
+        Set if only the best of a random number of such runs is published.
     cohort_known : bool
-        Whether the adversary knows which clients were sampled, as a server does: sampling then
-        amplifies nothing.
+        Whether the adversary knows which clients were sampled, as a server does. There is then
+        no amplification.
     extension : Extension, optional
-        Of a plan that was charged with fewer rounds at first.
+        Set if the plan was first charged with fewer rounds.
 
     Raises
     ------
     FedsimError
-        If the sampler's neighbours are not the level's, or something is no sampler or noise.
+        If the adjacency does not suit the level, or ``sampler`` or ``noise`` has a wrong type.
     """
 
     level: Level
@@ -155,12 +156,12 @@ class ReleasePlan(Generic[BoundT]):
             object.__setattr__(self, "noise", self._fitted_noise())
 
     def _fitted_noise(self) -> Noise:
-        """The noise with the coefficients for this sampler's participation.
+        """The noise with its coefficients for this sampler's participation.
 
         Raises
         ------
         FedsimError
-            If the plan has no rounds, or its rows are examples and clients may not add such noise.
+            If the plan has no number of rounds, or clients cannot use such noise at example level.
         """
         if self.level == "example":
             if not getattr(self.noise, "local", False):
@@ -179,7 +180,7 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def private(self) -> bool:
-        """Whether any epsilon is finite."""
+        """Whether the plan has a finite epsilon."""
         return self.bound.guarantee == "gaussian" and self.noise.multiplier > 0
 
     @property
@@ -190,12 +191,12 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def declared_by_user(self) -> bool:
-        """Whether its events rest on what the user declares of the sampler or the noise."""
+        """Whether the cost depends on what the user declares of the sampler or the noise."""
         return bool({"sampler", "noise"} & set(self.declared))
 
     @property
     def law(self) -> Law:
-        """What a sum over one sample costs, with this noise."""
+        """Law of the plan's releases: the sampler's, with this noise."""
         drawn = self.sampler.law()
         if self.cohort_known:
             drawn = replace(unamplified(drawn), population=drawn.population)
@@ -205,15 +206,15 @@ class ReleasePlan(Generic[BoundT]):
         return law
 
     def check_secure(self) -> None:
-        """Refuse secure sums that would show how many clients a secret cohort has.
+        """Refuse secure aggregation if it would reveal the size of a cohort that is secret.
 
-        The variance of a share's noise is fixed: a sum of more clients has more noise, and one of
-        too few is lost. Both show in the models.
+        Each client's share of the noise has a fixed variance. A sum of more clients therefore has
+        more noise, and one of too few clients is lost. Both can be seen in the models.
 
         Raises
         ------
         FedsimError
-            If neighbours have cohorts of other sizes.
+            If neighbouring populations have cohorts of different sizes.
         """
         if not self.cohort_known and self.sampler.adjacency == "add-remove":
             raise FedsimError(
@@ -224,15 +225,15 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def public(self) -> dict[str, Fact]:
-        """Its public facts in a ledger's line, besides the event."""
+        """The plan's public facts in a ledger line, in addition to the event."""
         return {"denominator": self.denominator, **dict.fromkeys(self.declared, DECLARED)}
 
     @property
     def declared(self) -> list[str]:
-        """Which of "sampler", "noise" and "bound" are the user's own code, and cannot be verified.
+        """Which of "sampler", "noise" and "bound" are the user's code, and so cannot be verified.
 
         An `InclusionSampler` is not among them: its law follows from its inclusion probabilities,
-        which an audit tests. No audit tests the distribution of a noise that is not fedsim's.
+        which an audit tests. No audit can test the distribution of a user's noise.
         """
         parts = {
             "sampler": of_user(self.sampler) and not isinstance(self.sampler, InclusionSampler),
@@ -243,7 +244,7 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def denominator(self) -> float:
-        """What sums are divided by: the declared expected size, never a count."""
+        """Divisor of the sums: the declared expected number of rows, never a count."""
         return float(self.sampler.expected_size)
 
     @property
@@ -251,34 +252,34 @@ class ReleasePlan(Generic[BoundT]):
         """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
         if self.noise.correlated and self.level == "client":
             return True
-        # Other laws of several rounds (groups in turn) are charged for so many at a time, however
-        # many follow.
+        # Other laws that cover several rounds (groups in turn) are charged for that many at a
+        # time, and any number may follow.
         return self.rounds is not None and (
             self.selection is not None or self.sampler.horizon is not None
         )
 
     @property
     def charged_ahead(self) -> bool:
-        """Whether the first round is charged for all rounds, and fewer rounds would cost less."""
+        """Whether round 1 is charged for all rounds, and a plan of fewer rounds would cost less."""
         law = self.event().law
         return self.level == "client" and isinstance(law, CorrelatedLaw) and law.rate == 1
 
     def charge(self, round: int, attempt: int = 0) -> Event:
-        """The event in the ledger's line of a round.
+        """The event in the ledger line of a round.
 
         Parameters
         ----------
         round : int
-            From 1 on. Of rounds that one event covers, the first is charged, and the others have
-            count 0. After an extension, the next round is charged with what the longer plan costs
-            more.
+            From 1 on. If one event covers several rounds, the first of them is charged, and the
+            others have count 0. The first round after an extension is charged the additional cost
+            of the longer plan.
         attempt : int
-            How often the round was drawn before with other data.
+            How often the round has been drawn already, with different data.
         """
         event = self.event()
         if event.law.rounds == 1:
             return event
-        if attempt:
+        if attempt:  # one more release, on draws that are not independent of the covered rounds'
             law = event.law.redrawn or unamplified(event.law)
             return replace(event, law=law, count=1)
         begins = 1
@@ -288,25 +289,25 @@ class ReleasePlan(Generic[BoundT]):
         return event if (round - begins) % event.law.rounds == 0 else event.times(0)
 
     def _beyond(self, rounds: int) -> ExtendedLaw:
-        """What its law costs beyond the first so many of its rounds, charged before."""
+        """Law of the additional cost over a plan of ``rounds`` rounds that has been charged."""
         law, shorter = self.law, replace(self, rounds=rounds).law
         return ExtendedLaw(
             base=law, shorter=shorter, population=law.population, adjacency=law.adjacency
         )
 
     def event(self) -> Event:
-        """What one round costs, or as many as its law covers."""
+        """Event of one round, or of as many rounds as the law covers."""
         event = Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
-            # Over its rounds, or its sums of one round, correlated noise is one Gaussian.
+            # Correlated noise makes all rounds (or all sums of a client's round) one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )
         return event if self.selection is None else self._selected(event, self.selection)
 
     def _selected(self, event: Event, selection: Selection) -> Event:
-        """What all rounds cost, if the best of several runs is published."""
+        """Event of all rounds, if only the best of several runs is published."""
         if self.rounds is None:
             raise FedsimError("a selection among runs is of whole runs; the plan has no rounds.")
         law = SelectionLaw(
@@ -324,12 +325,12 @@ class ReleasePlan(Generic[BoundT]):
         """Epsilon of the whole plan, or of its first ``after`` rounds.
 
         In a plan that is charged as a whole, fewer rounds cost less only if their number was fixed
-        in advance; a run that ends early may claim the whole plan's epsilon alone.
+        in advance; a run that ends early may claim only the whole plan's epsilon.
 
         Raises
         ------
         FedsimError
-            If neither says how many rounds there are.
+            If neither ``after`` nor the plan gives a number of rounds.
         """
         rounds = self.rounds if after is None else after
         if rounds is None:
@@ -337,7 +338,7 @@ class ReleasePlan(Generic[BoundT]):
         return Accountant([self._first(rounds)] if rounds else []).epsilon(delta)
 
     def _first(self, rounds: int) -> Event:
-        """What the first so many rounds cost."""
+        """Event of the first ``rounds`` rounds, if their number was fixed in advance."""
         whole, noise = self.event().over(rounds), self.noise
         if not (self.charged_ahead and isinstance(noise, Correlated)):
             return whole
@@ -349,17 +350,18 @@ class ReleasePlan(Generic[BoundT]):
     def calibrated(
         self, target_epsilon: float, delta: float, others: Sequence[Event] = ()
     ) -> ReleasePlan[BoundT]:
-        """The same plan with the least noise at which all its rounds cost the target at delta.
+        """The same plan, with the least noise at which all rounds meet the target epsilon.
 
         Parameters
         ----------
+        target_epsilon, delta : float
         others : sequence of Event
-            Further releases of the plan, besides the rounds.
+            Further releases in addition to the rounds, such as evaluations.
 
         Raises
         ------
         FedsimError
-            If it has no rounds, or no noise will do.
+            If the plan has no number of rounds, or no noise meets the target.
         """
         if self.rounds is None:
             raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
@@ -374,7 +376,7 @@ class ReleasePlan(Generic[BoundT]):
 
 @lru_cache(maxsize=4096)
 def _fitted(noise: Noise, participation: Participation) -> Noise:
-    """Cached: clients of one size have one plan, and many rounds."""
+    """`Noise.fitted`, cached: all clients of one size have equal plans, in every round."""
     return noise.fitted(participation)
 
 
@@ -383,12 +385,12 @@ def _name_of(noise: Noise) -> str:
 
 
 def of_user(value: object) -> bool:
-    """Whether its class, or that of a bound in it, is not fedsim's."""
+    """Whether the value's class, or that of a bound inside it, is the user's."""
     return not is_shipped(value) or any(map(of_user, _bounds_in(value)))
 
 
 def _bounds_in(value: object) -> Iterator[object]:
-    """Bounds that a bound is composed of: its fields, or what these list."""
+    """Bounds that a bound is composed of: in its fields, or in lists in them."""
     if isinstance(value, list | tuple):
         inner = list(value)
     else:

@@ -1,4 +1,4 @@
-"""What a run that is resumed needs of its plan, which may have become longer since."""
+"""A plan's part of a checkpoint, and resuming with a plan that may have become longer."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ Plan = TypeVar("Plan", bound=ReleasePlan[Any])
 
 
 def state_of(plan: ReleasePlan[Any]) -> dict[str, Any]:
-    """The rounds of a plan, and which of them were planned first; as JSON says it."""
+    """A plan's number of rounds and its extension, as JSON values."""
     extension = plan.extension
     return {"rounds": plan.rounds, "extension": extension and asdict(extension)}
 
 
 def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
-    """The plan of a run that is resumed with ``plan``: it may have more rounds than before.
+    """The plan of a resumed run, which may have more rounds than before.
 
-    The rounds that were made stay the first ones of the longer plan only where they do not depend
-    on how many follow: all of fedsim's correlated noise, once its coefficients are found.
+    The rounds released so far can be the first ones of a longer plan only if they do not depend on
+    how many rounds follow. This is true of all correlated noise in fedsim, once its coefficients
+    are fixed.
 
     Parameters
     ----------
     plan : ReleasePlan
-        As the run is configured now.
+        The plan of the current config.
     state : mapping
-        Of its strategy: ``round``, the last one made, ``plan``, its plan's `state_of`, and
-        ``noise``, without which no further round can be made.
+        The strategy's checkpoint: ``round``, the last one released; ``plan``, from `state_of`;
+        and ``noise``, without which no further round can be released.
 
     Raises
     ------
     FedsimError
-        If the plan is another one, or no more rounds can be made.
+        If the plans differ in more than the number of rounds, or no further round is possible.
     """
     if "plan" not in state or state["round"] == 0 or not plan.closed:
         return plan
@@ -47,7 +48,7 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     ahead = plan.charged_ahead and before.charged_ahead
     if (
         not plan.noise.correlated
-        # Of an allocation and of a selection the first rounds depend on how many follow.
+        # With an allocation or a selection, the first rounds depend on how many follow.
         or plan.sampler.horizon is not None
         or plan.selection is not None
         or rounds > (plan.rounds or 0)
@@ -64,5 +65,6 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
             "system follows from a secret that was removed after the last round, and further "
             "rounds can be added before that only (noise.entropy)."
         )
-    # Without the extension it is charged group by group of rounds, as before.
+    # A plan that is charged in groups of rounds needs no extension: further groups are charged as
+    # they begin.
     return replace(plan, extension=Extension(rounds, state["round"]) if ahead else None)

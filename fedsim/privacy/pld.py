@@ -1,15 +1,15 @@
-"""Privacy loss distributions of dominating pairs, and their composition.
+"""Privacy loss distributions (PLDs) of dominating pairs, and their composition.
 
-A loss distribution lives on the grid ``h * integers``. One release is put on it by the
-Connect-the-Dots rule (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), which rounds so
-that the result is an upper bound on the true curve for any ``h``; compositions are
-products of Fourier transforms, as in dp-accounting, which the tests compare with. The order of
-work differs: each *distinct* release is transformed once and its transform is cached. Composing
-10,000 rounds, or the next round of a run, then costs one inverse transform. Epsilon needs even
-less: after many releases all but a few low frequencies have vanished, and the inverse transform is
-taken over those alone, so that it takes as long after 20,000 rounds as after ten.
+A loss distribution has its support on the grid ``h * integers``. A release is discretised by
+the Connect-the-Dots rule (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), which gives an
+upper bound on the true curve for any ``h``. Compositions are products of Fourier transforms, as
+in dp-accounting, which the tests compare with. The order of work differs: each *distinct*
+release is transformed once, and its transform is cached. Composing 10,000 rounds, or the next
+round of a run, then costs one inverse transform. Epsilon needs even less: after many releases all
+but a few low frequencies have vanished, and the inverse transform is taken over those alone, so
+that it takes as long after 20,000 rounds as after ten.
 
-Both directions (removing a row, adding one) are kept; the larger epsilon counts.
+Both directions (removing a row, adding one) are composed; the larger epsilon counts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedsim.privacy.losses import Array, DiscretePair, DominatingPair
 
 Complex = npt.NDArray[np.complex128]
 Pairs: TypeAlias = tuple[DominatingPair, DominatingPair]
-"""Both directions of one release: a row removed, and added."""
+"""Dominating pairs of both directions of one release: a row removed, and a row added."""
 
-# Mass cut off each side of the window of a composition; the part that could be a large loss is
-# counted as an infinite one.
+# Mass that a composition may have outside of its window, on each side; it counts as an infinite
+# loss.
 WINDOW_TAIL = 1e-15
-# Error of the mass of a composition for each release in it.
+# Rounding error of a composition's mass, for each release in it.
 ROUNDING = 2.0**-53
 # Steps of the grid in one standard deviation of the loss: relative error of epsilon about
 # 1 / (12 * 40^2), far below 1e-4, for any number of rounds.
@@ -57,12 +57,13 @@ def composed_epsilon(counts: Mapping[Pairs, int], delta: float) -> float:
     return _composed_epsilon(frozenset(counts.items()), delta)
 
 
-# Cached, because a budget check before a round asks what the display asks after it.
+# Cached, because the budget check before a round and the display after it ask for the same.
 @lru_cache(maxsize=64)
 def _composed_epsilon(items: frozenset[tuple[Pairs, int]], delta: float) -> float:
     counts = dict(items)
     h = _step(counts)
-    # Phases are rounded in every release: that error is taken off delta, and epsilon is larger.
+    # The phase of a transform is rounded, and multiplied by the number of releases: that error is
+    # taken off delta, which makes epsilon larger.
     allowed = delta - min(ROUNDING * sum(counts.values()), delta / 2)
     return max(_epsilon(_composed(counts, h, side), allowed) for side in (0, 1))
 
@@ -93,10 +94,10 @@ def _deltas_at(
     places: npt.NDArray[np.signedinteger], start: int, probs: Array, infinite: float, h: float
 ) -> Array:
     """Hockey-stick divergence, or more, at ``places * h``."""
-    # So far below all losses of many releases it is 1, and nothing is computed for each point.
+    # Far below the least loss of a composition the divergence is 1: nothing is computed there.
     below = max(0, start - MOST_WINDOW_POINTS)
     deltas = _deltas(start - below, probs, infinite, h)
-    # Beyond its last loss a direction keeps what it counts as infinite.
+    # Above its last loss a direction keeps the mass at infinity.
     inside = deltas[np.clip(places - below, 0, len(deltas) - 1)]
     return np.where(places < below, 1.0, inside)
 
@@ -113,8 +114,8 @@ def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
 def _step(counts: Mapping[Pairs, int]) -> float:
     """Step of the grid for a composition.
 
-    It is one of few (powers of 2^(1/4)), so that a longer composition of the same releases mostly
-    has the same grid, and their cached transforms are used again.
+    It is a power of 2^(1/4). With so few possible steps, a longer composition of the same releases
+    mostly has the same grid, and their cached transforms are reused.
     """
     variance = sum(n * _std(p[0]) ** 2 for p, n in counts.items())
     std = math.sqrt(variance / sum(counts.values()))
@@ -146,7 +147,7 @@ def _release(pair: DominatingPair, h: float) -> _Losses:
 
 
 def discretised(pair: DominatingPair, most: int = 2**11) -> DiscretePair:
-    """A pair that dominates another one, as about ``most`` numbers at the most."""
+    """Discrete pair of at most about ``most`` losses that dominates the given one."""
     step = max(min(_std(pair) / STEPS_PER_STD, LARGEST_STEP), _range(pair) / most, LEAST_STEP)
     losses = _release(pair, step)
     return DiscretePair(losses.start, step, tuple(losses.probs.tolist()), losses.infinite)
@@ -157,13 +158,13 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
 
     ``upper`` and ``lower`` are the masses of the two distributions below, between and above
     the grid's points. A gap's mass is split between its ends so that both distributions keep
-    theirs; what lies below goes to the first point, what lies above to infinity.
+    theirs; mass below the grid is moved to the first point, mass above it to infinity.
     """
     p, q = upper[1:-1], lower[1:-1]
-    # Of a gap's masses p and q a part r goes to its right end x + h and p - r to its left end x,
-    # such that r e^-(x+h) + (p - r) e^-x = q: the hockey-stick curve is then exact at the grid's
-    # points and lies above the true one between them, as a chord of a convex function does. The
-    # exponent is capped at e^700, which moves mass to the right: upwards.
+    # A gap has the masses p (upper) and q (lower). A part r of p is moved to its right end x + h
+    # and p - r to its left end x, such that r e^-(x+h) + (p - r) e^-x = q. The hockey-stick curve
+    # is then exact at the grid's points, and above the true one between them, as a chord of a
+    # convex function is. The exponent is capped at e^700, which moves mass to the right: upwards.
     to_right = np.clip((p - q * np.exp(np.minimum(grid[:-1], 700.0))) / -math.expm1(-h), 0.0, p)
     probs = np.zeros(len(grid) + 1)
     probs[:-2] += p - to_right
@@ -182,23 +183,23 @@ def _trimmed(start: int, masses: Array) -> _Losses:
 
 @dataclass(frozen=True)
 class _Composed:
-    """One direction of a composition, by the transform of its probabilities.
+    """One direction of a composition, as the Fourier transform of its probabilities.
 
-    Probability ``probs[i]`` of loss ``(first + i) * h``, i = 0 .. size - 1, is ``1 / size`` times
-    the sum over all frequencies k of ``spectrum[k] exp(2 pi i k i / size)``. Only the frequencies
-    that have not vanished are stored.
+    The probability of the loss ``(first + j) * h``, j = 0 .. size - 1, is ``1 / size`` times the
+    sum over all frequencies k of ``spectrum[k] exp(2 pi i k j / size)``. Only the frequencies that
+    have not vanished are stored; the window is the losses with j below ``points``.
     """
 
     h: float
     first: int
     points: int
     size: int
-    frequencies: npt.NDArray[np.int64]  # those that have not vanished, 0 the first
-    spectrum: Complex  # at these frequencies
+    frequencies: npt.NDArray[np.int64]  # ascending from 0, of the non-negative half
+    spectrum: Complex
     infinite: float
 
     def probs(self) -> Array:
-        """Of the losses from `first` on."""
+        """Probabilities of the window's losses, ``[points]``."""
         spectrum = np.zeros(self.size // 2 + 1, dtype=np.complex128)
         spectrum[self.frequencies] = self.spectrum
         # The transform's rounding leaves values like -1e-18; zero is the upper bound.
@@ -212,14 +213,18 @@ def _compose(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[int, Arr
 
 
 def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
+    """Compose one direction of all releases: multiply the transforms of their distributions.
+
+    Powers are taken of log-magnitudes and phases, so that 10,000 releases cost as much as one.
+    """
     factors = [(_release(pairs[side], h), pairs[side], n) for pairs, n in counts.items()]
     least, most = _window(counts, h, side)
     first = max(math.floor(least / h), sum(n * p.start for p, _, n in factors))
     last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in factors))
     needed = max(last - first + 1, max(len(p.probs) for p, _, n in factors))
     size = _fast_size(needed)
-    # Every factor has magnitude at most 1, so where the most frequent release's part has
-    # vanished (below e^-50 = 2e-22) the product has: the others are computed only where it has not.
+    # Every factor has magnitude at most 1. Where that of the most frequent release has vanished
+    # (below e^-50 = 2e-22), so has the product; the other factors are evaluated elsewhere only.
     factors.sort(key=lambda factor: -factor[2])
     frequencies = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
     exponent = np.zeros(len(frequencies), dtype=np.complex128)
@@ -229,26 +234,28 @@ def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
         exponent += count * (log_magnitude[frequencies] + 1j * angle[frequencies])
         start += count * losses.start
         finite += count * math.log1p(-losses.infinite)
-    # Shifted by the window's first loss, with which the inverse transform then begins. What lies
-    # outside of the window wraps around into it: at most `WINDOW_TAIL` on either side, which is
-    # counted as an infinite loss.
+    # A shift lets the inverse transform begin with the window's first loss. The product is taken
+    # modulo size in integers, since a float of that magnitude would have lost the phase. Mass
+    # outside of the window wraps around into it (aliasing): at most `WINDOW_TAIL` on either side,
+    # which is also counted as an infinite loss.
     exponent += 2j * math.pi / size * ((frequencies * ((first - start) % size)) % size)
     infinite = 2 * WINDOW_TAIL - math.expm1(finite)
     return _Composed(h, first, last - first + 1, size, frequencies, np.exp(exponent), infinite)
 
 
 def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, float]:
-    """Losses that the composition stays between, but for `WINDOW_TAIL` on either side.
+    """Least and largest loss of a window that misses at most `WINDOW_TAIL` on either side.
 
-    Chernoff's bound at orders about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian
-    of the loss's standard deviation, down to those that suit the rarest losses.
+    By Chernoff's bound, ``P(L > x) <= E exp(s L) / exp(s x)``, at the best of several orders s, in
+    powers of 2: from about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian loss, down to
+    those that suit rare large losses.
     """
     low, high = (
         math.sqrt(sum(n * _std(pairs[0], upper=upper) ** 2 for pairs, n in counts.items()))
         for upper in (False, True)
     )
     low, high = max(low, high * 2.0**-20), max(low, high)
-    # Where large losses are rare the best orders are about log(1 / tail) / loss.
+    # For rare large losses the best order is about log(1 / tail) / loss.
     widest = max(_range(pairs[0]) for pairs in counts)
     least_order = min(2.0 / high, 4.0 / widest)
     ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
@@ -273,9 +280,9 @@ def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Array:
 
 
 def _fast_size(needed: int) -> int:
-    """Least 2^k times 4, 5, 6 or 7 that is large enough.
+    """Least size of the form 2^k times 4, 5, 6 or 7 that is large enough.
 
-    These sizes are fast to transform, and few: a transform is cached for one size.
+    These sizes are fast to transform, and few, so that cached transforms are mostly reused.
     """
     power = int(2 ** max(2, math.ceil(math.log2(needed)) - 3))
     return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
@@ -296,12 +303,13 @@ def _transformed(pair: DominatingPair, h: float, size: int) -> tuple[Array, Arra
 def _epsilon(composed: _Composed, delta: float) -> float:
     """Smallest epsilon whose hockey-stick divergence is at most ``delta``.
 
-    With ``mass(i)`` the sum of ``probs[j]`` over j >= i, and ``rest(i)`` that of
-    ``probs[j] (1 - exp((i - j) h))``, the divergence at the i-th loss is ``infinite + rest(i)``;
-    between two losses it is exponential in epsilon. Both are sums over the few frequencies, each
-    term a geometric series in j. They are computed first on every ``stride``-th loss, by one short
-    inverse transform (a sum of low frequencies is determined by so many of its values), and then
-    by bisection between two of these.
+    Let ``mass(i)`` be the sum of ``probs[j]`` over j >= i, and ``rest(i)`` that of
+    ``probs[j] (1 - exp((i - j) h))``. The divergence at the i-th loss is ``infinite + rest(i)``;
+    between two losses it is linear in exp(epsilon). Inserting the inverse transform for ``probs``
+    turns both into sums over the few frequencies, in which j enters by a geometric series that has
+    a closed form. They are first evaluated at every ``stride``-th loss, by one short inverse
+    transform (a sum of low frequencies is determined by so few of its values), and then by
+    bisection between two of these.
     """
     h, size, allowed = composed.h, composed.size, delta - composed.infinite
     if allowed < 0:
@@ -315,12 +323,13 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     constant = composed.spectrum[0].real / size
     angle = 2 * math.pi * k / size
     # ``series`` has the factor 1 / (1 - exp(i angle)) of the geometric series for ``mass``, and
-    # ``discounted`` that for ``probs[j] exp((i - j) h)``. ``step`` is their difference, which is
-    # small: written out, so that nothing cancels.
+    # ``discounted`` the one for the sum of ``probs[j] exp((i - j) h)``. ``step`` is their
+    # difference, in a form without cancellation: the two are nearly equal for small h.
     series = weight * (0.5 + 0.5j / np.tan(angle / 2))
     discounted = weight / -np.expm1(1j * angle - h)
     step = series * np.exp(1j * angle) * -math.expm1(-h) / -np.expm1(1j * angle - h)
 
+    # The geometric series over j = i .. size - 1 end at size, where their terms do not depend on i.
     total, end_total = float(series.sum().real), float(discounted.sum().real)
 
     def rest(i: Array, waves: Array) -> Array:
@@ -335,6 +344,8 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     def above(i: int) -> bool:
         return bool(rest(np.array(float(i)), np.array(waves(i, step))) > allowed)
 
+    # Sampled at every stride-th loss, frequencies up to the highest one stay below half of the
+    # sampling rate: nothing is aliased, and the short transform gives exactly these values.
     stride = 1
     while size % (2 * stride) == 0 and 2 * stride * (2 * int(composed.frequencies[-1]) + 1) <= size:
         stride *= 2
@@ -352,6 +363,8 @@ def _epsilon(composed: _Composed, delta: float) -> float:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if above(middle) else (low, middle)
+    # On the last piece, from loss high - 1 to high, the divergence less `infinite` is
+    # mass(high) - exp(epsilon) * (mass(high) - rest(high)) / exp(loss): solve it for `allowed`.
     mass = constant * (size - high) + waves(high, series) - total
     if mass <= allowed:
         return 0.0
@@ -363,7 +376,7 @@ def _epsilon(composed: _Composed, delta: float) -> float:
 def _discounted(probs: Array, h: float) -> Array:
     """``sum over j >= i of probs[j] * exp(-(j - i) * h)`` for each i.
 
-    By cumulative sums, in blocks short enough for their exponentials not to overflow.
+    By cumulative sums from the end, in blocks short enough for their exponentials not to overflow.
     """
     out = np.empty_like(probs)
     block, carried = max(1, int(600.0 / h)), 0.0

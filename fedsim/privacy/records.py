@@ -1,7 +1,7 @@
-"""Records: frozen dataclasses as JSON holds them, and back again.
+"""Records: frozen dataclasses, written as JSON and read back.
 
-What a ledger, a manifest or a law in one says is a dataclass of numbers, words, tables and other
-such records. Its fields' types say how it is read; an infinite number is the string "inf".
+The contents of a ledger, a manifest or a law are dataclasses of numbers, strings, tables and other
+such records. The types of the fields determine how JSON is read; infinity is the string "inf".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Record = TypeVar("Record")
 
 
 def to_json(record: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """A record by its fields, in their order, with kebab-case keys."""
+    """The record's fields in their order, with kebab-case keys."""
     names = (field.name for field in fields(record) if field.name not in without)
     return {name.replace("_", "-"): json_value(getattr(record, name)) for name in names}
 
 
 def json_value(value: Any) -> Any:
-    """A value, or all that is in a container, as JSON holds it."""
+    """A field's value in JSON; containers and records recursively."""
     if value is None or isinstance(value, str | int):
         return value
     if is_dataclass(value):
@@ -40,22 +40,23 @@ def json_value(value: Any) -> Any:
 
 
 def read_record(kind: type[Record], data: object, noun: str, **others: Any) -> Record:
-    """A record from what JSON holds, with kebab-case keys.
+    """Build a record from parsed JSON with kebab-case keys.
 
     Parameters
     ----------
     kind : dataclass
+        Class of the record.
     data : object
+        Parsed JSON, of any type.
     noun : str
-        What sentences call it.
+        The record's name in error messages.
     others
-        Fields that are not in ``data``.
+        Values of fields that ``data`` does not have.
 
     Raises
     ------
     FedsimError
-        If a field is missing, unknown, or of another type than the dataclass says, or as the
-        dataclass does.
+        If a field is missing, unknown or of a wrong type, or the class refuses a value.
     """
     known = {s.key: s for s in settings_of(kind) if s.name not in others}
     if not isinstance(data, Mapping):
@@ -68,7 +69,7 @@ def read_record(kind: type[Record], data: object, noun: str, **others: Any) -> R
 
 
 def _from_json(kind: Any, value: Any, name: str) -> Any:
-    """A value of this type; what is of it already stays."""
+    """Convert parsed JSON to a field's type; a value that has the type already is unchanged."""
     allowed = expected(kind)
     if type(value) in allowed.types:
         return float(value) if kind is float else value

@@ -1,4 +1,4 @@
-"""The privacy statement: what is claimed, at which level, for which neighbours and adversary."""
+"""The privacy statement: a run's guarantee, its level, its neighbours and its adversary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPERATORS = (
 
 
 def epsilon_marks(simulated: bool, declared: bool) -> str:
-    """What must stand beside an epsilon, wherever it is shown.
+    """Qualifiers that must follow an epsilon wherever it is shown; "" if there are none.
 
     Examples
     --------
@@ -51,43 +51,43 @@ def epsilon_marks(simulated: bool, declared: bool) -> str:
 
 @dataclass(frozen=True)
 class Statement:
-    """What may be claimed about a run, from its ledgers and from nothing else.
+    """The guarantee of a run, computed from its ledgers and from nothing else.
 
     Attributes
     ----------
     cost : Cost
-        Epsilon, delta, adjacency, and how they were found: of everything that is charged, at
-        example level to the client that pays most.
+        Epsilon, delta, adjacency and accounting method, for everything that is charged; at
+        example level for the client that has spent most.
     level : "client" or "example"
-        Whose participation is hidden: a client with all its data, or one example.
+        What is protected: a client with all its data, or one example.
     charged : tuple of Entry
-        What was composed.
+        Entries that are charged.
     planned : Accountant
-        The same, with all planned rounds.
+        Composition of these and of all rounds still planned.
     tradeoff : TradeOff
-        The same as a bound on membership-inference attacks.
+        Bound on membership-inference attacks, for ``planned``.
     ledgers : int
-        How many there are: one a client at example level.
+        Number of ledgers: one for each client at example level.
     rows : int or None
-        Clients of the declared population, or examples of the smallest client, where that is known.
+        Clients of the declared population, or examples of the smallest client; None if unknown.
     before : int
-        Releases among the charged ones that an earlier run's archived ledger recorded.
+        Charged releases that are in archived ledgers of earlier runs.
     this_run : Cost or None
-        Without those; None where there are none.
+        Cost without those; None if there are none.
     ledger : str or None
-        Where it is written; None when it was kept in memory only.
+        Path of the ledger or ledgers; None if it is in memory only.
     head : str
-        Hash of the last line; empty where there is none, or one a client.
+        Hash of the ledger's last line; empty if there is no line, or more than one ledger.
     lines : int
-        How many there are.
+        Number of the ledger's lines.
     note : str
-        One more sentence.
+        An additional sentence.
     stopping : Stopping
-        Whether what was released might end the run, and how far it was to go.
+        Whether releases might end the run early, and its planned rounds.
     extrapolated : Extrapolation or None
-        What a larger cohort would have cost, whose noise the run has simulated.
+        Cost of a hypothetical larger cohort, whose noise on the mean the run has simulated.
     group : GroupCost or None
-        What holds for a person who owns several rows.
+        Guarantee for an owner of several rows.
     """
 
     cost: Cost
@@ -116,20 +116,19 @@ class Statement:
         *,
         stopping: Stopping = FIXED,
     ) -> Self:
-        """The statement over ledgers whose owners hold disjoint data, at least one.
+        """The statement over one or more ledgers whose owners have disjoint data.
 
-        Figures for attacks and groups are for all the rounds that were planned.
+        Figures for attacks and groups are for all planned rounds.
 
         Parameters
         ----------
         ledgers : sequence of Ledger
-            One at client level, one a client at example level.
+            One at client level, one for each client at example level.
         delta : float
         place : str, optional
-            Where several of them are.
+            Description of where several ledgers are.
         stopping : Stopping
-            Whether what was released might end the run; by default its rounds were fixed in
-            advance.
+            Whether releases might end the run; by default its rounds were fixed in advance.
         """
         worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
         planned = stopping.planned(worst)
@@ -154,30 +153,30 @@ class Statement:
         )
 
     def of_group(self, size: int) -> Self:
-        """With what the same releases cost an owner of up to ``size`` rows; 1 adds nothing."""
+        """The statement with the guarantee for owners of up to ``size`` rows; unchanged for 1."""
         if size == 1:
             return self
-        # A user's own sampler may draw rows of one owner together.
+        # A user's sampler may draw rows of one owner together: only the chain holds for any.
         group = group_cost(self.planned, size, self.delta, chained=self.declared)
         return replace(self, group=group)
 
     def of_operator(self) -> Self:
-        """At example level, of a run that protects whole clients too: for the operator alone."""
+        """The statement marked as for the operator only: examples', where clients are protected."""
         return replace(self, note=_OPERATORS)
 
     @property
     def epsilon(self) -> float:
-        """Infinite where a release had no guarantee."""
+        """Epsilon of the claim; infinite if a release had no guarantee."""
         return self.cost.epsilon
 
     @property
     def delta(self) -> float:
-        """At which epsilon is reported."""
+        """Delta of the claim."""
         return self.cost.delta
 
     @property
     def adjacency(self) -> Adjacency:
-        """Which neighbouring federations it is about."""
+        """Adjacency of the claim."""
         return self.cost.adjacency
 
     @property
@@ -187,7 +186,7 @@ class Statement:
 
     @property
     def of_run(self) -> int:
-        """How many releases this run made itself."""
+        """Number of releases of this run, without earlier ones."""
         return self.cost.releases - self.before
 
     @property
@@ -197,12 +196,12 @@ class Statement:
 
     @property
     def torn(self) -> int:
-        """Releases counted for lines whose writing was cut short."""
+        """Number of torn lines, each counted as a release."""
         return sum(entry.kind == "torn" for entry in self.charged)
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Names of the laws by which rows were drawn."""
+        """Names of the laws of the releases, sorted."""
         return tuple(sorted({entry.event.law.name for entry in self.charged}))
 
     @property
@@ -212,7 +211,7 @@ class Statement:
 
     @property
     def words(self) -> str:
-        """The word for an epsilon of this statement, wherever it is shown, with its marks."""
+        """The word "epsilon" with its qualifiers, for use wherever it is shown."""
         return f"epsilon{epsilon_marks(self.simulated, self.declared)}"
 
     def __str__(self) -> str:
@@ -241,7 +240,7 @@ class Statement:
         ]
 
     def _guarantee(self) -> list[str]:
-        # Of rounds that are charged together, each is a release.
+        # Each of several rounds that are charged together counts as one release.
         events = [entry.event for entry in self.charged if entry.kind != "planned"]
         releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
         cost, many = self.cost, releases != 1
@@ -286,7 +285,7 @@ class Statement:
 
     @property
     def covers(self) -> str:
-        """What was released."""
+        """What was released, in words."""
         evaluated = any(entry.kind == "evaluation" for entry in self.charged)
         metrics = " with the noisy metrics of clients' evaluations" if evaluated else ""
         return f"the sequence of global models{metrics}"
@@ -387,10 +386,10 @@ class Statement:
 
 
 def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:
-    """The statements to show of a run, from that of its server's ledger and its clients'.
+    """The statements to show of a run, given those of its server's ledger and of its clients'.
 
-    The server's is left out where updates have no noise and clients protect their examples; the
-    examples' is for the operator alone where whole clients are protected too.
+    The server's is left out if clients protect their examples and updates have no noise of their
+    own; the examples' is marked as for the operator only if whole clients are protected too.
     """
     if examples is None:
         return [] if server is None else [server]

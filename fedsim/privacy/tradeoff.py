@@ -1,9 +1,9 @@
-"""The trade-off curve of a claim: the error rates of any attack that distinguishes neighbours.
+"""Trade-off curves: the error rates of any attack that tries to distinguish neighbours.
 
-An (epsilon, delta) pair is one point of what a composition of events guarantees. All pairs
-together say that at a false-positive rate ``a`` any attack misses at least ``f(a)`` (Dong, Roth &
-Su, "Gaussian Differential Privacy", 2022). Everything here is rounded in the direction that
-keeps it true: ``f`` down, the advantage and mu up.
+An (epsilon, delta) pair is one point of the guarantee of a composition. All pairs together say
+that at a false-positive rate ``a`` any attack has a false-negative rate of at least ``f(a)``
+(Dong, Roth & Su, "Gaussian Differential Privacy", 2022). Results are rounded so that the claim
+stays true: ``f`` down, the advantage and mu up.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Every false negative rate that a claim allows.
+    """Lower bound on the false-negative rate of any attack, by its false-positive rate.
 
-    Guarantee: each line ``1 - delta - e^epsilon a`` and ``e^-epsilon (1 - delta - a)`` lies
-    below the true curve for a valid (epsilon, delta), so their maximum does, however few
-    points there are (Kairouz, Oh & Viswanath 2015).
+    Guarantee: for a valid (epsilon, delta) the lines ``1 - delta - e^epsilon a`` and
+    ``e^-epsilon (1 - delta - a)`` lie below the true curve, and so does the maximum of all such
+    lines, however few points there are (Kairouz, Oh & Viswanath 2015).
 
     Attributes
     ----------
     epsilons, deltas : float64 ``[points]``
-        Valid pairs, epsilon ascending from 0; empty where nothing is claimed.
+        Valid pairs, epsilon ascending from 0; empty where nothing is guaranteed.
     exact_mu : float or None
-        Set where the claim is that of one Gaussian, which has a closed form.
+        ``mu``, if the composition is a single Gaussian, whose curve has a closed form.
     """
 
     epsilons: Array = field(repr=False)
@@ -54,8 +54,8 @@ class TradeOff:
             return np.asarray(np.maximum(missed - ROUNDING, 0.0))
         if not len(self.epsilons):
             return np.zeros_like(alarms)
-        # Of thousands of lines one is the highest at a point, and found by bisection. Each of them
-        # lies below the true curve, so that rounding in the search does no harm.
+        # The highest of thousands of lines at each point, by bisection. Any of them is a valid
+        # lower bound, so that a wrong choice by rounding is safe.
         grown, deltas, falls = self._hull
         starts = deltas[:-1] + falls * grown[:-1]
         steep = np.searchsorted(-falls, -alarms)
@@ -67,18 +67,19 @@ class TradeOff:
 
     @cached_property
     def _hull(self) -> tuple[Array, Array, Array]:
-        """``x = e^epsilon`` and delta of the lower convex hull's points, and its chords' falls.
+        """``x = e^epsilon`` and delta of the lower convex hull's points, and the chords' slopes.
 
-        Their lines are the highest somewhere, both those of slope -x and those of slope -1/x. Of
-        the former the next one takes over at a false-positive rate that equals the fall of delta's
-        chord; of the latter, at 1 less the chord's value at x = 0.
+        Each point of the hull has a line of slope -x and one of slope -1/x that is the highest
+        somewhere. Among the former, the next line takes over at a false-positive rate equal to the
+        negative slope (fall) of the chord between the two points; among the latter, at 1 less the
+        chord's value at x = 0.
         """
-        # Beyond the largest exponent all are one point.
+        # Epsilons above the largest exponent become one point.
         grown, first = np.unique(
             np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT)), return_index=True
         )
         points: list[tuple[float, float]] = []
-        falls: list[float] = [math.inf]  # of the chord that ends at each of them
+        falls: list[float] = [math.inf]  # of the chord that ends at each point
         for x, delta in zip(grown.tolist(), self.deltas[first].tolist(), strict=True):
             while points:
                 fall = (points[-1][1] - delta) / (x - points[-1][0])
@@ -93,15 +94,15 @@ class TradeOff:
 
     @property
     def advantage(self) -> float:
-        """``delta(0)``: the most that true positives can exceed false ones by (total variation)."""
+        """``delta(0)``, total variation: the most by which true exceed false positives (rates)."""
         return float(self.deltas[0]) if len(self.deltas) else 1.0
 
     @cached_property
     def mu(self) -> float:
-        """Smallest mu whose Gaussian curve lies nowhere above this one, to 1e-6, rounded up.
+        """Smallest mu whose Gaussian curve is nowhere above this one, to 1e-6, rounded up.
 
         A valid bound for deltas above 1e-10, unlike the mu of the central limit theorem.
-        Infinite where nothing is claimed.
+        Infinite where nothing is guaranteed.
         """
         if self.exact_mu is not None:
             return self.exact_mu
@@ -114,7 +115,7 @@ class TradeOff:
         return bisected(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]
 
     def sentence(self) -> str:
-        """The curve at three false positive rates, in words."""
+        """The curve at three false-positive rates, as a sentence."""
         missed = self([0.01, 0.05, 0.1])
         at_one, at_five, at_ten = (f"{math.floor(1000 * rate) / 10:g} %" for rate in missed)
         return (
@@ -124,7 +125,7 @@ class TradeOff:
 
 
 def tradeoff(events: Iterable[Event] | Accountant) -> TradeOff:
-    """The curve of these events together; zero everywhere where one has no guarantee.
+    """Trade-off curve of a composition of events; 0 everywhere if one has no guarantee.
 
     Examples
     --------
@@ -140,9 +141,9 @@ def tradeoff(events: Iterable[Event] | Accountant) -> TradeOff:
 def _dominates(mu: float, epsilons: Array, deltas: Array) -> bool:
     """Whether ``delta_mu(e) >= delta(e)`` for every e between the first and last epsilon.
 
-    Between two epsilons the claim lies below the chord in ``x = e^epsilon``, both curves being
-    convex in x, and the chord exceeds the Gaussian curve most where their slopes agree: where
-    ``Phi(-mu/2 - e/mu)`` is the chord's fall.
+    Both curves are convex in ``x = e^epsilon``. Between two epsilons the guaranteed delta is below
+    the chord, and the chord exceeds the Gaussian curve most where their slopes agree: where
+    ``Phi(-mu/2 - e/mu)`` is the chord's negative slope. It suffices to compare there.
     """
     if (_gaussian_deltas(mu, epsilons) < deltas).any():
         return False

@@ -1,4 +1,4 @@
-"""Whether a run's files agree: ledgers, model, config, metrics and signature."""
+"""Verification of a run's files: ledgers, model, config, metrics and signature must agree."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signature, file_digest
 
 METADATA = "fedsim"
-"""Name of the entry in a model file's metadata that is about its ledger."""
+"""Key in a model file's metadata under which its ledger's end is stored."""
 
 _METRICS = KEYED[0]
 
-# Rows whose epsilon is computed again, evenly spread; the manifest covers all of them.
+# Rows whose epsilon is recomputed, evenly spread; the manifest covers all rows.
 _COMPUTED = 200
 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What one comparison of a run's files came to.
+    """Result of one check of a run's files.
 
     Attributes
     ----------
     subject : str
+        Short name of what was checked.
     passed : bool
     detail : str
         What was found, or what is wrong.
@@ -50,9 +51,9 @@ class FileCheck:
 
 
 def checked(subject: str, compare: Callable[[], str], path: Path | None = None) -> FileCheck:
-    """What ``compare`` finds, or the sentence of the `FedsimError` that it raises.
+    """Run a check: its detail is what ``compare`` returns, or the message of its `FedsimError`.
 
-    ``path`` stands before such a sentence.
+    ``path`` is put before such a message.
     """
     try:
         return FileCheck(subject, True, compare())
@@ -71,23 +72,23 @@ def verify(
 ) -> list[FileCheck]:
     """Compare the files in a run's directory with its ledger, its manifest and a signature.
 
-    Chain, manifest, model, config and metrics are always checked; what is missing, unreadable or
-    shorter than the ledger fails.
+    Chain, manifest, model, config and metrics are always checked; a file that is missing,
+    unreadable or shorter than the ledger fails.
 
     Parameters
     ----------
     directory : path
-        Of the run.
+        Directory of the run.
     delta : float
-        Of the epsilons in its metrics.
+        Delta of the epsilons in its metrics.
     clients : path, optional
-        Where its clients' ledgers are.
+        Directory of its clients' ledgers.
     public_key : path, optional
-        Whose signature there must be.
+        Public key of the signature that there must be.
     examples_delta : float, optional
-        Of the examples' epsilons in its metrics, if another.
+        Delta of the examples' epsilons in its metrics, if it is another.
     stopping : Stopping
-        Before the first round.
+        How the run may end early, as it was before the first round.
 
     Raises
     ------
@@ -155,7 +156,7 @@ def _compare_config(path: Path, manifest: Manifest | None) -> str:
 
 
 def _compare_bytes(path: Path, manifest: Manifest | None, found: str) -> str:
-    """Whether a file that can be read is the one that the run wrote."""
+    """Compare a readable file's digest with the manifest's; returns the check's detail."""
     if manifest is None:
         return found
     if file_digest(path) != manifest.sha256.get(path.name):
@@ -164,7 +165,7 @@ def _compare_bytes(path: Path, manifest: Manifest | None, found: str) -> str:
 
 
 def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> Iterator[FileCheck]:
-    """What a run wrote beside its model and its config, and its archive."""
+    """Checks of the run's other files, and of its archive, against the manifest."""
     try:
         now = Manifest.of(directory, clients, Fingerprints(directory, read_only=True))
     except (OSError, FedsimError) as error:
@@ -184,7 +185,7 @@ def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> I
 
 
 def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
-    """What has become of files since a run ended, by the names of those that are not the same."""
+    """What happened to each file that is not as it was when the run ended, by name."""
     return {
         name: f"{'missing' if name not in now else 'changed' if name in before else 'added'} "
         "since the run ended"
@@ -198,8 +199,8 @@ def _compare_metrics(
 ) -> str:
     """Compare metrics.csv's rounds, and the epsilon spent after each, with the ledger.
 
-    A row was written when the last line of its round was the ledger's last, but for later rounds
-    of which a resumed run found lines already.
+    A row was written when its round's last line was the ledger's last line, apart from lines of
+    later rounds that a resumed run found there already.
     """
     made = [entry for entry in ledger.history.of_this_run if entry.round is not None]
     last = made[-1].round if made else 0
@@ -221,6 +222,7 @@ def _compare_metrics(
         if row is None or not row.get("epsilon"):
             raise FedsimError(f"round {number} has no row with an epsilon.")
         shown = float(row["epsilon"])
+        # A torn line may have been charged when a row was written, and settled since.
         most = max(total, spent) if is_torn else spent
         if not spent * (1 - 1e-6) <= shown <= most * (1 + 1e-6):
             raise FedsimError(
@@ -232,10 +234,10 @@ def _compare_metrics(
 def _spent_by_round(
     ledger: Ledger, delta: float, stopping: Stopping
 ) -> Iterator[tuple[int, float]]:
-    """Rounds of this run, at most `_COMPUTED`, and epsilon as of the last line of each.
+    """Rounds of this run, about `_COMPUTED` of them, and epsilon as of the last line of each.
 
-    Of a run that releases may end only the last: earlier rows may be from before its number of
-    rounds was raised, on which their epsilons depend.
+    If releases may end the run, only the last round: epsilon then depends on the planned number
+    of rounds, which may have been raised after earlier rows were written.
     """
     spent = History(ledger.history.before)
     entries = ledger.history.of_this_run
@@ -256,7 +258,7 @@ def _client_ledgers(
     manifest: Manifest | None,
     stopping: Stopping,
 ) -> Iterator[FileCheck]:
-    """Clients' ledgers, which other runs may have continued, never shortened, since."""
+    """Checks of the clients' ledgers, which later runs may have extended, but not shortened."""
     ledgers = clients.everyone()
     named = {} if manifest is None else manifest.clients
     place = clients.directory or Path()
@@ -279,7 +281,7 @@ def _client_ledgers(
     if not shown or not ledgers:
         return
     spent = clients.epsilon(stopping=stopping.after(int(rows[-1]["round"])))
-    # Later runs may have added to it, never taken from it.
+    # Later runs may only have added to what was spent.
     passed = shown[-1] <= spent * (1 + 1e-6)
     passed &= not unchanged or math.isclose(shown[-1], spent, rel_tol=1e-6)
     found = f"the examples' epsilon is {shown[-1]:.6g}"
@@ -294,7 +296,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     Raises
     ------
     FedsimError
-        If it is not.
+        If the file is missing, damaged or incomplete.
     """
     try:
         text = regular_files.read_bytes(path).decode()
@@ -330,12 +332,12 @@ def _wrong_signature(run: Path, public_key: Path) -> str | None:
 
 
 def model_metadata(path: Path) -> dict[str, Any]:
-    """What a model file says of the run that made it; read without torch.
+    """Metadata of a model file about the run that wrote it; read without torch.
 
     Raises
     ------
     FedsimError
-        If it is no model file, or of no run.
+        If it is no model file, or no run of fedsim wrote it.
     """
     try:
         with safe_open(regular_files.require(path), framework="numpy") as file:

@@ -1,4 +1,4 @@
-"""Rows: updates of clients or gradients of examples, dense or factored, and their layout."""
+"""Rows (clients' updates or examples' gradients), dense or factored, and their layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are trained in turns, in a row whose layout stays the same in all rounds."""
+"""Alternating training: parts of the parameters take turns, in rows of one fixed layout."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from fedsim.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Alternation:
-    """In round r (from 1) the part ``(r - 1) mod k`` of ``k`` is trained, and the others rest.
+    """In round r (from 1) part ``(r - 1) mod k`` of ``k`` parts is trained, and the others rest.
 
-    What rests has zeros in every row: it enters no norm and no bound, so that a row's whole bound
-    is for what is trained. A server drops what a release has at those places. That is
-    post-processing of the release, and nothing but noise, since all rows are zero there: the
-    guarantee is that of a release of the whole row, and no noise ever reaches a parameter that
-    rests.
+    Resting parameters are zero in every row. They add nothing to a norm, so that the whole clip
+    norm is available to the trained ones. The server drops the release at their places, where it
+    is noise alone: this is post-processing, so that the guarantee is that of a release of the
+    whole row, and no noise reaches a resting parameter.
 
     Attributes
     ----------
     parts : tuple of tuples of str
-        Names of parameters. Those that no part has are trained in every round.
+        Names of each part's parameters. Parameters in no part are trained in every round.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -33,15 +32,15 @@ class Alternation:
             raise FedsimError("an alternation must have two or more parts without common names.")
 
     def resting(self, turn: int) -> frozenset[str]:
-        """Names of what rests while the part of this number is trained."""
+        """Names of the parameters that rest while part ``turn`` is trained."""
         return frozenset(n for k, names in enumerate(self.parts) for n in names if k != turn)
 
     def part_of(self, round: int) -> int:
-        """The number of the part that is trained in a round."""
+        """Index of the part that is trained in a round."""
         return (round - 1) % len(self.parts)
 
     def trained(self, layout: Layout, turn: int) -> Tensor:
-        """Columns of a row that are trained with that part, int64 ``[a]``.
+        """Columns of a row that are trained together with part ``turn``, int64 ``[a]``.
 
         Raises
         ------
@@ -60,6 +59,6 @@ class Alternation:
         return torch.cat(ranges)
 
     def replaced(self, values: Tensor, resting: Tensor, layout: Layout, round: int) -> Tensor:
-        """``values [d]`` at what a round trains, and ``resting [d]`` at what rests in it."""
+        """``values [d]`` at the columns that a round trains, ``resting [d]`` at the others."""
         columns = self.trained(layout, self.part_of(round)).to(values.device)
         return resting.index_copy(0, columns, values[columns])

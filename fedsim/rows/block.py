@@ -1,13 +1,14 @@
-"""Blocks: what some clients send back, or why they did not; and what trains clients in blocks.
+"""Blocks, the replies of several clients; and the interface of a trainer of blocks of clients.
 
-Blocks travel between engines and strategies; a `BlockTrainer` is all that engines ask of what
-trains. With a round's parameters it is given config entries (`BlockTrainer.receive`). Where the
-server keeps the mean of the clients' state, the entry `CLIENT_STATE` says so, ``client-state.NAME``
-is that mean once there is one, and each client has what it ended with among its metrics by the same
-name. Where clients keep their own state on the disk, the entry `KEEP_SINCE` says to the end of
-which round the run may go back: what a client had then, and since, stays. In a run that protects
-anything, the entry `RUN` names it: the same for all rounds of one run, also once it is resumed, and
-another for every other run. By it clients know which rounds they have gone through before.
+Blocks are passed from engines to strategies. `BlockTrainer` is the interface that engines use. With
+a round's parameters a trainer receives config entries (`BlockTrainer.receive`):
+
+- `CLIENT_STATE`: the server keeps the mean of the clients' state. ``client-state.NAME`` is that
+  mean, once there is one, and each client reports its final state as a metric of the same name.
+- `KEEP_SINCE`: clients keep their state on disk, and the run may return to the end of this round:
+  states from then on must not be deleted.
+- `RUN`: id of a private run, the same after a resume, and different for every other run. By it
+  clients recognise rounds that they have already trained in.
 """
 
 from __future__ import annotations
@@ -33,40 +34,40 @@ Reason = Literal[
     "duplicate",
     "unknown",
 ]
-"""Why a client contributes nothing to a round; a row too large to be summed is no finite one."""
+"""Why a client contributes nothing to a round. A row too large to be summed is "non-finite"."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class MalformedBlockError(ValueError):
-    """A block whose parts do not fit each other, or that is not what was requested."""
+    """The parts of a block are inconsistent, or it is not the block that was requested."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What ``n`` clients send back, or why they did not.
+    """Replies of ``n`` clients, and the reasons of those that failed.
 
     Attributes
     ----------
     client_ids : int64 ``[n]``
-        Each at most once.
+        Ids, each at most once.
     rows : Tensor ``[n, d]`` or None
-        Updates ``w_client - w_global`` in the layout's order; zeros stand where a client failed,
-        which has no row of its own. None for an evaluation, or where everybody failed.
+        Updates ``w_client - w_global`` in the layout's order; zeros for a client that failed.
+        None for an evaluation, or if all clients failed.
     metrics : mapping of name to float64 ``[n]``
-        What each client reports: ``num-examples``, ``loss``, ``accuracy`` and what else the
-        algorithm gives. Those of a client that failed mean nothing.
+        Metrics of each client: ``num-examples``, ``loss``, ``accuracy`` and further ones of the
+        algorithm. Those of a failed client are meaningless.
     ok : bool ``[n]``
         False for a client that failed.
     reasons : mapping of client id to Reason
-        Why each of those failed.
+        Reason of each failure.
     usable : bool Tensor ``[n]`` or None
-        Where rows were bounded and summed where clients were trained: which of them that sum now
-        contains. There are no rows then.
+        Set if the worker has bounded and summed the rows itself: which of them are in its sum.
+        ``rows`` is then None.
 
     Raises
     ------
     MalformedBlockError
-        If these do not fit each other.
+        If the parts are inconsistent.
     """
 
     client_ids: Ids
@@ -105,7 +106,7 @@ class Block:
 
     @classmethod
     def failed(cls, client_ids: Ids, reason: Reason) -> Block:
-        """Block of clients that have all failed, for one reason."""
+        """Block of clients that have all failed for the same reason."""
         reasons = dict.fromkeys(client_ids.tolist(), reason)
         return cls(client_ids, None, {}, np.zeros(len(client_ids), dtype=np.bool_), reasons)
 
@@ -113,11 +114,11 @@ class Block:
     def sent(
         cls, client_ids: Ids, rows: Tensor | None, metrics: Mapping[str, npt.NDArray[np.float64]]
     ) -> Block:
-        """Block of clients none of whom failed."""
+        """Block of clients without failures."""
         return cls(client_ids, rows, metrics, np.ones(len(client_ids), dtype=np.bool_))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> Block:
-        """The clients for which ``keep [n]`` holds."""
+        """Block of the clients for which ``keep [n]`` is True."""
         ids = self.client_ids[keep]
         return Block(
             client_ids=ids,
@@ -140,24 +141,24 @@ CLIENT_STATE = "client-state"
 KEEP_SINCE = "keep-since"
 RUN = "run"
 DECLARED_EXAMPLES = "declared-examples"
-"""How many examples a client is declared to have, where its update is weighed by that."""
+"""Config entry: a client's declared number of examples, if its update is weighted by it."""
 
 CLIENT_IDS = "client_ids"
 
 ClientStates = Mapping[str, Tensor]
-"""`CLIENT_IDS`, int64 ``[m]``, and by name what these keep between rounds, ``[m, ...]``."""
+"""State between rounds: `CLIENT_IDS`, int64 ``[m]``, and by name these clients' ``[m, ...]``."""
 
 
 @runtime_checkable
 class BlockTrainer(Protocol):
-    """A client algorithm with its clients' data, over blocks of clients: all that engines ask.
+    """Interface that engines use: a client algorithm with its clients' data, run block by block.
 
-    `train` and `evaluate` yield blocks in the order of ``client_ids``, each no larger than memory
-    or cache wants, and compute nothing before they are iterated. A client's part of a block
-    depends on no other client in it. Where a block raises, its clients are trained again one at a
-    time: what a client keeps must change only once its block is done.
+    `train` and `evaluate` yield blocks in the order of ``client_ids``, of a size that fits memory
+    and cache, and compute nothing before they are iterated. A client's part of a block depends on
+    no other client in it. If a block raises, its clients are trained again one at a time: a
+    client's state must therefore change only when its block is complete.
 
-    A trainer of one's own needs `population`, `train` and `evaluate`, and inherits the rest from
+    A custom trainer needs `population`, `train` and `evaluate`, and inherits the rest from
     `TrainerDefaults`.
     """
 
@@ -167,10 +168,10 @@ class BlockTrainer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """Device on which it trains."""
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """Local work of these clients from the global parameters ``vector [d]``."""
+        """Train these clients from the global parameters ``vector [d]``, block by block."""
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Loss and accuracy of ``vector [d]`` on these clients' data."""
@@ -179,60 +180,60 @@ class BlockTrainer(Protocol):
         """Relative cost of each client's work, ``[n]``, above 0."""
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take what the config entries of a round's instructions say to all clients."""
+        """Read the config entries of a round's instructions that are for all clients."""
 
     def state(self, client_ids: Ids | None = None, round: int | None = None) -> ClientStates:
-        """What these clients keep between rounds, as of the start of ``round``.
+        """Clients' state between rounds, as of the start of ``round``.
 
-        Without clients: all that must outlive the process, for a checkpoint.
+        Without ``client_ids``, all state that must outlive the process, for a checkpoint.
 
         Returns
         -------
         mapping of str to Tensor ``[m, ...]``
-            `CLIENT_IDS`, of those ``m`` that keep anything, and what they keep by name; empty if
-            none does.
+            `CLIENT_IDS` of the ``m`` clients with state, and their state by name; empty if there
+            are none.
         """
 
     def keep(self, states: ClientStates, round: int) -> None:
-        """Let these clients keep what `state` gave elsewhere, at the end of ``round``."""
+        """Store clients' states of the end of ``round``, as another process's `state` gave them."""
 
     def restore(self, states: ClientStates) -> None:
-        """Let clients keep what `state` gave, and nothing else."""
+        """Replace all clients' states by these, which `state` gave."""
 
     def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
-        """Write down what these clients will release in a copy that trains them from ``vector``.
+        """Record in the clients' ledgers what they will release in training from ``vector``.
 
-        Called before it does, each time that it does; `train` itself does the same.
+        For training by a copy, before each time; `train` itself does the same.
         """
 
     def copy_for(self, device: str) -> BlockTrainer:
-        """The same clients, to train on ``device`` in a process that is lent what they keep."""
+        """Trainer of the same clients for another process, on ``device``; their state is sent."""
 
 
 class TrainerDefaults:
-    """A `BlockTrainer` but for population, train and evaluate: on the CPU, keeping nothing."""
+    """Base of trainers on the CPU without state; lacks `population`, `train` and `evaluate`."""
 
     device = torch.device("cpu")
 
     def costs(self, client_ids: Ids) -> npt.NDArray[np.float64]:
-        """All the same."""
+        """Equal costs."""
         return np.ones(len(client_ids))
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take nothing."""
+        """Ignore the entries."""
 
     def state(self, client_ids: Ids | None = None, round: int | None = None) -> ClientStates:
-        """Nothing is kept."""
+        """Empty: there is no state."""
         return {}
 
     def keep(self, states: ClientStates, round: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def restore(self, states: ClientStates) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
-        """Nothing is released under a client's own privacy."""
+        """Do nothing: no client has a ledger."""
 
     def copy_for(self, device: str) -> Self:
         """The trainer itself, for any device."""

@@ -1,4 +1,4 @@
-"""Rows: what mechanisms ask of a block, whether or not it is written out."""
+"""Rows: the interface that mechanisms use, dense rows, and walks over rows in chunks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CUDA_CHUNK_BYTES = 2**28
 Weights: TypeAlias = "Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]"
 
 Index = tuple[int | slice, slice]
-"""(clients, rows of each) of ``[n, rows, d]``; one client's number drops the first axis."""
+"""Index (clients, rows) into ``[n, rows, d]``; an int for clients drops the first axis."""
 
 
 @runtime_checkable
 class Rows(Protocol):
-    """A block of rows ``[rows, d]``, or one for each of n clients, ``[n, rows, d]``.
+    """Interface of a block of rows ``[rows, d]``, or of one block per client, ``[n, rows, d]``.
 
-    All that has one value, or one vector, for a sum of rows then has a leading ``n`` too.
+    In the latter case, values and vectors that belong to a sum of rows have a leading ``n`` too.
     """
 
     @property
     def count(self) -> int:
-        """Number of rows, of each client."""
+        """Number of rows (of each client)."""
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """``||(row - center) * scale||``, float64 ``[..., rows]``; NaN for a non-finite row.
@@ -43,10 +43,10 @@ class Rows(Protocol):
     def measure(
         self, scale: Tensor | None = None, center: Tensor | None = None
     ) -> MeasuredRows | None:
-        """The rows in these coordinates, without being written out but for a few.
+        """Norms in these coordinates, from factors, with only a few rows materialised.
 
-        None if that could be any of them, or if they are written out already: the rows themselves
-        must be looked at.
+        None for dense rows, or if it is unknown which rows must be materialised: the caller must
+        then work on `dense` rows.
         """
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -61,16 +61,17 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRows:
-    """Rows in coordinates ``(row - center) * scale``, and how long they are there.
+    """Rows in coordinates ``(row - center) * scale``, with their norms there.
 
     Attributes
     ----------
     rows : Rows
     norms : float64 Tensor ``[..., rows]``
-        With a relative error below 2^-20, and so has a row in `sum`; NaN for a non-finite row.
+        Norms, with a relative error below 2^-20, as has each row in `sum`; NaN for a non-finite
+        row.
     scale, center : float64 Tensor ``[..., d]``, optional
     written : mapping of indices to float64 Tensor ``[d]``
-        Rows of which a formula would not be certain, in these coordinates.
+        Materialised rows, in these coordinates: those for which the formulas would be inaccurate.
     """
 
     rows: Rows
@@ -80,7 +81,8 @@ class MeasuredRows:
     written: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def sum(self, weights: Tensor) -> Tensor:
-        """Their weighted sum, float64 ``[..., d]``; a row of weight zero adds nothing."""
+        """Weighted sum of the rows, float64 ``[..., d]``; a row of weight zero adds nothing."""
+        # The others by linearity: sum w (row - center) * scale, from one plain weighted sum.
         certain = weights.clone() if self.written else weights
         for index in self.written:
             certain[index] = 0.0
@@ -96,7 +98,7 @@ class MeasuredRows:
 
 
 class BlockRows(Rows, Protocol):
-    """Rows of n clients, ``[n, rows, d]``."""
+    """Interface of rows of n clients, ``[n, rows, d]``."""
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
         """The same rows over these columns only, in this order."""
@@ -107,7 +109,7 @@ class BlockRows(Rows, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Rows that are there: ``tensor [..., rows, d]``, float32 or float64, CPU or CUDA."""
+    """Materialised rows: ``tensor [..., rows, d]``, float32 or float64, CPU or CUDA."""
 
     tensor: Tensor
 
@@ -117,11 +119,11 @@ class DenseRows:
         return self.tensor.shape[-2]
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
-        """Norms that neither overflow nor underflow where float64 holds them: ``[..., rows]``."""
+        """Norms ``[..., rows]``, correct wherever float64 can represent the norm itself."""
         lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
         out = self._led(lengths)
         for (clients, chunk), y in self._pieces():
-            # Vectors of all rows are `[d]`, those of each client `[n, d]`.
+            # A vector is `[d]` for all rows, or `[n, d]` with one for each client.
             vectors = (v if v is None or v.dim() == 1 else v[clients] for v in (scale, center))
             whiten_(y, *vectors)
             norms, unit = norms_(y)
@@ -129,15 +131,16 @@ class DenseRows:
         return lengths
 
     def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> None:
-        """None: they are written out."""
+        """None: the rows are materialised already."""
 
     def sum(self, weights: Tensor) -> Tensor:
-        """A plain float64 sum, in the order of the rows: ``[..., d]``."""
+        """Plain float64 sum in the order of the rows, ``[..., d]``; not exact."""
         d = self.tensor.shape[-1]
         total = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
         out, weights = self._led(total), self._led(weights)
         for (clients, chunk), y in self._pieces():
             weight = weights[clients, chunk, None].to(y)
+            # Wiped, since NaN times zero is NaN.
             out[clients] += y.masked_fill_(weight == 0, 0.0).mul_(weight).sum(1)
         return total
 
@@ -146,7 +149,7 @@ class DenseRows:
         return self.tensor
 
     def columns(self, slices: Sequence[slice]) -> DenseRows:
-        """The same rows over these columns only; a view where there is one slice."""
+        """The same rows over these columns only; a view if there is one slice, else a copy."""
         if len(slices) == 1:
             return DenseRows(self.tensor[..., slices[0]])
         return DenseRows(torch.cat([self.tensor[..., column] for column in slices], dim=-1))
@@ -156,7 +159,7 @@ class DenseRows:
         return DenseRows(self.tensor[index])
 
     def _led(self, tensor: Tensor) -> Tensor:
-        """With the leading axis of several clients, if these are one's."""
+        """View of a tensor of these rows with a leading axis of clients, if they have none."""
         return tensor if self.tensor.dim() == 3 else tensor[None]
 
     def _pieces(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
@@ -165,7 +168,7 @@ class DenseRows:
 
 
 class Chunks:
-    """Walks over blocks in pieces that fit the cache, in one buffer that it keeps."""
+    """Walks over blocks in float64 copies of cache size, all in one reused buffer."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -173,8 +176,8 @@ class Chunks:
     def of(self, block: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Rows of ``block [rows, d]`` as float64 copies.
 
-        Yields the slice of rows and a buffer ``[c, d]`` that the caller may overwrite and that
-        the next iteration reuses.
+        Yields the slice of rows and a buffer ``[c, d]``. The caller may overwrite the buffer, but
+        not keep it: the next iteration reuses its memory.
         """
         for (_, chunk), y in self.of_block(DenseRows(block[None]), [len(block)], block):
             yield chunk, y[0]
@@ -182,14 +185,17 @@ class Chunks:
     def of_block(
         self, rows: BlockRows, counts: Sequence[int], like: Tensor
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        """The first ``counts [n]`` of rows ``[n, B, d]``, as float64 copies ``[k, c, d]``.
+        """Float64 copies ``[k, c, d]`` of the first ``counts [n]`` of rows ``[n, B, d]``.
 
-        As `of`. On a CPU client by client; on a GPU as many clients at once as fit, with rows
-        beyond their count where another has more. ``like [..., d]`` is on the device to use.
+        As with `of`, the buffer is reused. On a CPU k is 1. On a GPU a copy has as many clients as
+        fit, and some rows beyond a client's count if another client has more. ``like [..., d]``
+        determines the device.
         """
         most, n, d = max(counts, default=0), len(counts), like.shape[-1]
         if most == 0:
             return
+        # On a CPU a piece stays in the cache from its copy to its addition. On a GPU pieces are
+        # large, since each costs several kernel launches.
         fit = max(1, (CUDA_CHUNK_BYTES if like.is_cuda else CHUNK_BYTES) // (8 * max(d, 1)))
         c, k = min(fit, most), min(max(1, fit // most), n) if like.is_cuda else 1
         buffer = self._buffer
@@ -208,9 +214,9 @@ class Chunks:
     def of_owners(
         self, rows: Rows, counts: Sequence[int] | None, owners: Owners, like: Tensor
     ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
-        """Whose rows, which of them, and float64 copies ``[..., c, d]``; otherwise as `of_block`.
+        """As `of_block`, and also the owners of each copy: (owners, index, copy ``[..., c, d]``).
 
-        Without ``counts`` the rows ``[rows, d]`` are all of one sum.
+        Without ``counts``, all rows ``[rows, d]`` belong to one sum.
         """
         if counts is None:
             for chunk, y in self.of(rows.dense()):
@@ -225,7 +231,7 @@ class Chunks:
 
 
 def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:
-    """Put ``values [..., size]`` into these columns of ``out [..., d]``."""
+    """Copy ``values [..., size]`` into these columns of ``out [..., d]``."""
     start = 0
     for column in (slice(None),) if columns is None else columns:
         into = out[..., column]
@@ -236,12 +242,12 @@ def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> N
 def row_weights(
     weights: Weights | None, count: int, device: torch.device, highest: float = 1.0
 ) -> Tensor:
-    """Weights as float64 ``[count]`` on ``device``; one each by default.
+    """Weights as float64 ``[count]`` on ``device``; by default all 1.
 
     Raises
     ------
     FedsimError
-        If one is negative, above ``highest``, or NaN: that would exceed the sensitivity.
+        If a weight is negative, above ``highest`` or NaN: a row could then exceed its bound.
     """
     if weights is None:
         return torch.ones(count, dtype=torch.float64, device=device)

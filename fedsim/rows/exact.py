@@ -1,8 +1,8 @@
-"""Sums that have the same bytes in any order: integers held in float64.
+"""Exact sums, with the same bytes in any order: integers held in float64.
 
-Whole numbers below 2^53 add without rounding in float64, so a sum of them does not depend
-on the order of the rows, on the block size, on the number of workers or on the tree in
-which their sums are merged.
+Integers below 2^53 add without rounding in float64. A sum of them does not depend on the order
+of the rows, on the block size, on the number of workers, or on the tree in which partial sums are
+merged. Rows are therefore rounded to integers, in units of a grid, before they are added.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from fedsim.errors import FedsimError
 from fedsim.kernels.rows import add_rounded
 from fedsim.lazy import Tensor, torch
 
-# An entry of a row is at most 2^31 units, so that 2^22 rows stay below 2^53, up to which float64
-# holds every whole number. More bits would allow fewer rows, fewer would round more coarsely:
+# An entry of a row is at most 2^31 units, so that a sum of 2^22 rows stays within 2^53, up to which
+# float64 has every integer. More bits would allow fewer rows; fewer would round more coarsely:
 # rounding towards zero changes a coordinate by at most 2^-30 C.
 GRID_BITS = 30
 MAX_ROWS = 2**22
-# For rows of no known bound, times their weights: exact for 2^20 of them, of total norm 2^36.
+# Grid of weighted rows without a bound. It is exact for 2^20 rows whose norms add up to at most
+# 2^36: 2^52 coarse units, and less than 2^52 fine ones.
 FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
-# The grid of a larger bound is coarse beside ordinary updates: without noise to hide that, what
-# rounding drops is summed on a second grid.
+# A bound above this has a grid that is coarse relative to ordinary updates. If no noise hides that,
+# the remainders of the rounding are summed on a second, finer grid.
 LOOSE = 64.0
-# Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
+# Number of rows up to which adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
 
 Owners: TypeAlias = "slice | Tensor"
-"""Some of n sums: a slice, or their numbers in int64."""
+"""Indices of some of n sums: a slice, or an int64 tensor."""
 
 EVERYBODY = slice(None)
 
 Rounding = Literal["all", "rows", "none"]
-"""What is rounded as it comes: rows and sums of rows, rows only, nothing."""
+"""What is rounded before it is added: rows and sums of rows, only rows, or nothing."""
 
 
 def grid_units(radius: Tensor) -> Tensor:
-    """Unit of the grid for rows whose L2 norm is at most each ``radius``: float64, same shape.
+    """Units of the grids for rows whose L2 norms are at most ``radius``: float64, same shape.
 
-    A power of two between ``radius * 2^-31`` and ``radius * 2^-30``: an entry is a whole number
-    of at most 2^31 units, and 2^22 rows stay below 2^53. No radius is read.
+    A unit is a power of two between ``radius * 2^-31`` and ``radius * 2^-30``. An entry is then at
+    most 2^31 units, and a sum of 2^22 rows at most 2^53. No radius is read back from a GPU.
     """
-    # A radius over its mantissa is a power of two, and comes out exact.
+    # A number divided by its mantissa is a power of two, without a rounding error.
     return radius / torch.frexp(radius).mantissa * 2.0 ** -(GRID_BITS + 1)
 
 
@@ -55,24 +56,24 @@ def grid_unit(radius: float) -> float:
 
 
 class GridSum:
-    """A sum of rows on a grid, ``[size]``, or those of n owners, ``[n, size]``.
+    """Sum of rows on a grid, ``[size]``, or n such sums of n owners, ``[n, size]``.
 
-    Rows are rounded towards zero to whole units, which never makes one longer: a bounded row stays
-    within its bound, and the sensitivity is that of the bound, exactly.
+    Rows are rounded towards zero to whole units. This never makes a row longer, so that a bounded
+    row stays within its bound, and the sensitivity is exactly that of the bound.
 
     Parameters
     ----------
     radius : float64 Tensor ``[...]``
-        L2 norm that no row exceeds; the shape says how many sums there are.
+        L2 norm that no row exceeds, for each sum: ``[]`` or ``[n]``.
     size : int
         Length of a row.
     unit : float, optional
-        Of the grid; otherwise `grid_units` of the radius.
+        Unit of the grid; by default `grid_units` of the radius.
     fine_bits : int
-        Above 0, what rounding leaves is summed too, on a grid finer by so many bits.
+        If above 0, the remainders of the rounding are summed too, on a grid finer by these bits.
     rounding : "all", "rows" or "none"
-        "all" makes every merge exact. "rows" rounds the sums that `add_sum_` is given only
-        once, in `on_grid`; "none" never rounds.
+        "all" makes every merge exact. "rows" leaves sums that are passed to `add_sum_` unrounded
+        until `on_grid`; "none" never rounds.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class GridSum:
     def bounded(
         cls, radius: Tensor, size: int, *, noisy: bool, exact: bool, double: bool
     ) -> GridSum:
-        """For rows of at most this norm; what noise will hide is not summed.
+        """Build the sum for rows of at most this norm; a finer grid is omitted if noise hides it.
 
         ``exact``: whether sums merge exactly. ``double``: whether rows are float64.
         """
@@ -107,22 +108,24 @@ class GridSum:
 
     @classmethod
     def free(cls, like: Tensor, size: int) -> GridSum:
-        """For weighted rows of no known bound; ``like [...]`` has the shape of a radius."""
+        """Build the sum for weighted rows without a bound; ``like [...]`` has a radius's shape."""
         radius = torch.full_like(like, torch.inf)
         return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
 
     @classmethod
     def scalar(cls, like: Tensor, half: float) -> GridSum:
-        """For numbers that are at most ``half``; ``like [...]`` has the shape of a radius."""
+        """Build the sum for numbers in +- ``half``; ``like [...]`` has the shape of a radius."""
         return cls(torch.full_like(like, half), 1, unit=grid_unit(half))
 
     @property
     def exact(self) -> bool:
-        """Whether it merges exactly."""
+        """Whether sums merge exactly."""
         return self._rounding == "all"
 
     def add_(self, y: Tensor, owners: Owners = EVERYBODY) -> None:
         """Add rows ``y [..., c, size]`` of some owners, in units; ``y`` is overwritten."""
+        # Both the remainder and its product with a power of two are exact, so that the second
+        # rounding is the only one in the fine sum.
         if self.fine is not None:
             coarse = truncate_(y, self._room_for(y))
             _add_rows(self.coarse, coarse, owners)
@@ -132,40 +135,40 @@ class GridSum:
             _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
 
     def _room_for(self, y: Tensor) -> Tensor:
-        """Uninitialised rows of ``y``'s shape, in a buffer as large as the largest ones so far.
+        """Uninitialised tensor of ``y``'s shape, in a reused buffer.
 
-        Allocating pages costs more than adding.
+        Allocating memory pages would take longer than the addition.
         """
         if self._scratch is None or self._scratch.numel() < y.numel():
             self._scratch = y.new_empty(y.numel())
         return self._scratch[: y.numel()].view(y.shape)
 
     def add_scaled_(self, rows: Tensor, factors: Tensor) -> None:
-        """Add rows ``[c, size]`` times ``factors [c]`` to the one sum: the bytes of `add_`.
+        """Add rows ``[c, size]`` times ``factors [c]`` to the one sum, with the bytes of `add_`.
 
-        They are rows that `fedsim.kernels.rows` takes.
+        The rows must be of a kind that `fedsim.kernels.rows` supports.
         """
         add_rounded(rows, factors, self.coarse, self.fine, self._fine_scale)
 
     def add_sum_(self, total: Tensor, owners: Owners = EVERYBODY) -> None:
-        """Add a sum of rows ``total [..., size]``, in units, not yet on the grid."""
+        """Add a sum of rows ``total [..., size]``, in units, that is not rounded yet."""
         if self._rounding == "all":
             self.add_(total.unsqueeze(-2).clone(), owners)
         else:
             _add_rows(self.coarse, total.unsqueeze(-2), owners)
 
     def merge_(self, coarse: Tensor, fine: Tensor | None) -> None:
-        """Add what another sum of the same unit holds."""
+        """Add the coarse and fine parts of another sum with the same unit."""
         self.coarse += coarse
         if self.fine is not None and fine is not None:
             self.fine += fine
 
     def on_grid(self) -> Tensor:
-        """The sums on the grid, in units and without what is finer; not to be written to."""
+        """The sums in whole units of the coarse grid: not a copy."""
         return truncate_(self.coarse) if self._rounding == "rows" else self.coarse
 
     def units(self) -> Tensor:
-        """The sums in units, with what is finer than the grid: a copy."""
+        """Copy of the sums in units, the fine part included."""
         if self.fine is None:
             return self.coarse.clone()
         return self.coarse + self.fine / self._fine_scale
@@ -176,41 +179,41 @@ class GridSum:
 
 
 class GridSums:
-    """Sums by name over the same rows, and what became of the rows; they merge as one.
+    """Several named sums over the same rows, with counts of the rows; they merge together.
 
-    What travels between processes is `state`: tensors as large as the sums, and counts.
+    `state` is what is sent between processes: tensors as large as the sums, and counts.
 
     Parameters
     ----------
     grids : mapping of name to GridSum
     most : int
-        Rows up to which the sums are exact.
+        Largest number of rows for which the sums are exact.
     device : torch.device
     """
 
     def __init__(self, grids: Mapping[str, GridSum], most: int, device: torch.device) -> None:
         self.grids = grids
         self._rows, self._most = 0, most
-        # Usable, rejected, clipped: on a GPU, until one is read.
+        # Usable, rejected, clipped. They stay on the device: reading one would wait for the GPU.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     @property
     def count(self) -> int:
-        """Rows that the sums contain."""
+        """Number of rows in the sums."""
         return int(self._counts[0])
 
     @property
     def rejected(self) -> int:
-        """Rows that were not finite and contributed nothing."""
+        """Number of rows that were not finite, and so contributed nothing."""
         return int(self._counts[1])
 
     @property
     def clipped(self) -> int:
-        """Rows that were longer than a bound. The operator's: it is not noised."""
+        """Number of rows that were longer than a bound; for the operator only, since un-noised."""
         return int(self._counts[2])
 
     def expect(self, rows: int) -> None:
-        """Make room for so many rows more.
+        """Announce ``rows`` further rows.
 
         Raises
         ------
@@ -224,13 +227,13 @@ class GridSums:
         self._rows += rows
 
     def note(self, masks: RowMasks) -> None:
-        """Count what became of rows."""
+        """Add the masks of rows to the counts."""
         usable = masks.usable
         noted = torch.stack((usable, masks.rejected, masks.clipped & usable))
         self._counts += noted.flatten(1).sum(1)
 
     def state(self) -> dict[str, Tensor]:
-        """All that `merge` needs: sums in units (not copies), the units, and counts."""
+        """Input of `merge`: sums in units (not copies), the units, and counts."""
         state = {"rows": torch.tensor(self._rows), "counts": self._counts.clone()}
         for name, grid in self.grids.items():
             state |= {f"{name}.unit": grid.unit, name: grid.coarse}
@@ -244,7 +247,7 @@ class GridSums:
         Raises
         ------
         FedsimError
-            If they are of another bound, layout or round, or have too many rows.
+            If the bounds or layouts differ, as of another round, or there are too many rows.
         """
         mine = self.state()
         fits = mine.keys() == state.keys() and all(grid.exact for grid in self.grids.values())
@@ -261,7 +264,7 @@ class GridSums:
 
 
 class RowMasks:
-    """What became of each row: bool tensors of one shape."""
+    """For each row: whether it is in the sum, was not finite, was clipped. Bool, one shape."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.usable = torch.ones(shape, dtype=torch.bool, device=device)
@@ -280,7 +283,7 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
-    """Add rows ``y [..., c, d]`` to these owners' ``total [..., d]``."""
+    """Add rows ``y [..., c, d]`` to these owners' sums, ``total [..., d]``, in place."""
     theirs = total if owners is EVERYBODY else total[owners]
     if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
         for row in y.unbind(-2):

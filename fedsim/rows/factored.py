@@ -1,9 +1,10 @@
-"""Per-example gradients of dense layers, never materialised where that is certain to be right.
+"""Per-example gradients of linear layers as factors (ghost norms), materialised only if needed.
 
-A norm from factors may be a small difference of large numbers: of a row and a centre that lie
-close together, of positions that cancel. Rounding then makes it too small, and the row would be
-left longer than its bound. So each formula also says what it is a difference of (`Squares`), and
-a row whose square is not well above the rounding of that is written out (`OuterRows.measure`).
+A norm computed from factors may be a small difference of large numbers: if a row is close to the
+centre, or positions of a sequence cancel. Rounding could then make it too small, and the bounded
+row would exceed its bound. Each formula therefore also gives the size of its terms (`Squares`), and
+a row whose squared norm is not well above their rounding error is materialised
+(`OuterRows.measure`).
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ from fedsim.rows.dense import BlockRows, DenseRows, Index, MeasuredRows
 from fedsim.rows.norms import norms_
 from fedsim.rows.packing import aligned_double, product
 
-# Of its sizes, a value that is believed: a sum of a thousand rows then keeps 23 digits of each.
+# Least ratio of a value to the sum of its terms' sizes at which it is trusted. In a sum of a
+# thousand rows each then keeps 23 binary digits.
 LEAST = 2.0**-16
 DEPTH = 16
-# Products of normal numbers whose squares are below this may not be normal themselves.
+# A squared norm below this may come from products that underflowed.
 TINY = 2.0**-900
 
 
 @dataclass(frozen=True, eq=False)
 class Squares:
-    """Squared norms of rows, and what they are differences of.
+    """Squared norms of rows, with the sizes of their terms as a measure of accuracy.
 
     Attributes
     ----------
     values : float64 Tensor ``[..., rows]``
+        The squared norms.
     sizes : float64 Tensor ``[..., rows]``, optional
-        Sum of the magnitudes of what a value is the sum of, and, but for a factor of 2, the
-        square of those of which a row in a sum of rows is made; by default the values.
+        Sum of the absolute values of each value's terms; by default the values themselves. Up to a
+        factor of 2 it is also the square of the terms that a row consists of in a sum of rows.
     depth : int
-        Numbers that are added one after another: the error of a value is below
+        Length of the longest chain of additions: the error of a value is below
         ``4 (depth + DEPTH) 2^-52 sizes``.
     """
 
@@ -49,14 +52,14 @@ class Squares:
 
 @dataclass(frozen=True, eq=False)
 class LinearPart:
-    """Gradients of one linear layer: row k is ``outer(delta_k, x_k)``, then ``delta_k``.
+    """Gradients of one linear layer: row k is ``outer(delta_k, x_k)``, followed by ``delta_k``.
 
     Attributes
     ----------
     x : Tensor ``[..., rows, inputs]``
-        The layer's inputs (activations), with a leading ``n`` for those of n clients.
+        The layer's inputs (activations), with a leading ``n`` for n clients.
     delta : Tensor ``[..., rows, outputs]``
-        Gradients of each example's loss in the layer's outputs.
+        Gradient of each example's loss by the layer's outputs.
     bias : bool
         Whether the layer has a bias, which follows the weight in the row.
     """
@@ -77,11 +80,16 @@ class LinearPart:
 
     @property
     def cancels(self) -> bool:
-        """Whether a row is a sum in which much may cancel."""
+        """Whether a row is itself a sum whose terms may cancel (not for a linear layer)."""
         return False
 
     def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
-        """``||(row - center) * scale||^2``."""
+        """Squared norms ``||(row - center) * scale||^2``, from the factors.
+
+        Without scale and center it is ``||delta||^2 (||x||^2 + 1)``, 1 being the bias. In general
+        the square is expanded: with ``q = scale^2``, the terms are ``row^2 . q``,
+        ``-2 row . (center q)`` and ``center^2 . q``, where ``row^2`` is an outer product too.
+        """
         if scale is None and center is None:
             delta, x = self._squares
             return Squares(delta * (x + self.bias))
@@ -92,7 +100,7 @@ class LinearPart:
         if center is None:
             return Squares(squares)
         cross = self._inner(delta, x, center * q)
-        # Layer by layer of sums: rounding grows with the length of one, not with that of a row.
+        # Summed axis by axis: the rounding error grows with the length of an axis, not of a row.
         weights, biases = self._split(center.square() * q)
         constant = (weights.sum(-1).sum(-1) + biases.sum(-1)).unsqueeze(-1)
         values = (squares - 2 * cross + constant).clamp_min(0)
@@ -100,13 +108,13 @@ class LinearPart:
         return Squares(values, squares + constant, delta.shape[-1] + x.shape[-1])
 
     def _split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """A vector like a row, as ``[..., outputs, inputs]`` and the bias's (empty without)."""
+        """A vector of a row's length as weight ``[..., outputs, inputs]`` and bias (or empty)."""
         outputs, inputs = self.delta.shape[-1], self.x.shape[-1]
         weight, bias = vector[..., : outputs * inputs], vector[..., outputs * inputs :]
         return weight.view(*vector.shape[:-1], outputs, inputs), bias
 
     def _inner(self, delta: Tensor, x: Tensor, vector: Tensor) -> Tensor:
-        """Inner products of ``outer(delta_k, x_k)``, then ``delta_k``, with ``vector``."""
+        """Inner products of each row, made of these factors, with ``vector``."""
         weight, bias = self._split(vector)
         products = (product(delta, aligned_double(weight)) * x).sum(-1)
         if self.bias:
@@ -114,10 +122,10 @@ class LinearPart:
         return products
 
     def sums(self, weights: Tensor) -> list[Tensor]:
-        """``sum_k weights_k row_k``, float64 ``[..., size]``, in parts one after another."""
+        """``sum_k weights_k row_k``, float64 ``[..., size]``, as a list: weight, then bias."""
         x, delta = self._precise
         delta = aligned_double(delta).mul_(weights[..., None])
-        # A row of NaN times zero is NaN: such rows are wiped.
+        # NaN times zero is NaN: non-finite rows, whose weight is zero, must be wiped.
         if weights.is_cuda or not all(
             bool(torch.isfinite(squares).all()) for squares in self._squares
         ):
@@ -150,9 +158,9 @@ class LinearPart:
 class OuterRows:
     """Rows of one or more linear layers, one after another in the layout's order.
 
-    Norms cost ``n * (inputs + outputs)`` a layer, or one product with a ``[outputs, inputs]``
-    matrix where they are scaled; no gradient of an example is ever formed. All sums are in
-    float64.
+    Norms take ``n * (inputs + outputs)`` operations a layer, or one product with a
+    ``[outputs, inputs]`` matrix if they are scaled. Gradients of examples are not formed, except
+    for rows whose norm would be inaccurate. All sums are in float64.
     """
 
     parts: tuple[LinearPart, ...]
@@ -164,7 +172,7 @@ class OuterRows:
 
     @property
     def _places(self) -> list[tuple[LinearPart, slice]]:
-        """Each layer, and its columns of a row."""
+        """Each layer with its columns in a row."""
         ends = accumulate(layer.size for layer in self.parts)
         return [(p, slice(end - p.size, end)) for p, end in zip(self.parts, ends, strict=True)]
 
@@ -176,9 +184,9 @@ class OuterRows:
     def measure(
         self, scale: Tensor | None = None, center: Tensor | None = None
     ) -> MeasuredRows | None:
-        """The norms from the factors, and written out the rows for which that is not certain.
+        """Norms from the factors; rows for which these would be inaccurate are materialised.
 
-        None on a GPU where much may cancel: which rows are doubtful would have to be read back.
+        None on a GPU if terms may cancel: it would have to be read back which rows these are.
         """
         cancels = center is not None or any(layer.cancels for layer in self.parts)
         if cancels and self.parts[0].x.is_cuda:
@@ -194,11 +202,12 @@ class OuterRows:
             sizes = torch.stack([s.values if s.sizes is None else s.sizes for s in every]).sum(0)
             depth = max(squares.depth for squares in every) + DEPTH
             least = max(LEAST, 2.0**22 * depth * 2.0**-52)
-            # NaN is not finite, and no doubt: such a row contributes nothing.
+            # A row with NaN is not doubtful: it contributes nothing.
             doubted = torch.isfinite(sizes) & (sizes > 0) & ~(values >= least * sizes)
             doubtful = doubted.nonzero().tolist()
         if scale is not None or self.parts[0].x.dtype == torch.float64:
-            # Squares that have lost digits. No product of float32 numbers comes as far.
+            # Such squares may have lost digits by underflow, and count as non-finite. Products of
+            # float32 numbers cannot be that small.
             norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
         written = {}
         for index in map(tuple, doubtful):
@@ -210,7 +219,7 @@ class OuterRows:
         return MeasuredRows(self, norms, scale, center, written)
 
     def _row(self, index: tuple[int, ...]) -> Tensor:
-        """One row ``[d]``, from copies, which lie where the allocator puts everything."""
+        """One row ``[d]``; from copies, so that alignment, and with it bits, cannot depend on k."""
         parts = [replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.parts]
         return torch.cat([layer.dense() for layer in parts], dim=-1)
 
@@ -223,7 +232,7 @@ class OuterRows:
         return torch.cat([layer.dense() for layer in self.parts], dim=-1)
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
-        """The same rows over these columns only; not written out where those are whole layers."""
+        """The same rows over these columns only; still factored if they are whole layers."""
         chosen = [
             layer
             for layer, place in self._places

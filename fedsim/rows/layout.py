@@ -1,8 +1,8 @@
-"""Layout: which slice of a row is which parameter, or an entry of a named vector.
+"""Layout of a row: the slice of each parameter, and of each named vector sent with it.
 
-An algorithm may send vectors with its update (a control variate) and receive what the server makes
-of them. They lie at the end of a row, so that all that is done to rows (bounds, exact sums,
-transport, refusals) is done to them as well.
+An algorithm may send vectors with its update (a control variate) and receive the server's result.
+They are at the end of the row, so that everything done to rows (bounds, exact sums, transport,
+validation) is done to them too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Parameter:
 class Layout:
     """Names, shapes, dtypes and slices of the parameters that make up a row.
 
-    Floating entries are laid out one after another in the order given. Integer and boolean
-    entries (``untrained``) are no part of a row: they keep the server's value.
+    Floating-point entries follow each other in the given order. Integer and boolean entries
+    (``untrained``) are not part of a row: they keep the server's value.
     """
 
     entries: tuple[Parameter, ...]
@@ -46,7 +46,7 @@ class Layout:
         Raises
         ------
         FedsimError
-            If no entry is floating point, or none of them has a coordinate.
+            If there is no floating-point entry, or all of them are empty.
         """
         entries: list[Parameter] = []
         start = 0
@@ -101,9 +101,9 @@ class Layout:
         }
 
     def take(self, entries: Sequence[Parameter]) -> tuple[Layout, tuple[slice, ...]]:
-        """These entries as a layout of their own, and the columns that they are here.
+        """A layout of some entries alone, and their columns in this one.
 
-        Columns of neighbours are joined.
+        Columns of neighbouring entries are joined to one slice.
         """
         alone: list[Parameter] = []
         columns: list[slice] = []
@@ -128,13 +128,13 @@ class Layout:
 
 
 Width = Literal["model", "number"]
-"""As many coordinates as the parameters that are sent have, or one."""
+"""Size of a named vector: that of all parameters sent, or a single number."""
 
 PREFIX = "client/"
 
 
 def with_vectors(layout: Layout, sends: Mapping[str, Width]) -> Layout:
-    """The layout of a row that ends in these vectors; they are called ``client/NAME`` there."""
+    """The layout with these vectors appended, under the names ``client/NAME``."""
     entries = list(layout.entries)
     for name, width in sends.items():
         start, size = entries[-1].stop, layout.d if width == "model" else 1
@@ -143,7 +143,7 @@ def with_vectors(layout: Layout, sends: Mapping[str, Width]) -> Layout:
 
 
 def vectors_in(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """The named vectors of rows ``[..., d]``, each ``[..., size]``; views."""
+    """Views of the named vectors in rows ``[..., d]``, each ``[..., size]``, by name."""
     return {
         entry.name.removeprefix(PREFIX): rows[..., entry.start : entry.stop]
         for entry in layout.entries

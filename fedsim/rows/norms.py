@@ -1,18 +1,18 @@
-"""L2 norms of rows: on a CPU summed in one order, so that a compiled sum has the same bytes."""
+"""L2 norms of rows. On a CPU squares are summed in one fixed order, as in the compiled kernel."""
 
 from __future__ import annotations
 
 from fedsim.kernels.rows import by_halves, is_supported, squared_norms
 from fedsim.lazy import Tensor, torch
 
-# Squares of float64 entries beyond these may overflow or lose all their digits.
+# Norms outside of this range may come from squares that overflowed or underflowed in float64.
 SMALL, LARGE = 2.0**-400, 2.0**400
 
 
 def norms_of(y: Tensor) -> Tensor:
-    """Norms of rows ``y [..., d]``, float64 ``[...]``, wherever float64 holds their squares.
+    """Norms of rows ``y [..., d]``, float64 ``[...]``, if float64 can represent their squares.
 
-    Their relative error is below ``2^-44 + d 2^-52``. On a CPU the order of the sum is that of
+    The relative error is below ``2^-44 + d 2^-52``. On a CPU the order of summation is that of
     `fedsim.kernels.rows.by_halves`; on a GPU it is torch's.
     """
     if y.is_cuda:
@@ -24,7 +24,7 @@ def norms_of(y: Tensor) -> Tensor:
 
 
 def usual(norms: Tensor) -> bool:
-    """Whether all of them are numbers that squaring has not harmed."""
+    """Whether all norms are finite numbers whose squares neither overflowed nor underflowed."""
     if not norms.numel():
         return True
     least, most = torch.aminmax(norms)  # NaN fails both comparisons.
@@ -32,7 +32,7 @@ def usual(norms: Tensor) -> bool:
 
 
 def whiten_(y: Tensor, scale: Tensor | None, center: Tensor | None) -> None:
-    """Overwrite rows ``y [..., c, d]`` by ``(y - center) * scale``, where these are given."""
+    """Overwrite rows ``y [..., c, d]`` by ``(y - center) * scale``; None leaves either out."""
     if center is not None:
         y.sub_(center.unsqueeze(-2))
     if scale is not None:
@@ -40,14 +40,14 @@ def whiten_(y: Tensor, scale: Tensor | None, center: Tensor | None) -> None:
 
 
 def norms_(y: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Norms of float64 rows ``y [..., d]``, whose extreme rows are rescaled in place.
+    """Norms of float64 rows ``y [..., d]``; extremely long or short rows are rescaled in place.
 
     Returns
     -------
     norms : float64 ``[...]``
-        Of the rows as they now stand; NaN where a row is not finite.
+        Norms of the rescaled rows; NaN where a row is not finite.
     unit : float64 ``[...]``, or 1.0
-        A power of two for each row: the row was ``unit * y``.
+        Power of two by which each row was divided: the original row is ``unit * y``.
     """
     norms = norms_of(y)
     if not y.is_cuda and usual(norms):
@@ -58,7 +58,7 @@ def norms_(y: Tensor) -> tuple[Tensor, Tensor | float]:
     exponent = torch.where(unharmed | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(
         torch.float64
     )
-    # In two steps: 2^-exponent alone may overflow.
+    # In two steps, since 2^-exponent may overflow. Powers of two lose no digits.
     half = torch.floor(exponent / 2)
     y.mul_(torch.exp2(-half)[..., None]).mul_(torch.exp2(half - exponent)[..., None])
     norms = torch.where(finite, norms_of(y), torch.nan)
@@ -66,5 +66,5 @@ def norms_(y: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def round_up(norms: Tensor, d: int) -> Tensor:
-    """Norms of rows of length ``d``, raised by more than their rounding error."""
+    """Upper bounds on the true norms of rows of length ``d``, given those of `norms_of`."""
     return norms * (1 + 2.0**-44 + d * 2.0**-52)

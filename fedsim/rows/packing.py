@@ -1,14 +1,14 @@
-"""How a block's parameters lie in memory: rows whose matrices all start on a cache line.
+"""Memory layout of a block's parameters: every matrix starts on a cache line.
 
-The matrix products of a CPU library pick their kernel by the alignment of what they are
-given, so a client's bits would depend on where in a block it lies. Here every parameter of
-every client starts on a 64-byte boundary; the gaps between them hold zeros and stay zero
-under any algorithm that works coordinate by coordinate.
+A CPU library's matrix products choose their kernel by the alignment of their arguments, so that a
+client's bits would depend on its place in a block. Here every parameter of every client starts on
+a 64-byte boundary. The gaps between them are zero, and stay zero under any algorithm that works
+coordinate by coordinate.
 
-For the same reason some functions of each number stand here. On a CPU torch computes most of a
-tensor by vector instructions and the rest at its end one by one, and for powers and sigmoid the two
-differ in their last bits: a client's bits would depend on the other clients of its block.
-Exponentials, logarithms, roots and the four operations are the same in both.
+For the same reason some elementwise functions are defined here. On a CPU torch computes most of a
+tensor with vector instructions and the remainder at its end one by one. For powers and sigmoid the
+two differ in their last bits, so that a client's bits would depend on the other clients of its
+block. Exponentials, logarithms, roots and the four basic operations have the same bits in both.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LINE = 64  # bytes
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """A copy of ``[B, C, H, W]`` with channels last, which is faster on a CPU.
+    """Copy of ``[B, C, H, W]`` in channels-last memory format, which is faster on a CPU.
 
-    Unlike those of ``contiguous``, its strides are channels-last for one channel too, and the
-    layers that follow keep them.
+    Unlike with ``contiguous``, the strides are channels-last even for one channel, and the layers
+    that follow keep the format.
     """
     return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)
 
 
 def takes_channels_last(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether torch computes all of a model's convolutions correctly with channels last.
+    """Whether torch computes all of a model's convolutions correctly in channels-last format.
 
-    For one channel, such strides are those of channels first too. With AVX-512, oneDNN as of torch
-    2.15 then reads other numbers than it should where a stride leaves one column of outputs.
+    For one channel, channels-last strides are channels-first strides too. With AVX-512, oneDNN (as
+    of torch 2.15) then reads wrong numbers if a stride leaves a single column of outputs.
     """
     convolutions = (module for module in modules if isinstance(module, torch.nn.Conv2d))
     return all(module.in_channels > 1 or module.stride[1] == 1 for module in convolutions)
@@ -47,13 +47,14 @@ def takes_channels_last(modules: Iterable[torch.nn.Module]) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """A layout with gaps: packed rows ``[n, D]`` for rows ``[n, d]``.
+    """A layout with gaps for alignment: packed rows ``[n, D]`` of rows ``[n, d]``.
 
     Parameters
     ----------
     layout : Layout
     within : Packing, optional
-        Of a layout that has these entries among others: packed rows are its packed rows.
+        Packing of a larger layout that includes these entries: packed rows are then the larger
+        layout's, in which other parameters lie in the gaps.
     """
 
     layout: Layout
@@ -87,7 +88,7 @@ class Packing:
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, slice], ...]:
-        """(slice of a row, slice of a packed row) for each stretch without a gap."""
+        """(slice of a row, slice of a packed row) for each maximal run without a gap."""
         runs: list[tuple[slice, slice]] = []
         for entry in self.layout.entries:
             packed = self.slices[entry.name]
@@ -115,7 +116,8 @@ class Packing:
     def difference_(self, packed: Tensor, vector: Tensor) -> Tensor:
         """``packed [n, D] - vector [d]``, coordinate by coordinate, as ``[n, d]``.
 
-        They lie where ``packed`` does, which is overwritten, unless there are gaps among them.
+        If there is no gap, ``packed`` is overwritten and the result is a view of it; otherwise the
+        result is a new tensor.
         """
         if len(self.runs) == 1:
             ((row, inside),) = self.runs
@@ -126,7 +128,7 @@ class Packing:
         return rows
 
     def named(self, packed: Tensor) -> dict[str, Tensor]:
-        """Named views of packed rows ``[..., D]``: each ``[..., *shape]``."""
+        """Views of the parameters in packed rows ``[..., D]``, by name: each ``[..., *shape]``."""
         lead = packed.shape[:-1]
         return {
             entry.name: packed[..., self.slices[entry.name]].view((*lead, *entry.shape))
@@ -135,8 +137,8 @@ class Packing:
 
 
 def aligned_empty(like: Tensor, n: int, *shape: int) -> Tensor:
-    """Uninitialised ``[n, *shape]`` whose ``n`` parts are contiguous and start on a line."""
-    if n == 1:  # torch's own memory does
+    """Uninitialised ``[n, *shape]`` whose ``n`` parts are contiguous and start on a cache line."""
+    if n == 1:  # torch's allocations start on a cache line
         return like.new_empty(1, *shape)
     per_line = LINE // like.element_size()
     size = 1
@@ -147,7 +149,7 @@ def aligned_empty(like: Tensor, n: int, *shape: int) -> Tensor:
 
 
 def aligned_double(block: Tensor) -> Tensor:
-    """A float64 copy of one matrix ``[p, q]`` or of ``[n, p, q]``, each on a line."""
+    """Float64 copy of one matrix ``[p, q]`` or of n, ``[n, p, q]``, each on a cache line."""
     if block.dim() == 2:
         return block.to(torch.float64, copy=True)
     like = block.new_empty(0, dtype=torch.float64)
@@ -155,18 +157,19 @@ def aligned_double(block: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of one matrix each, or of ``n`` that start on a line: ``[..., p, r]``."""
+    """``a @ b`` for one matrix each, or for n that start on a cache line: ``[..., p, r]``."""
     if a.dim() == 2:
         return a @ b
     return torch.bmm(a, b, out=aligned_empty(a, len(a), a.shape[1], b.shape[2]))
 
 
 def empty_rows(n: int, d: int, dtype: torch.dtype) -> Tensor:
-    """Rows ``[n, d]`` in a CPU's memory, uninitialised, that start on a cache line.
+    """Uninitialised rows ``[n, d]`` in CPU memory that start on a cache line.
 
-    Blocks of rows come and go. What one leaves the next one of its size fits into, as numpy asks
-    for no more than that; torch asks for room to align it besides, which there is not, so that
-    glibc finds ever new memory. And numpy asks for large pages where there are any.
+    They are allocated by numpy. Blocks of one size are allocated and freed again and again: numpy
+    asks for exactly the size of the block that was freed, and gets its memory. torch asks for some
+    more, to align it, which does not fit, so that glibc takes new memory each time. numpy also
+    requests huge pages.
     """
     size = n * d * dtype.itemsize
     room = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
@@ -175,14 +178,14 @@ def empty_rows(n: int, d: int, dtype: torch.dtype) -> Tensor:
 
 
 def power(values: Tensor, exponent: float) -> Tensor:
-    """``values ** exponent`` of numbers that are not negative."""
-    if exponent in (0.5, 1.0):  # a root, and a copy
+    """``values ** exponent`` for non-negative values."""
+    if exponent in (0.5, 1.0):  # a root and a copy: torch's bits are safe
         return values.pow(exponent)
     return (values.double().log() * exponent).exp_().to(values.dtype)
 
 
 def powers_of(base: float, exponents: Tensor) -> Tensor:
-    """``base ** exponents`` of a base in [0, 1) and exponents above 0."""
+    """``base ** exponents`` for a base in [0, 1) and exponents above 0."""
     log = math.log(base) if base else -math.inf
     return (exponents.double() * log).exp_().to(exponents.dtype)
 

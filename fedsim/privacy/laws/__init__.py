@@ -1,4 +1,4 @@
-"""Samplers and the laws of their draws: one file each."""
+"""Samplers and their laws (what a draw costs): one file each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Random allocation: each client in exactly k of T rounds, which it draws for itself.
+"""Random allocation: each client takes part in exactly k of T rounds, drawn at random.
 
-Where a row is in one of t rounds, the sums of all t are ``(1/t) sum_i N(e_i, z^2 I)`` against
-``N(0, z^2 I)``, whose ratio is the mean of t independent lognormal numbers. In k of T rounds it
-costs no more than k times in one of ``floor(T / k)`` (Feldman and Shenfeld 2025).
+If a row is in one of t rounds, the t sums together have the distribution
+``(1/t) sum_i N(e_i, z^2 I)`` with the row and ``N(0, z^2 I)`` without it. Under the latter their
+density ratio is a mean of t independent lognormal variables. Being in k of T rounds costs at most
+as much as being k times in one of ``floor(T / k)`` rounds (Feldman and Shenfeld 2025).
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 
 STEPS_PER_STD = 40
+"""Points of the grid of log S in one standard deviation of it."""
 MOST_POINTS = 4096
+"""About the most points of that grid; a coarser grid is still an upper bound."""
 REACH = 9.0
-"""Standard deviations to which lognormal numbers are put on a grid; beyond, losses are infinite."""
+"""Standard deviations that the grid covers; what is above it counts as an infinite loss."""
 MOST_MOMENT = 64
+"""Largest order for which moments of S are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationLaw(Law):
-    """Each row is in ``participations`` of ``rounds`` rounds, all choices being equally likely.
+    """Law of random allocation: each row is in ``participations`` of ``rounds`` random rounds.
 
-    With ``blocks`` it is in one of each ``rounds / participations`` rounds in a row, and the cost
-    is exactly that of the parts; else these are an upper bound.
-
-    An event of it is one of ``participations`` equal parts of the plan.
+    The plan is charged as ``participations`` equal parts, in each of which a row is in one of
+    ``floor(rounds / participations)`` rounds; one event of this law is one part. With ``blocks``,
+    where a row is in one round of each block of consecutive rounds, this is the exact composition;
+    otherwise it is an upper bound.
     """
 
     name: ClassVar[str] = "allocation"
@@ -69,35 +73,35 @@ class AllocationLaw(Law):
 
     @property
     def rate(self) -> float:
-        """Of being in a given round."""
+        """Probability that a row is in a given round."""
         return self.participations / self.rounds
 
     @property
     def among(self) -> int:
-        """Rounds of which a row is in one, in each part."""
+        """Rounds of one part, of which a row is in one: t."""
         return self.rounds // self.participations
 
     def gaussian(self, noise_multiplier: float) -> float | None:
-        """One plain Gaussian, where a part has one round only."""
+        """``1 / z`` if a part has only one round, and so is a plain Gaussian; else None."""
         return 1 / noise_multiplier if self.among == 1 else None
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
-        """Of one part; both directions, upper bounds within some 1 %."""
+        """Dominating pairs of one part, both directions: upper bounds within about 1 %."""
         if self.among == 1:
             return SampledGaussian(1.0, noise_multiplier).both
         pair = AllocatedGaussian(self.among, noise_multiplier)
         return pair, Reversed(pair)
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Rényi curve of one part, an upper bound on both directions."""
+        """Rényi curve of one part: an upper bound on both directions."""
         return allocation_rdp(self.among, noise_multiplier)
 
     def inclusion(self, population: int) -> None:
-        """None: rounds of one client are not drawn independently."""
+        """None: a client's participations in different rounds are not independent."""
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self._words} rounds, at random"
 
     @property
@@ -109,11 +113,11 @@ class AllocationLaw(Law):
         )
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return f"each {row} in {self._words} rounds (random allocation: in which must stay secret)"
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return (
             f"Every client takes part in {self._words} rounds, drawn at random: about "
             f"{self.rate * population:,.4g} of {population:,} in a round."
@@ -122,11 +126,12 @@ class AllocationLaw(Law):
 
 @dataclass(frozen=True)
 class AllocatedGaussian(AtomicPair):
-    """A row in one of ``among`` rounds, removed, at noise multiplier z.
+    """Dominating pair of removing a row that is in one of ``among`` rounds, at multiplier z.
 
-    The ratio of the two densities is ``S``, a mean of lognormal numbers. It is put on a grid of
-    log S, term by term: what falls between two points goes to both, so that the mean stays. That
-    spreads S, and pairs are ordered by how spread their ratios are (Blackwell 1951): the result
+    The density ratio of ``upper`` (with the row) to ``lower`` is S, a mean of lognormal variables.
+    Each term and each partial sum is put on a grid of log S; mass between two grid points is split
+    between both so that its mean is unchanged. This only spreads S, and a pair whose density ratio
+    is more spread at equal mean is easier to distinguish (Blackwell 1951). Hence the result
     dominates, in both directions and under composition.
     """
 
@@ -134,7 +139,7 @@ class AllocatedGaussian(AtomicPair):
     noise_multiplier: float
 
     def ends(self) -> tuple[float, float]:
-        """The least and the largest finite loss, but for negligible mass."""
+        """The least and the largest finite loss, up to negligible mass."""
         losses, upper, lower = self._atoms()
         (inside,) = np.nonzero(
             (np.cumsum(upper + lower) > RELEASE_TAIL)
@@ -143,10 +148,11 @@ class AllocatedGaussian(AtomicPair):
         return float(losses[inside[0]]), float(losses[inside[-1]])
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
-        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
+        """Masses of ``upper`` and ``lower`` below, between and above the grid's points."""
         places = np.searchsorted(grid, self._atoms()[0])
         upper, lower = self._sums(places, len(grid) + 1)
-        # What is missing of each lies at infinite losses.
+        # Mass that the atoms lack is where only one of the two densities is positive: `upper` then
+        # has the loss +infinity, `lower` (at S = 0) -infinity.
         upper[-1] += max(0.0, 1.0 - float(upper.sum()))
         lower[0] += max(0.0, 1.0 - float(lower.sum()))
         return upper, lower
@@ -160,16 +166,18 @@ class AllocatedGaussian(AtomicPair):
 def _mean_of_lognormals(
     among: int, noise_multiplier: float, *, capped: bool = False
 ) -> tuple[Array, Array]:
-    """log S on a grid, and its mass; what is missing of the mass is at S = 0.
+    """Distribution of log S on a grid: the points, and the mass at each.
 
-    S is the mean of ``among`` numbers ``exp(x / z^2 - 1 / (2 z^2))``, x normal of deviation z.
-    ``capped``, a number above the grid is the grid's last point instead: S is then too small, and
-    never 0.
+    S is the mean of ``among`` variables ``exp(x / z^2 - 1 / (2 z^2))``, x normal with standard
+    deviation z. Mass that is missing from a sum of 1 is at S = 0. With ``capped`` mass above the
+    grid is moved down to its last point instead, so that none is at S = 0.
     """
     z = noise_multiplier
     low = -1 / (2 * z**2) - REACH / z - math.log(among)
     high = 1 / (2 * z**2) + REACH / z
-    # The standard deviation of S is sqrt((e^(1/z^2) - 1) / t).
+    # The standard deviation of S is sqrt((e^(1/z^2) - 1) / t); that of log S is about
+    # sqrt(log(1 + std^2)). The exponent is capped against overflow; the grid is then at its
+    # coarsest anyway.
     spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / among))
     step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MOST_POINTS)
     points = math.ceil((high - low) / step) + 1
@@ -177,6 +185,7 @@ def _mean_of_lognormals(
     term = _split_lognormal(grid + math.log(among), z)
     if capped:
         term[-1] += 1 - term.sum()
+    # Sums of 2, 4, 8, ... terms by doubling; those of the binary digits of `among` are added.
     result, doubled = None, term
     for bit in bin(among)[:1:-1]:
         if bit == "1":
@@ -188,32 +197,38 @@ def _mean_of_lognormals(
 
 
 def _split_lognormal(log_values: Array, z: float) -> Array:
-    """Mass of one number at points of its logarithm, what is between two going to both.
+    """Masses of one lognormal variable on a grid of its logarithm, with unchanged mean.
 
-    What is above the last point is left out of the mass, as S = 0: its part of the mean is then at
-    an infinite loss.
+    Mass above the last point is left out, and so counts as 0: its share of the mean, which is
+    mass of ``upper``, is then missing there and becomes an infinite loss.
     """
+    # Mass between points under `lower`, where x / z is standard normal, and the same mass times
+    # the variable itself, which is mass under N(1, z^2): normal again, shifted by 1 / z.
     below = (log_values + 1 / (2 * z**2)) * z
     mass, weighted = (np.diff(ndtr(points)) for points in (below, below - 1 / z))
     values = np.exp(log_values)
+    # The part r of the mass that is moved to the right end v1 solves
+    # r v1 + (mass - r) v0 = weighted; the rest is moved to the left end v0.
     to_right = np.clip((weighted - mass * values[:-1]) / np.diff(values), 0.0, mass)
     atoms = np.zeros(len(values))
     atoms[:-1] += mass - to_right
     atoms[1:] += to_right
-    # Between 0 and the first point.
+    # Mass below the first point is split between that point and 0, again with unchanged mean.
     atoms[0] += float(ndtr(below[0] - 1 / z)) / values[0]
     return atoms
 
 
 def _sum(one: Array, other: Array, step: float) -> Array:
-    """Law of the sum of two independent numbers with these masses on one grid of logarithms.
+    """Masses of the sum of two independent variables, all on one grid of logarithms.
 
-    What is missing of a mass is at 0.
+    Mass that is missing from a sum of 1 is at the value 0, in the arguments and in the result.
     """
     points = len(one)
     total = np.zeros(2 * points)
     offsets = np.arange(points)
-    # A sum of numbers k steps apart lies c_k steps above the larger one, and a part f_k further.
+    # On a grid of logarithms, if x is k steps below y, then x + y is above y by a shift that
+    # depends on k alone: a whole number of steps, and a fraction of one. The mass is split between
+    # the two nearest points, in the ratio that leaves the mean (not that of the logarithm) as is.
     larger = np.log1p(np.exp(-step * offsets)) / step
     steps = np.floor(larger + 1e-12).astype(int)
     part = np.expm1((larger - steps) * step) / math.expm1(step)
@@ -225,16 +240,19 @@ def _sum(one: Array, other: Array, step: float) -> Array:
         start = k + int(steps[k])
         total[start : start + len(both)] += (1 - part[k]) * both
         total[start + 1 : start + 1 + len(both)] += part[k] * both
+    # One of the two is 0: the sum is the other.
     total[:points] += (1 - one.sum()) * other + (1 - other.sum()) * one
-    # The grid ends where S does not go: what is above keeps its part of the mean as infinite loss.
+    # Sums above the grid are dropped like single variables above it: they become infinite losses.
     return total[:points]
 
 
 @lru_cache(maxsize=256)
 def allocation_rdp(among: int, noise_multiplier: float) -> Array:
-    """RDP at `ORDERS` of a row in one of so many rounds, an upper bound on both directions."""
+    """RDP at `ORDERS` of a row in one of ``among`` rounds: an upper bound on both directions."""
     z = noise_multiplier
-    # Removed: E S^m for whole m, by the powers of the exponential series of one number's moments.
+    # Row removed, for whole orders m: the divergence is log E S^m / (m - 1). One variable L has
+    # E L^m = exp(m (m - 1) / (2 z^2)). The generating function sum_m E L^m x^m / m!, raised to the
+    # power t, has the moments of the sum of t of them; by squaring, in logarithms.
     m = np.arange(MOST_MOMENT + 1)
     series = m * (m - 1) / (2 * z**2) - gammaln(m + 1)
     power = np.where(m == 0, 0.0, -np.inf)
@@ -243,10 +261,12 @@ def allocation_rdp(among: int, noise_multiplier: float) -> Array:
         if bit == "1":
             power = _product(power, series)
     cumulants = power + gammaln(m + 1) - m * math.log(among)
-    # Convex in the order, so that chords are upper bounds.
+    # log E S^m is convex in m and 0 at m = 1: chords between whole orders are upper bounds. So is
+    # the curve of a row whose round is known.
     chord = np.interp(ORDERS, m[1:], cumulants[1:], right=np.inf)
     removed = np.minimum(chord / (ORDERS - 1), gaussian_rdp(1 / z))
-    # Added: the mean is no less than the geometric mean; or by the grid, whose S is more spread.
+    # Row added: log E S^(1 - order) / (order - 1). S is at least the geometric mean of its terms,
+    # whose moments are known; or take S on the grid, which is more spread.
     added = 1 / (2 * z**2) + (ORDERS - 1) / (2 * among * z**2)
     losses, lower = _mean_of_lognormals(among, z, capped=True)
     (some,) = np.nonzero(lower > 0)
@@ -257,7 +277,7 @@ def allocation_rdp(among: int, noise_multiplier: float) -> Array:
 
 
 def _product(one: Array, other: Array) -> Array:
-    """Product of two power series with these logarithms of coefficients, as long as they are."""
+    """Product of two power series, truncated to their length; coefficients are logarithms."""
     size = len(one)
     return np.array([logsumexp(one[: n + 1] + other[n::-1]) for n in range(size)])
 
@@ -265,21 +285,22 @@ def _product(one: Array, other: Array) -> Array:
 @register("cohort", "allocation")
 @dataclass(frozen=True)
 class Allocation(RememberingSampler):
-    """Each client takes part in exactly so many rounds of the plan, at random.
+    """Each client takes part in exactly k rounds of the plan, drawn at random.
 
     Guarantee: add-remove or zero-out, for the plan as a whole: it is charged before its first
-    round. The number of those in a round is random, and no client moves another.
+    round. Clients draw their rounds independently of each other, so that cohorts vary in size.
 
     Parameters
     ----------
     participations : int
-        k, from 1 to the rounds.
+        k, the number of rounds of each client, from 1 to the number of rounds.
     rounds : int
-        T, of the plan; it cannot be changed later on.
+        T, the number of rounds of the plan; it cannot be changed later.
     blocks : bool
-        Whether a client is in one of each T / k rounds in a row, at the same cost.
+        Whether a client takes part once in each block of T / k consecutive rounds. The cost is
+        the same.
     population : int or None
-        Declared public number.
+        Number of clients: declared, public.
     """
 
     name: ClassVar[str] = "allocation"
@@ -307,7 +328,7 @@ class Allocation(RememberingSampler):
             )
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Sorted ids; rounds are drawn in turn.
+        """Sorted ids; rounds must be drawn in order.
 
         Raises
         ------
@@ -327,7 +348,8 @@ class Allocation(RememberingSampler):
         before = (round - 1) % length
         if self.blocks and not before:
             left[:] = 1
-        # With r of the rounds that are left to be drawn, each is as likely as any other.
+        # A client that still has to take part r times in the m rounds that are left does so now
+        # with probability r / m. Every choice of its rounds is then equally likely.
         numbers = draws.generator(round, step).random(len(left))
         ids: Ids = np.flatnonzero(numbers * (length - before) < left)
         left[ids] -= 1
@@ -335,7 +357,7 @@ class Allocation(RememberingSampler):
         return ids
 
     def law(self) -> AllocationLaw:
-        """So many of all rounds."""
+        """Random allocation of ``participations`` out of ``rounds`` rounds."""
         return AllocationLaw(
             participations=self.participations,
             rounds=self.rounds,
@@ -344,9 +366,9 @@ class Allocation(RememberingSampler):
         )
 
     def gaussians(self, count: int) -> int:
-        """As many parts as participations, whatever the sums of a round."""
+        """The number of parts, k: they cover the whole plan, for any ``count``."""
         return self.participations
 
     def participation(self, rounds: int) -> Participation:
-        """Any rounds, but no more than the participations."""
+        """Any rounds, but at most ``participations`` of them."""
         return Participation(rounds, most=self.participations)

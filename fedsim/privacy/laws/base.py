@@ -1,8 +1,8 @@
-"""The law of a sampler's draws: what it costs, and what an audit may test of it.
+"""Interface of a law: the privacy cost of a sampler's draw, and what an audit may test of it.
 
-Accountant, ledger, statement, pages, planning and audit ask the law, and none of them names one.
-A new sampler with a law of its own is one file beside this one; a user's law is such a file
-elsewhere, and is written into ledgers as data (`fedsim.privacy.laws.declared`).
+Accountant, ledger, statement, reports, planning and audit use only this interface and name no
+law. A new sampler with its law is one file in this package. A user's law lives outside fedsim and
+is written into ledgers as data (`fedsim.privacy.laws.declared`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Level = Literal["client", "example"]
 
 @dataclass(frozen=True)
 class Inclusion:
-    """What an audit may test of a draw.
+    """Inclusion probabilities that an audit compares with the observed draws.
 
     Attributes
     ----------
     one, two : float
-        Probability of any one row being in, and of any two.
+        Probability that a given row is sampled, and that two given rows both are.
     size : int or None
-        Of every sample, where it is fixed.
+        Size of every sample; None where it varies.
     """
 
     one: float
@@ -39,16 +39,17 @@ class Inclusion:
 
 @dataclass(frozen=True)
 class Participation:
-    """In which rounds of a plan one row can be.
+    """The rounds of a plan in which one row can be sampled (its participation pattern).
 
     Attributes
     ----------
     rounds : int
-        T, of the plan.
+        T, the number of rounds of the plan.
     separation : int
-        A row that is in one round is in none of the next ``separation - 1``; 1 for any rounds.
+        Least distance of two rounds with the same row: after one, the row is in none of the next
+        ``separation - 1``. 1 where nothing separates them.
     most : int or None
-        How many rounds a row can be in, if that is limited besides.
+        Largest number of rounds with the same row; None where only the separation limits it.
 
     Raises
     ------
@@ -68,31 +69,32 @@ class Participation:
 
     @property
     def participations(self) -> int:
-        """How many rounds a row can be in: k."""
+        """Largest number of rounds that one row can be in: k."""
         separated = -(-self.rounds // self.separation)
         return separated if self.most is None else min(self.most, separated)
 
     def first(self, rounds: int) -> Participation:
-        """Of the first so many rounds."""
+        """The same participation over the first ``rounds`` rounds only."""
         return replace(self, rounds=rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law(ABC):
-    """What one draw costs: a Gaussian of multiplier z on a sum of rows that were so drawn.
+    """Privacy cost of one draw: of Gaussian noise, multiplier z, on the sum of the sampled rows.
 
-    A subclass is a frozen dataclass of public numbers. One of a user's gives `rdp`, and `pairs`
-    where it knows them; it is discretised when an event is made of it.
+    A subclass is a frozen dataclass of public numbers. A user's law implements `rdp`, and `pairs`
+    where dominating pairs are known; both are evaluated once, when an event is made of the law.
 
     Attributes
     ----------
     name : str
-        As ledgers and ``--sampling`` call it.
+        Name in ledgers and in ``--sampling``.
     neighbours : tuple of adjacencies
-        Those it is proved for, the usual one first.
+        Adjacencies for which the law is proved, the usual one first.
     population : int or None
-        How many there are to draw from, a declared public number.
+        Number of rows to draw from: declared, public.
     adjacency : "add-remove", "zero-out" or "replace-one"
+        The adjacency that the cost refers to.
 
     Raises
     ------
@@ -103,7 +105,7 @@ class Law(ABC):
     name: ClassVar[str]
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
     flower: ClassVar[str] = "NO_AMPLIFICATION"
-    """Flower's name for such sampling, in its ``SamplingMethod``."""
+    """Member of Flower's ``SamplingMethod`` for this sampling."""
 
     population: int | None = None
     adjacency: Adjacency = "add-remove"
@@ -120,38 +122,38 @@ class Law(ABC):
 
     @property
     def rate(self) -> float:
-        """Probability of a row being in, in (0, 1]; 1 where sampling amplifies nothing."""
+        """Probability that a row is sampled, in (0, 1]; 1 where there is no amplification."""
         return 1.0
 
     @property
     def rounds(self) -> int:
-        """How many rounds one event covers: more than 1 if they are not independent.
+        """Number of rounds that one event covers; more than 1 if they are not independent.
 
-        It is charged before the first of them; the others then cost nothing.
+        The event is charged before the first of them, and the others are then free.
         """
         return 1
 
     @property
     def sensitivity(self) -> float:
-        """The most that a row moves the one Gaussian that all rounds of an event may be, over C."""
+        """L2 sensitivity, in units of C, of the one Gaussian that all rounds of an event form."""
         return 1.0
 
     @property
     def redrawn(self) -> Law | None:
-        """What repeating one of several rounds with other data costs; None for a plain Gaussian."""
+        """Law of one covered round repeated with different data; None for a plain Gaussian."""
         return None
 
     @property
     def continued(self) -> Law | None:
-        """What must have been charged before, if this is only what is charged beyond it."""
+        """The law that must have been charged already, if this one is only the difference to it."""
         return None
 
     def covers(self, law: Law) -> bool:
-        """Whether all that this one's events and those before them charge includes that law."""
+        """Whether ``law`` is already paid for by this law's events and those they continue."""
         return self == law
 
     def gaussian(self, noise_multiplier: float) -> float | None:
-        """Sensitivity in standard deviations where a draw is one plain Gaussian; None elsewhere.
+        """``mu``, sensitivity over standard deviation, if a draw is one plain Gaussian, else None.
 
         Replacing a row moves the sum by 2C.
         """
@@ -160,66 +162,69 @@ class Law(ABC):
         return (2 if self.adjacency == "replace-one" else 1) / noise_multiplier
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
-        """Dominating pairs, of removing a row and of adding one; None where none is known.
+        """Dominating pairs for removing a row and for adding one; None where they are unknown.
 
-        Without them Rényi accounting is all there is.
+        Without them only Rényi accounting is possible.
         """
         return None
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Rényi curve at `fedsim.privacy.losses.ORDERS`, of the worse direction."""
+        """Rényi curve at `fedsim.privacy.losses.ORDERS`: the worse of removing and adding a row."""
         mu = self.gaussian(noise_multiplier)
         if mu is None:
             raise NotImplementedError(f"{type(self).__name__} gives no Rényi curve.")
         return gaussian_rdp(mu)
 
     def together(self, size: int) -> Array | None:
-        """Probabilities that 0, 1, ... ``size`` given rows are in together; None if unknown."""
+        """Probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled, if known.
+
+        Used for the privacy of groups (`fedsim.privacy.groups`).
+        """
         return None
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of draws from so many; None: nothing but that ids are valid."""
+        """Inclusion probabilities in a given population; None: an audit tests only valid ids."""
         return Inclusion(self.rate, self.rate**2, population if self.rate == 1 else None)
 
     def as_poisson(self) -> Law | None:
-        """Independent draws at the same rate, where those would cost less."""
+        """Poisson sampling at the same rate, where it would cost less (a hint for the user)."""
         return None
 
     def sampled(self, size: float, population: int) -> Law:
-        """The same kind of draw, of an expected ``size`` out of ``population``."""
+        """The same kind of law, for samples of expected ``size`` out of ``population``."""
         return replace(self, population=population)
 
     def comparable(self, other: Law) -> bool:
-        """Whether of these two the one with the larger rate costs no less at equal noise."""
+        """Whether the one of larger rate costs at least as much as the other, at equal noise."""
         return type(self) is type(other) and self.adjacency == other.adjacency
 
     @property
     def is_gaussian(self) -> bool:
-        """Whether a draw is one Gaussian if the sample is known, as of all fedsim's own laws."""
+        """Whether the release is a plain Gaussian once the sample is known (true of fedsim's)."""
         return True
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """A few words for a table, such as "Poisson, rate 0.1"."""
+        """Short description, for tables, such as "Poisson, rate 0.1"."""
 
     @abstractmethod
     def sentence(self, row: str) -> str:
-        """How a ``row`` ("client") is drawn: part of a statement's sentence."""
+        """How a ``row`` ("client", "example") is sampled: a phrase of the privacy statement."""
 
     def round_sentence(self, population: int) -> str:
-        """Who takes part in a round, for a report's reader."""
+        """Which clients take part in a round: a sentence for reports."""
         expected = self.rate * population
         return f"Clients of a round: {self.label}; about {expected:,.4g} of {population:,}."
 
     @classmethod
     def of_options(cls, **options: Any) -> Self:
-        """From options that were given on a command line, of rate, size and so on.
+        """Build it from the command line's options (rate, size, population, ...).
 
         Raises
         ------
         FedsimError
-            If it takes others.
+            If an option is none of this law's fields.
         """
         names = {field.name for field in fields(cls)}
         if options.keys() - names:
@@ -229,18 +234,18 @@ class Law(ABC):
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """How it is written in a ledger."""
+        """The law as JSON, for the ledger."""
         return {"name": self.name, **dict(sorted(to_json(self).items()))}
 
 
 def is_shipped(value: object) -> bool:
-    """Whether its class is fedsim's own, and nobody has to answer for it."""
+    """Whether its class is part of fedsim, rather than declared by the user."""
     return type(value).__module__.partition(".")[0] == "fedsim"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrappingLaw(Law):
-    """A law around another, its ``base``: of noise that rounds share, of the best of runs."""
+    """A law built on another one, its ``base``: for correlated noise, or selection among runs."""
 
     neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
 
@@ -248,13 +253,13 @@ class WrappingLaw(Law):
 
     @property
     def rate(self) -> float:
-        """That of the base."""
+        """Sampling rate of the base."""
         return self.base.rate
 
     def comparable(self, other: Law) -> bool:
-        """Only if it is the same."""
+        """Only with an equal law."""
         return self == other
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return self.base.round_sentence(population)

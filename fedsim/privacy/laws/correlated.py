@@ -1,7 +1,7 @@
-"""The law of noise that is correlated over rounds: several rounds together are one Gaussian.
+"""Laws of noise that is correlated over rounds: several rounds together are one Gaussian.
 
-And that of a plan of such rounds that was made longer: what they cost beyond the plan charged
-before.
+`CorrelatedLaw` is the cost of a plan of such rounds, `ExtendedLaw` the additional cost of making
+a plan longer that has already been charged.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
 class CorrelatedLaw(WrappingLaw):
     """The cost of several rounds with noise ``C^-1 Z``, for a lower triangular matrix C.
 
-    They are one Gaussian on ``C X``, X being the rounds' sums: one draw of ``base`` of rows whose
-    norm is `sensitivity` times that of a row (Choquette-Choo et al. 2023; Li et al. 2015).
+    With X the sums of the rounds, releasing ``X + C^-1 Z`` is post-processing of the one Gaussian
+    ``C X + Z``. It costs as much as one draw of ``base`` in which a row's norm is `sensitivity`
+    times its clip norm (Choquette-Choo et al. 2023; Li et al. 2015).
 
     Attributes
     ----------
     base : Law
-        How rows are drawn in these rounds: `FullLaw` if sampling amplifies nothing.
+        Law of the sampling in these rounds; `FullLaw` where it gives no amplification.
     noise : str
-        The noise, as in a config's ``noise.name``.
+        Name of the noise, as in a config's ``noise.name``.
     coefficients : str
-        SHA-256 of its coefficients, in hexadecimal.
+        SHA-256 of the noise's coefficients, in hexadecimal.
     sensitivity : float
-        The most that one row moves ``C X``, over the bound of a row in one round.
+        L2 sensitivity of ``C X`` to one row, in units of its clip norm.
     rounds : int
+        Number of rounds that are charged together.
     again : float
-        The same for one round that is repeated with other data.
+        The same sensitivity for one round that is repeated with different data.
     """
 
     name: ClassVar[str] = "correlated"
@@ -59,36 +61,36 @@ class CorrelatedLaw(WrappingLaw):
 
     @property
     def redrawn(self) -> Law:
-        """One further row of C, without amplification by sampling."""
+        """Law of one repeated round: one further row of C, without amplification by sampling."""
         base = FullLaw(adjacency=self.adjacency, population=self.population)
         return replace(self, base=base, sensitivity=self.again, rounds=1)
 
     def gaussian(self, noise_multiplier: float) -> float | None:
-        """Sensitivity in standard deviations, if sampling amplifies nothing."""
+        """``mu``, sensitivity over standard deviation; None where sampling amplifies."""
         return self.base.gaussian(noise_multiplier / self.sensitivity)
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
-        """Those of the base, at the multiplier over the sensitivity."""
+        """Dominating pairs of the base, at the multiplier divided by the sensitivity."""
         return self.base.pairs(noise_multiplier / self.sensitivity)
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """That of the base, at the multiplier over the sensitivity."""
+        """Rényi curve of the base, at the multiplier divided by the sensitivity."""
         return self.base.rdp(noise_multiplier / self.sensitivity)
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of draws, if sampling amplifies."""
+        """Inclusion probabilities of the base; None where sampling is not credited."""
         return None if self.rate == 1 else self.base.inclusion(population)
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         base = "no amplification" if self.rate == 1 else self.base.label
         if self.rounds == 1:
             return f"{self.noise} noise over the steps of a round, {base}"
         return f"{self.noise} noise over {self.rounds:,} rounds, {base}"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn and noised, for a statement."""
+        """How a ``row`` is sampled and noised: a phrase of the privacy statement."""
         drawn = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
         if row == "example":
             return (
@@ -104,14 +106,14 @@ class CorrelatedLaw(WrappingLaw):
 
 @dataclass(frozen=True)
 class Extension:
-    """That a plan was made longer while its rounds were being made.
+    """Record that a plan was made longer during the run.
 
     Attributes
     ----------
     rounds : int
-        Of the plan before.
+        Number of rounds of the plan before.
     after : int
-        Rounds that had been made.
+        Number of rounds already released then.
     """
 
     rounds: int
@@ -120,19 +122,19 @@ class Extension:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendedLaw(WrappingLaw):
-    """A plan of correlated rounds, less a shorter one of the same matrix that it extends.
+    """Additional cost of a plan of correlated rounds that extends a shorter one of the same matrix.
 
     The shorter plan's rounds are the first of the longer one's, with the same draws, so that both
-    together are one Gaussian of the longer plan's sensitivity. Squares of sensitivities add up
-    over plain Gaussians: this one has the difference, and what is charged for both is the larger
-    of the two, never their sum.
+    together are one Gaussian of the longer plan's sensitivity. Over plain Gaussians the squares of
+    sensitivities add up. This law therefore has the root of the difference of the squares, and
+    the two together cost as much as the longer plan, not the sum of both.
 
     Attributes
     ----------
     base : CorrelatedLaw
-        Of the longer plan, in which no sampling is counted on.
+        Law of the longer plan, without amplification by sampling.
     shorter : CorrelatedLaw
-        Of the plan that an earlier line charges.
+        Law of the shorter plan, charged by an earlier line of the ledger.
     """
 
     name: ClassVar[str] = "extended"
@@ -158,49 +160,49 @@ class ExtendedLaw(WrappingLaw):
 
     @property
     def sensitivity(self) -> float:
-        """The root of the difference of the two plans' squares."""
+        """Root of the difference of the two plans' squared sensitivities."""
         return math.sqrt(self.base.sensitivity**2 - self.shorter.sensitivity**2)
 
     @property
     def rounds(self) -> int:
-        """Of the longer plan."""
+        """Number of rounds of the longer plan."""
         return self.base.rounds
 
     @property
     def continued(self) -> Law:
-        """The shorter plan."""
+        """Law of the shorter plan, which must have been charged before."""
         return self.shorter
 
     def covers(self, law: Law) -> bool:
-        """Whether it is that of the longer plan."""
+        """Whether ``law`` is the longer plan's, which both lines together pay for."""
         return self.base == law
 
     @property
     def redrawn(self) -> Law | None:
-        """That of the longer plan."""
+        """Law of one repeated round of the longer plan."""
         return self.base.redrawn
 
     def gaussian(self, noise_multiplier: float) -> float:
-        """The difference in standard deviations."""
+        """``mu`` of the difference: squares of both plans' ``mu`` subtracted, and the root."""
         mu, before = (law.gaussian(noise_multiplier) for law in (self.base, self.shorter))
         assert mu is not None
         assert before is not None
         return math.sqrt(mu**2 - before**2)
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Of that Gaussian."""
+        """Rényi curve of the Gaussian with that ``mu``, at `ORDERS`."""
         return gaussian_rdp(self.gaussian(noise_multiplier))
 
     def inclusion(self, population: int) -> None:
-        """None, as of the plans."""
+        """None: rounds of a correlated plan are not independent draws that an audit could test."""
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self.base.label}, extended from {self.shorter.rounds:,}"
 
     def sentence(self, row: str) -> str:
-        """What was extended, for a statement."""
+        """Which plan was extended to what: a phrase of the privacy statement."""
         return (
             f"a plan of {self.shorter.rounds:,} rounds was extended to {self.rounds:,}, which are "
             f"charged together, as one Gaussian of sensitivity {self.base.sensitivity:.4g} C "

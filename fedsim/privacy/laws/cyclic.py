@@ -1,4 +1,4 @@
-"""Cyclic groups: each client belongs to one of b groups, which take part in turn."""
+"""Cyclic sampling: each client belongs to one of b groups, and the groups take turns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fedsim.settings import Doc, Ge, Gt, Le
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicLaw(Law):
-    """A row can be in one round out of ``groups``, and is in it with probability ``in_group``.
+    """Law of a row in one round out of each ``groups``, included with probability ``in_group``.
 
-    Adding a row changes the group of no other row, since each group is drawn independently.
+    Every row's group is drawn independently, so that adding a row leaves all others in theirs.
     """
 
     name: ClassVar[str] = "cyclic"
@@ -39,39 +39,39 @@ class CyclicLaw(Law):
 
     @property
     def rounds(self) -> int:
-        """The number of groups: each row can be in one of so many rounds."""
+        """Number of groups: one event covers a cycle, in one round of which a row can be."""
         return self.groups
 
     @property
     def rate(self) -> float:
-        """Within the group: that a row's group is secret too amplifies nothing."""
+        """Sampling rate within the group; the secrecy of the group itself is not credited."""
         return self.in_group
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
-        """Those of Poisson sampling in the group."""
+        """Dominating pairs of Poisson sampling at the rate within the group."""
         return SampledGaussian(self.in_group, noise_multiplier).both
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """That of Poisson sampling in the group."""
+        """Rényi curve of Poisson sampling at the rate within the group."""
         if self.in_group == 1:
             return gaussian_rdp(1 / noise_multiplier)
         return poisson_rdp(self.in_group, noise_multiplier)
 
     def inclusion(self, population: int) -> None:
-        """None: draws of several rounds are dependent, since groups stay."""
+        """None: rounds are not drawn independently, since clients stay in their groups."""
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self.groups} groups in turn, rate {self.in_group:.6g}"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         inside = "" if self.in_group == 1 else ", of which each is in independently (Poisson)"
         return f"groups of {row}s in turn, every {self.groups} rounds{inside}"
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return (
             f"Clients belong to {self.groups} groups, which take turns; each client of the group "
             f"whose turn it is takes part with probability {self.in_group:g}: about "
@@ -82,22 +82,23 @@ class CyclicLaw(Law):
 @register("cohort", "cyclic")
 @dataclass(frozen=True)
 class Cyclic(RememberingSampler):
-    """Clients in randomly drawn groups; in round t, group t modulo their number takes part.
+    """Random groups of clients take turns: in round t, group ``(t - 1) % groups`` takes part.
 
     A client that takes part is not in the next ``groups - 1`` rounds, which bounds the sensitivity
     of noise that is correlated over rounds.
 
     Guarantee: add-remove (each client's group is drawn independently, so that group sizes are
-    random). In its group's round a client is in with probability ``rate``, with the amplification
-    of Poisson sampling.
+    random). In its group's round a client is sampled with probability ``rate``, with the
+    amplification of Poisson sampling.
 
     Parameters
     ----------
     groups : int
+        Number of groups.
     rate : float
-        In (0, 1].
+        Sampling probability within the group whose turn it is, in (0, 1].
     population : int or None
-        Declared public number.
+        Number of clients: declared, public.
     """
 
     name: ClassVar[str] = "cyclic"
@@ -113,9 +114,10 @@ class Cyclic(RememberingSampler):
         return self.rate * declared_population(self) / self.groups
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Sorted ids."""
+        """Sorted ids of the sampled members of this round's group."""
         if not self.memory:
-            # One number a client, in the order of their ids: one client more moves no other.
+            # Round 0 is the address of the groups. One number per client in the order of ids: one
+            # more client, with the highest id, leaves all others in their groups.
             numbers = draws.generator(0, 0).random(declared_population(self))
             self.memory["groups"] = (numbers * self.groups).astype(np.int64)
         members = np.flatnonzero(self.memory["groups"] == (round - 1) % self.groups)
@@ -124,9 +126,9 @@ class Cyclic(RememberingSampler):
         return members[draws.generator(round, step).random(len(members)) < self.rate]
 
     def law(self) -> CyclicLaw:
-        """One round in ``groups``."""
+        """Law of one cycle of ``groups`` rounds."""
         return CyclicLaw(groups=self.groups, in_group=self.rate, population=self.population)
 
     def participation(self, rounds: int) -> Participation:
-        """Rounds that are a multiple of the number of groups apart."""
+        """Every ``groups``-th round, from the group's first on."""
         return Participation(rounds, self.groups)

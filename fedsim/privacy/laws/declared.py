@@ -1,8 +1,8 @@
-"""Laws that fedsim does not ship, as data: what an event holds and a ledger writes of them.
+"""Laws that fedsim does not ship, stored as data in events and ledgers.
 
-A ledger is verified from what stands in it, never by importing code. A law of a user's is
-therefore evaluated once for each noise multiplier, where an event is made: its Rényi curve exactly,
-its dominating pairs on a grid of losses, rounded up. From there on only these are known of it.
+A ledger is verified from its contents, never by importing code. A user's law is therefore
+evaluated once for each noise multiplier, when an event is made: its Rényi curve exactly, its
+dominating pairs on a grid of losses, rounded up. Everything later uses these numbers alone.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from fedsim.privacy.pld import discretised
 from fedsim.privacy.records import to_json
 
 NAME = "declared"
-"""Of all of them, in a ledger."""
+"""Name of every such law in a ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredLaw(Law):
-    """A law at one noise multiplier, by its Rényi curve and its discretised pairs.
+    """A user's law at one noise multiplier: its Rényi curve and discretised dominating pairs.
 
     Attributes
     ----------
     title, label_text, sentence_text : str
-        What its author calls it, in a table, and in a statement.
+        The user's law's `name`, `label` and `sentence` (with ``{row}`` for the kind of row).
     noise_multiplier : float
-        At which it was evaluated; more noise costs no more.
-    inclusion_rate, two : float
+        Multiplier at which it was evaluated. The same cost is charged for more noise.
+    inclusion_rate : float
+        Its `rate`.
+    two : float or None
     size : int or None
-        Its `Inclusion`, and `rate`.
+        The fields of its `Inclusion`; ``two`` is None if it has none.
     curve : tuple of float
         Rényi divergences at `fedsim.privacy.losses.ORDERS`.
     removed, added : DiscretePair or None
-        Dominating pairs.
+        Dominating pairs for removing and for adding a row; both None where unknown.
     """
 
     neighbours = get_args(Adjacency)
@@ -75,16 +77,16 @@ class DeclaredLaw(Law):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Its title."""
+        """The user's law's own name."""
         return self.title
 
     @property
     def rate(self) -> float:
-        """Probability of a row being in, as its author gives it."""
+        """Probability that a row is sampled, as the law's author declares it."""
         return self.inclusion_rate
 
     def gaussian(self, noise_multiplier: float) -> None:
-        """Never: what it is, only its data say."""
+        """None: only the stored numbers are known, not whether they are a Gaussian's."""
 
     def _check(self, noise_multiplier: float) -> None:
         if noise_multiplier < self.noise_multiplier * (1 - 1e-12):
@@ -96,37 +98,37 @@ class DeclaredLaw(Law):
             )
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
-        """Dominating pairs, at no less noise than the law was evaluated at."""
+        """Dominating pairs, at no less noise than that of the evaluation; None where unknown."""
         self._check(noise_multiplier)
         if self.removed is None or self.added is None:
             return None
         return self.removed, self.added
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Rényi curve, at no less noise than the law was evaluated at."""
+        """Rényi curve, at no less noise than that of the evaluation."""
         self._check(noise_multiplier)
         return np.array(self.curve)
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of draws; None where its author gives nothing."""
+        """Inclusion probabilities; None where the law's author declares none."""
         return None if self.two is None else Inclusion(self.rate, self.two, self.size)
 
     def comparable(self, other: Law) -> bool:
-        """Only if it is the same."""
+        """Only with an equal law."""
         return self == other
 
     @property
     def is_gaussian(self) -> bool:
-        """False: it is not known here."""
+        """False: unknown, and so not assumed."""
         return False
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return self.label_text
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return self.sentence_text.replace("{row}", row)
 
     def __hash__(self) -> int:
@@ -134,23 +136,23 @@ class DeclaredLaw(Law):
 
     @cached_property
     def digest(self) -> str:
-        """By which later lines of a ledger refer to the one that holds it."""
+        """SHA-256 of the law's JSON, by which later ledger lines refer to the one that holds it."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """How it is written in a ledger."""
-        # With underscores, and so it has its digest in the ledgers that there are.
+        """The law as JSON, for the ledger."""
+        # Keys with underscores: the digests in existing ledgers were computed from these.
         return {"name": NAME, **{key.replace("-", "_"): v for key, v in to_json(self).items()}}
 
 
 def as_data(law: Law, noise_multiplier: float) -> Law:
-    """A law that needs no code but fedsim's: itself, or what `DeclaredLaw` keeps of it.
+    """A law that needs only fedsim's code: the law itself, or its `DeclaredLaw` if it is a user's.
 
     Raises
     ------
     FedsimError
-        If the law gives something else than a curve and pairs.
+        If a user's law cannot be evaluated to a curve and pairs.
     """
     if is_shipped(law):
         return law
@@ -165,6 +167,8 @@ def as_data(law: Law, noise_multiplier: float) -> Law:
 
 @lru_cache(maxsize=256)
 def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
+    """Evaluate a user's law at one noise multiplier."""
+    # A law need not handle the limits: without noise the cost is infinite, with infinite noise 0.
     curve, pairs = np.full(len(ORDERS), 0.0 if noise_multiplier else math.inf), None
     if 0 < noise_multiplier < math.inf:
         curve, pairs = np.asarray(law.rdp(noise_multiplier)), law.pairs(noise_multiplier)
@@ -186,7 +190,7 @@ def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
 
 
 def costliest_curve(curves: list[Array], adjacency: Adjacency) -> DeclaredLaw:
-    """A law that costs no less than any of these Rényi curves, at any noise."""
+    """A law whose cost is at least that of each of these Rényi curves, at any noise multiplier."""
     return DeclaredLaw(
         title="at least as costly as all others here",
         label_text="the largest of several Rényi curves",

@@ -1,4 +1,4 @@
-"""Samples of a fixed size without replacement, for which replace-one neighbours are known."""
+"""Samples of a fixed size without replacement, accounted for under replace-one adjacency."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 
-# Sampling without replacement is bounded at whole orders and interpolated between them;
-# beyond 64 its bound costs more time than it ever gains.
+# The bound for sampling without replacement is known at integer orders only, and interpolated
+# between them. Beyond order 64 it takes more time and never gives a smaller epsilon.
 WHOLE_ORDERS = np.arange(2, 65)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizeLaw(Law):
-    """``size`` of ``population`` without replacement; Rényi accounting is all there is."""
+    """Law of ``size`` rows out of ``population`` without replacement; Rényi accounting only."""
 
     name: ClassVar[str] = "fixed"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("replace-one",)
@@ -49,7 +49,7 @@ class FixedSizeLaw(Law):
         return self.size / self.population
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """Rényi curve at `ORDERS`."""
+        """Rényi curve at `ORDERS`, under replace-one."""
         assert self.size is not None
         assert self.population is not None
         if (mu := self.gaussian(noise_multiplier)) is not None:
@@ -57,38 +57,38 @@ class FixedSizeLaw(Law):
         return fixed_rdp(self.size, self.population, noise_multiplier)
 
     def inclusion(self, population: int) -> Inclusion:
-        """Probabilities of one row and of two being in, and the size of a sample."""
+        """Probabilities that one given row is sampled and that two are, and the sample size."""
         m, n = self.size or 0, population
         return Inclusion(m / n, m * (m - 1) / (n * max(n - 1, 1)), m)
 
     def as_poisson(self) -> PoissonLaw:
-        """Independent draws at the same rate, which cost less."""
+        """Poisson sampling at the same rate, which costs less."""
         return PoissonLaw(rate=self.rate)
 
     def sampled(self, size: float, population: int) -> FixedSizeLaw:
-        """The same kind of draw, of an expected ``size`` out of ``population``."""
+        """The same kind of law, for samples of expected ``size`` out of ``population``."""
         return FixedSizeLaw(size=int(size), population=population)
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self.size} of {self.population} without replacement"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return "samples of a fixed size without replacement"
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return f"In each round {self.size} clients take part, drawn without replacement."
 
 
 @lru_cache(maxsize=4096)
 def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
-    """RDP at `ORDERS` of a Gaussian on ``size`` of ``population`` without replacement.
+    """RDP at `ORDERS` of a Gaussian on ``size`` of ``population`` rows, without replacement.
 
-    Replace-one. dp-accounting's bound (Wang, Balle & Kasiviswanathan 2019) takes the noise
-    in units of the sensitivity of the *change*, which is 2C: it is given z/2, not z.
+    The adjacency is replace-one. dp-accounting's bound (Wang, Balle & Kasiviswanathan 2019) takes
+    the noise in units of the sensitivity under replacement, which is 2C: it is passed z/2, not z.
     """
     from dp_accounting import GaussianDpEvent, NeighboringRelation
     from dp_accounting.dp_event import SampledWithoutReplacementDpEvent
@@ -101,7 +101,8 @@ def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
                 population, size, GaussianDpEvent(noise_multiplier / 2)
             )
         )
-    # (order - 1) * rdp is convex in the order: a chord is an upper bound.
+    # (order - 1) * rdp is convex in the order and 0 at order 1, so that a chord between integer
+    # orders is an upper bound. Above the largest of them nothing is known: infinite.
     cumulants = np.concatenate([[0.0], (WHOLE_ORDERS - 1) * accountant.rdp])
     chord = np.interp(ORDERS, np.concatenate([[1], WHOLE_ORDERS]), cumulants, right=np.inf)
     return np.asarray(chord / (ORDERS - 1))
@@ -110,7 +111,7 @@ def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
 @register("cohort", "fixed")
 @dataclass(frozen=True)
 class FixedSize(Sampler):
-    """Exactly ``size``, uniformly without replacement.
+    """Cohorts of exactly ``size`` clients, drawn uniformly without replacement.
 
     Guarantee: replace-one only, and expensive: 300 of 3000 clients over 100 rounds at a
     noise multiplier of 1.2104 and delta = 1e-5 cost epsilon 36.9, a Poisson cohort of the
@@ -119,14 +120,14 @@ class FixedSize(Sampler):
     Parameters
     ----------
     size : int
-        In [1, population].
+        Clients in a cohort, in [1, population].
     population : int
-        Declared public number.
+        Number of clients: declared, public.
     """
 
     name: ClassVar[str] = "fixed"
     size: Annotated[int, Ge(1), Doc("How many are in, of all.")] = 10
-    population: int = 0  # which is refused: it must be declared
+    population: int = 0  # refused: a population must be declared
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,12 +138,13 @@ class FixedSize(Sampler):
 
     @property
     def expected_size(self) -> float:
-        """The size itself."""
+        """``size``, exactly."""
         return float(self.size)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids, by Floyd's method (Bentley and Floyd 1987)."""
-        # One number below j + 1 for each j: if it is taken, j itself is not.
+        # One number from 0 to j for each of the last `size` ids j, ascending. If that number is
+        # already chosen, j is taken instead: it is larger than all earlier ones, hence free.
         above = np.arange(self.population - self.size + 1, self.population + 1)
         chosen: set[int] = set()
         for number, bound in zip(
@@ -152,5 +154,5 @@ class FixedSize(Sampler):
         return np.sort(np.fromiter(chosen, dtype=np.int64, count=self.size))
 
     def law(self) -> FixedSizeLaw:
-        """Sampling without replacement."""
+        """Sampling of ``size`` rows without replacement."""
         return FixedSizeLaw(size=self.size, population=self.population)

@@ -1,4 +1,4 @@
-"""Everybody, every time; and the law of a plain Gaussian without amplification."""
+"""Full participation, and its law: a plain Gaussian without amplification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from fedsim.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class FullLaw(Law):
-    """One plain Gaussian: with a fixed denominator every relation is valid, at its sensitivity."""
+    """Law of one plain Gaussian, with no amplification.
+
+    With a fixed denominator it is valid for every adjacency, each at its own sensitivity.
+    """
 
     name: ClassVar[str] = "full"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("zero-out", "add-remove", "replace-one")
@@ -24,20 +27,20 @@ class FullLaw(Law):
     adjacency: Adjacency = "zero-out"
 
     def together(self, size: int) -> Array:
-        """All of them."""
+        """Probability 1 that all ``size`` rows are included."""
         return np.asarray(np.eye(size + 1)[size])
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return "full participation (no amplification by sampling)"
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return "Every client takes part in every round."
 
 
 def unamplified(law: Law) -> FullLaw:
-    """What a Gaussian law costs against an adversary who knows who was drawn."""
+    """Law of the same release against an adversary who knows which rows were sampled."""
     replaced = law.adjacency == "replace-one"
     return FullLaw(adjacency="replace-one" if replaced else "zero-out")
 
@@ -45,15 +48,15 @@ def unamplified(law: Law) -> FullLaw:
 @register("cohort", "full")
 @dataclass(frozen=True)
 class Full(Sampler):
-    """Everybody, every time: no amplification, and the exact Gaussian curve.
+    """Every client in every round: no amplification, and the exact Gaussian curve.
 
     Parameters
     ----------
     population : int or None
-        Declared public number; accounting alone does not need it.
+        Number of clients: declared, public. Accounting alone does not need it.
     adjacency : "zero-out" (default) or "replace-one"
-        Zero-out: one row replaced by nothing. Replace-one: by any other, which moves the sum by
-        twice the clip norm.
+        Zero-out replaces one row by zeros; replace-one replaces it by any other row, which moves
+        the sum by up to twice the clip norm.
     """
 
     name: ClassVar[str] = "full"
@@ -62,17 +65,17 @@ class Full(Sampler):
 
     @property
     def steps(self) -> int:
-        """1: as a pass over everybody, it is one batch."""
+        """Batches in one pass over the rows: always 1."""
         return 1
 
     def order(self, round: int, draws: Draws, number: int) -> Ids:
-        """All ids; nothing is drawn. As `ShuffledPasses.order`."""
+        """All ids, in ascending order, without random numbers (see `ShuffledPasses.order`)."""
         return np.arange(declared_population(self), dtype=np.int64)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """All ids; nothing is drawn."""
+        """All ids, without random numbers."""
         return self.order(round, draws, step)
 
     def law(self) -> FullLaw:
-        """No sampling, and no amplification."""
+        """A plain Gaussian, without amplification."""
         return FullLaw(population=self.population, adjacency=self.adjacency)

@@ -1,4 +1,4 @@
-"""Independent draws: Poisson sampling, and samplers that give each row a probability of its own."""
+"""Independent draws: Poisson sampling, and samplers with one inclusion probability per row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedsim.settings import Doc, Ge, Le
 
 Drawn = npt.NDArray[np.bool_]
 
-# Standard deviations of a sample's size for which gaps are asked for at once.
+# Standard deviations above the expected sample size for which gaps are drawn at first.
 SPREAD = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonLaw(Law):
-    """Each row is in with probability ``rate``, independently of all others."""
+    """Law of Poisson sampling: each row is sampled independently, with probability ``rate``."""
 
     name: ClassVar[str] = "poisson"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
@@ -43,7 +43,7 @@ class PoissonLaw(Law):
             raise FedsimError(f"rate is {self.rate}; it must lie in (0, 1].")
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
-        """Both directions; exact (Zhu, Dong & Wang 2022)."""
+        """Dominating pairs for removing and for adding a row; exact (Zhu, Dong & Wang 2022)."""
         return SampledGaussian(self.rate, noise_multiplier).both
 
     def rdp(self, noise_multiplier: float) -> Array:
@@ -51,27 +51,27 @@ class PoissonLaw(Law):
         return poisson_rdp(self.rate, noise_multiplier)
 
     def together(self, size: int) -> Array:
-        """Binomial."""
-        from scipy.stats import binom  # half a second that no other accounting waits for
+        """Binomial probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled."""
+        from scipy.stats import binom  # takes half a second, and only groups need it
 
         return np.asarray(binom.pmf(np.arange(size + 1), size, self.rate))
 
     def sampled(self, size: float, population: int) -> PoissonLaw:
-        """The same kind of draw, of an expected ``size`` out of ``population``."""
+        """The same kind of law, for samples of expected ``size`` out of ``population``."""
         rate = size / population
         return PoissonLaw(rate=rate, population=population, adjacency=self.adjacency)
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"Poisson, rate {self.rate:.6g}"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return f"Poisson sampling (each {row} independently)"
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return (
             f"In each round every client takes part with probability {self.rate:g}, independently "
             f"of the others: about {round(self.rate * population, 1):,.6g} of them."
@@ -79,7 +79,7 @@ class PoissonLaw(Law):
 
     @classmethod
     def of_options(cls, **options: Any) -> PoissonLaw:
-        """From options of a command line; a size and a population give the rate too."""
+        """Build it from the command line's options; size and population may replace the rate."""
         size, population = options.pop("size", None), options.get("population")
         if options.get("rate") is None:
             if size is None or population is None:
@@ -103,19 +103,19 @@ def poisson_rdp(rate: float, noise_multiplier: float) -> Array:
 @register("cohort", "poisson")
 @dataclass(frozen=True)
 class Poisson(Sampler):
-    """Everybody is in with probability ``rate``, independently of all others.
+    """Each client is sampled with probability ``rate``, independently of all others.
 
-    Guarantee: add-remove, with the full amplification by sampling; zero-out where the
-    population is public for a reason of its own, as a client's number of examples is. The
-    sample's size is Binomial(population, rate), is private, and may be 0. One more row with the
-    highest id changes a sample by that row at most.
+    Guarantee: add-remove, with the full amplification by sampling; or zero-out, where the
+    population is public anyway, as a client's number of examples is. The sample's size is
+    Binomial(population, rate), is private, and may be 0. One more row, with the highest id, leaves
+    the draws of all others unchanged.
 
     Parameters
     ----------
     rate : float
-        In (0, 1].
+        Probability of being sampled, in (0, 1].
     population : int or None
-        Declared public number; accounting alone does not need it.
+        Number of rows: declared, public. Accounting alone does not need it.
     adjacency : "add-remove" (default) or "zero-out"
     """
 
@@ -130,40 +130,44 @@ class Poisson(Sampler):
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Sorted ids, by the gaps between them, which are geometric."""
+        """Sorted ids, from geometric gaps between them: time is proportional to the sample."""
         if self.rate == 1:
             return np.arange(declared_population(self), dtype=np.int64)
         ids, drawn = draw_poisson([self], [draws], round, [range(step, step + 1)])
         return ids[drawn]
 
     def law(self) -> PoissonLaw:
-        """Poisson sampling at the rate."""
+        """Poisson sampling at ``rate``."""
         return PoissonLaw(rate=self.rate, population=self.population, adjacency=self.adjacency)
 
 
 def draw_poisson(
     samplers: Sequence[Poisson | Full], draws: Sequence[Draws], round: int, steps: Sequence[range]
 ) -> tuple[Ids, Drawn]:
-    """`Poisson.draw` for n owners and some steps of each, in a third of the time.
+    """`Poisson.draw` for several steps of each of n clients, in a third of the time.
 
     Parameters
     ----------
     samplers, draws : sequences of n
+        Each client's sampler of batches, and its keyed random numbers.
     round : int
     steps : sequence of n ranges
+        Steps to draw for each client; S is the length of the longest range.
 
     Returns
     -------
     ids : int64 ``[n, S, w]``
-        Sorted for each owner and step, and 0 behind them.
+        Sorted ids of each client and step, padded with zeros at the end.
     drawn : bool ``[n, S, w]``
-        Which of them are ids.
+        True at ids, False at padding.
     """
     population = np.array([declared_population(sampler) for sampler in samplers])[:, None, None]
     expected = max(sampler.expected_size for sampler in samplers)
-    # How many gaps are asked for at a time changes none of them.
+    # The width may depend on the other clients in the block: a generator gives the same first
+    # gaps for any number requested, so that no sample depends on it.
     width = int(expected + SPREAD * math.sqrt(expected)) + 4
-    # Sums of gaps may pass what int64 holds, and whole numbers below 2^53 are exact in float64.
+    # float64, because sums of gaps may overflow int64. Only sums up to the population count, and
+    # integers below 2^53 are exact. Infinity marks the steps that a client does not have.
     gaps = np.full((len(samplers), max(map(len, steps)), width), np.inf)
     for sampler, owner_draws, owner_steps, rows in zip(samplers, draws, steps, gaps, strict=True):
         if sampler.rate == 1:
@@ -173,8 +177,9 @@ def draw_poisson(
             row[:] = generator.geometric(sampler.rate, width)
     numbers = gaps.cumsum(axis=2)
     while (short := numbers[:, :, -1:] <= population).any():
-        # The same address once more gives the gaps that are there and then those that follow; the
-        # operating system others of the same law.
+        # Some sample may not have reached its last id. A keyed generator starts from its address
+        # again, so that its first `have` gaps repeat those used, and the next are appended. With
+        # system entropy all are fresh; independent gaps of the same distribution serve as well.
         have = numbers.shape[2]
         further = np.full_like(numbers, np.inf)
         for owner, step in np.argwhere(short[:, :, 0]).tolist():
@@ -192,27 +197,27 @@ _DERIVED = frozenset(
 
 
 class InclusionSampler(Sampler):
-    """Base of samplers that let each row in independently, with a probability of its own.
+    """Base of samplers that include each row independently, with its own public probability.
 
-    A subclass says `probabilities` and nothing else: draw and law follow from them, and an
-    audit can hold inclusion frequencies against them, one by one, in pairs and over rounds.
+    A subclass defines `probabilities` and nothing else. Draw and law follow from them, and an
+    audit can compare inclusion frequencies with them: of rows, of pairs of rows, over rounds.
 
-    Guarantee: add-remove, that of Poisson sampling at ``highest``. No probability may depend on
-    private data.
+    Guarantee: add-remove, at the cost of Poisson sampling at rate ``highest``. No probability may
+    depend on private data.
 
     Parameters
     ----------
     population : int
-        Declared public number.
+        Number of rows: declared, public.
     highest : float
-        No probability of any round is above it, in (0, 1]: what the law charges.
+        Upper bound on all probabilities of all rounds, in (0, 1]; the rate that is charged.
     """
 
     name: ClassVar[str] = "inclusion"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # Of its own, and from classes that stand before this one among its bases.
+        # A mixin that precedes this class in the method resolution order overrides as well.
         nearer = cls.__mro__[: cls.__mro__.index(InclusionSampler)]
         derived = _DERIVED & {name for definition in nearer for name in vars(definition)}
         if derived:
@@ -232,16 +237,17 @@ class InclusionSampler(Sampler):
         return f"{type(self).__name__}({self.population}, {self.highest})"
 
     def probabilities(self, round: int) -> npt.NDArray[np.float64]:
-        """Probability of each being in this round, public, ``[population]``."""
+        """Inclusion probability of each row in this round, public, ``[population]``."""
         raise NotImplementedError
 
     @property
     def expected_size(self) -> float:
-        """The sum of the first round's probabilities, for every round."""
+        """Sum of the first round's probabilities, used in every round (a fixed denominator)."""
         return float(self._probabilities(1).sum())
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Sorted ids: a Poisson sample at the highest probability, thinned."""
+        """Sorted ids, by thinning a Poisson sample at the highest probability."""
+        # Two addresses a step: even parts for the candidates, odd ones for thinning them.
         candidates = Poisson(self.highest, self.population).draw(round, draws, 2 * step)
         numbers = draws.generator(round, 2 * step + 1).random(len(candidates))
         return candidates[numbers * self.highest < self._probabilities(round)[candidates]]
@@ -251,6 +257,7 @@ class InclusionSampler(Sampler):
         return PoissonLaw(rate=self.highest, population=self.population)
 
     def _probabilities(self, round: int) -> npt.NDArray[np.float64]:
+        """`probabilities`, after checking that the law's charge covers them."""
         p = np.asarray(self.probabilities(round), dtype=np.float64)
         if p.shape != (self.population,) or not ((p >= 0) & (p <= self.highest)).all():
             raise FedsimError(

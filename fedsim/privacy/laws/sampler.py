@@ -1,9 +1,9 @@
-"""What a sampler is: which rows are sampled, with the law that says what that costs.
+"""Interface of a sampler: it draws samples of rows and says by its law what a draw costs.
 
-A sampler draws and gives its law, so that accounting and drawing cannot disagree. One type serves
-both levels: a cohort of clients is a sample of the population, a batch one of a client's examples.
-A draw is a function of its round's keyed random numbers, and of the sampler's state, if it has any;
-its time is proportional to what it draws.
+Draws and their cost come from one object, so that accounting and sampling cannot disagree. The
+same type serves both levels: a cohort is a sample of the population, a batch a sample of one
+client's examples. A draw is a function of the round's keyed random numbers and of the sampler's
+state, if it has any. Its time is proportional to the size of the sample.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fedsim.settings import check_settings
 Ids = npt.NDArray[np.int64]
 
 SamplerState = Mapping[str, Any]
-"""Names to numpy arrays and to what JSON can say."""
+"""State by name: numpy arrays and JSON values."""
 
 
 class Sampler(ABC):
-    """Which rows are sampled, and what that costs. All fields are public information.
+    """Base of samplers: which rows are sampled, and at what cost. All fields are public.
 
-    One of your own is *declared by the user* in ledger and statement: it is not checked that its
-    law is true of its draws. Where rows are in independently of each other, derive it from
-    `fedsim.cohorts.InclusionSampler`: its law then follows from its probabilities.
+    A sampler of your own is *declared by the user* in ledger and statement: fedsim does not check
+    that its law describes its draws. If rows are sampled independently of each other, derive it
+    from `fedsim.cohorts.InclusionSampler`, whose law follows from the inclusion probabilities.
     """
 
     name: ClassVar[str]
-    """As in a config's ``cohort.name``."""
+    """Name in a config's ``cohort.name``."""
 
     population: int | None
-    """Declared public number of those who may be drawn."""
+    """Number of rows that may be sampled: declared, public."""
 
     def __post_init__(self) -> None:
         check_settings(self, "cohort.")
@@ -48,12 +48,12 @@ class Sampler(ABC):
 
     @property
     def rate(self) -> float:
-        """Mean probability of any one being drawn, in (0, 1]."""
+        """Mean probability that a row is sampled, in (0, 1]."""
         return self.law().rate
 
     @property
     def adjacency(self) -> Adjacency:
-        """Which neighbouring populations the law is about."""
+        """The adjacency that the law's cost refers to."""
         return self.law().adjacency
 
     @property
@@ -63,32 +63,32 @@ class Sampler(ABC):
         Raises
         ------
         FedsimError
-            If no population was declared: clients that were reached must not stand in for it.
+            If no population was declared: the number of reachable clients must not replace it.
         """
         return self.rate * declared_population(self)
 
     @property
     def horizon(self) -> int | None:
-        """How many rounds its draws are made for, so that none may follow; None for any number.
+        """Number of rounds that it can draw for; None for any number.
 
-        By default the setting ``rounds`` of a sampler that has it: a config fills it in.
+        By default this is the setting ``rounds``, if the sampler has it: a config fills it in.
         """
         rounds: int | None = getattr(self, "rounds", None)
         return rounds
 
     @abstractmethod
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Ids of those who are in, each at most once.
+        """Ids of the sampled rows, each at most once.
 
         Parameters
         ----------
         round : int
-            A sampler may follow it: groups in turn, rounds apart, a trace. Rounds are drawn in
-            turn.
+            Number of the round, which the sample may depend on (groups in turn, a minimum
+            separation, a trace). Rounds are drawn in ascending order.
         draws : Draws
-            Gives the generators: ``draws.generator(round, part)``, each address once.
+            Keyed generators, ``draws.generator(round, part)``; each address is used once.
         step : int
-            Samples of one round are numbered; a cohort is step 0.
+            Number of the sample within the round (a batch); a cohort is step 0.
 
         Raises
         ------
@@ -98,22 +98,22 @@ class Sampler(ABC):
 
     @abstractmethod
     def law(self) -> Law:
-        """What one draw costs."""
+        """Law of one draw: its privacy cost."""
 
     def participation(self, rounds: int) -> Participation:
-        """In which of so many rounds a row can be; by default in any."""
+        """Rounds out of ``rounds`` in which one row can be sampled; by default any."""
         return Participation(rounds)
 
     def gaussians(self, count: int) -> int:
-        """How often the law applies to any one row in ``count`` sums, of steps 0 to count - 1."""
+        """How often the law is charged for ``count`` sums, of steps 0 to ``count - 1``."""
         return count
 
     def state(self) -> SamplerState:
-        """What later draws need of earlier ones; most samplers need nothing."""
+        """What later draws depend on, for a checkpoint; most samplers have no state."""
         return {}
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from what `state` gave, perhaps in another process."""
+        """Resume from a `state`, perhaps in another process."""
         if state:
             raise FedsimError(
                 f"the state holds {', '.join(sorted(state))} of a sampler, but "
@@ -128,17 +128,19 @@ class RememberingSampler(Sampler):
     Attributes
     ----------
     memory : dict of str to int64 arrays and int
-        Filled by the first draw and changed by each; a checkpoint has all of it.
+        State of the draws: filled by the first one, changed by each, all of it in a checkpoint.
     """
 
+    # Changed in place and excluded from comparison: the sampler stays a frozen value that equals
+    # any other with the same settings, before and after draws.
     memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def state(self) -> SamplerState:
-        """The memory; empty before the first draw."""
+        """Copy of the memory; empty before the first draw."""
         return {name: np.copy(value) for name, value in self.memory.items()}
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from what `state` gave, perhaps in another process."""
+        """Resume from a `state`, perhaps in another process."""
         self.memory.clear()
         self.memory.update({n: np.array(value, dtype=np.int64) for n, value in state.items()})
 
@@ -151,7 +153,7 @@ def check_population(population: int | None) -> None:
 
 
 def declared_population(sampler: Sampler) -> int:
-    """The population.
+    """The sampler's population.
 
     Raises
     ------

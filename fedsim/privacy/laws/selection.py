@@ -1,7 +1,8 @@
-"""The best of a random number of runs: what publishing it alone costs.
+"""Privacy cost of model selection: only the best of a random number of runs is published.
 
-A random number K of runs is made, and only the best is published. That costs little more than one
-run, and far less than publishing all K (Liu and Talwar 2019; Papernot and Steinke 2022).
+If the number K of runs is random and all but the best stay secret, the cost is little more than
+one run's, and far less than that of publishing all K (Liu and Talwar 2019; Papernot and Steinke
+2022).
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ Distribution = Literal["logarithmic", "geometric", "poisson"]
 
 @dataclass(frozen=True)
 class Selection:
-    """The distribution of the number of runs of which the best is published.
+    """Distribution of the number of runs of which the best is published.
 
     Attributes
     ----------
     distribution : "logarithmic", "geometric" or "poisson"
-        Poisson costs least for few runs; the number may then be 0.
+        Poisson costs least for few runs; the number of runs may then be 0.
     mean : float
-        Above 1.
+        Mean number of runs, above 1.
 
     Raises
     ------
     FedsimError
-        If the mean is not above 1.
+        If the distribution is unknown, or the mean is not above 1.
     """
 
     distribution: Distribution
@@ -51,17 +52,19 @@ class Selection:
 
     @property
     def gamma(self) -> float:
-        """Parameter of the logarithmic or the geometric distribution that has the mean."""
+        """Parameter gamma of the logarithmic or geometric distribution with this mean."""
         if self.distribution == "geometric":
             return 1 / self.mean
 
-        def is_small(log: float) -> bool:  # a small parameter is a large mean
+        # The logarithmic distribution's mean is (1 / gamma - 1) / log(1 / gamma), which rises as
+        # gamma falls: log(1 / gamma) is found by bisection.
+        def is_small(log: float) -> bool:
             return math.expm1(log) / log >= self.mean
 
         return math.exp(-bisected(is_small, most=1e4, tolerance=1e-12)[1])
 
     def draw(self, generator: np.random.Generator) -> int:
-        """A number of runs."""
+        """Draw the number of runs."""
         if self.distribution == "poisson":
             return int(generator.poisson(self.mean))
         if self.distribution == "geometric":
@@ -69,16 +72,18 @@ class Selection:
         return int(generator.logseries(1 - self.gamma))
 
     def renyi(self, base: Array) -> Array:
-        """Rényi curve of the published run, from that of each run, at `ORDERS`.
+        """Rényi curve of the published run at `ORDERS`, given that of a single run.
 
         Theorems 2 and 6 of Papernot and Steinke (2022).
         """
         several = math.log(self.mean) / (ORDERS - 1)
         if self.distribution == "poisson":
+            # Theorem 6: at each order, delta of a single run at epsilon = log(1 + 1/(order - 1)).
             epsilons = np.log1p(1 / (ORDERS - 1))
             deltas = [rdp_delta(base, float(epsilon)) for epsilon in epsilons]
             return base + self.mean * np.array(deltas) + several
-        # eta of the truncated negative binomial distribution: 0 is logarithmic, 1 geometric.
+        # Theorem 2, for the truncated negative binomial distribution, which is logarithmic for
+        # eta = 0 and geometric for eta = 1. Its second order is free: take the best, for all.
         eta = 1 if self.distribution == "geometric" else 0
         per_order = (1 - 1 / ORDERS) * base - math.log(self.gamma) / ORDERS
         return np.asarray(base + (1 + eta) * per_order.min() + several)
@@ -86,18 +91,18 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionLaw(WrappingLaw):
-    """All releases of a run that is the best of a random number of runs like it.
+    """Law of all releases of a run that is published as the best of a random number of runs.
 
     Attributes
     ----------
     base : Law
-        Of a run's releases.
+        Law of one release of a run.
     invocations : int
-        How many of them a run makes.
+        How often it is charged in a run.
     distribution, mean
-        As in `Selection`.
+        Distribution of the number of runs, as in `Selection`.
     rounds : int
-        Of a run.
+        Number of rounds of a run.
     """
 
     name: ClassVar[str] = "selection"
@@ -117,7 +122,7 @@ class SelectionLaw(WrappingLaw):
             )
 
     def gaussian(self, noise_multiplier: float) -> None:
-        """Never: the best of several runs is no Gaussian."""
+        """None: the best of several runs is not a Gaussian."""
 
     def rdp(self, noise_multiplier: float) -> Array:
         """Rényi curve of all releases of the published run together."""
@@ -125,20 +130,20 @@ class SelectionLaw(WrappingLaw):
 
     @property
     def is_gaussian(self) -> bool:
-        """False."""
+        """False: selection makes it something else."""
         return False
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """What an audit may test of the base's draws."""
+        """Inclusion probabilities of the base, if its rounds are drawn independently."""
         return self.base.inclusion(population) if self.base.rounds == 1 else None
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self.base.label}; the best of {self.mean:g} runs"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, and how the run was chosen, for a statement."""
+        """How a ``row`` is sampled and the run selected: a phrase of the privacy statement."""
         return (
             f"{self.base.sentence(row)}; the best of a random number of such runs was published, "
             f"{self.mean:g} on average ({self.distribution}), and the others are not revealed"

@@ -1,4 +1,4 @@
-"""Minimum separation: a sampled client is not sampled in some rounds after, and then at random."""
+"""Minimum separation: a client that was sampled cannot be sampled again for some rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.settings import Doc, Ge, Gt, Le
 
 @dataclass(frozen=True, kw_only=True)
 class SeparatedLaw(Law):
-    """A row is in at most one of any ``separation`` rounds in a row; sampling amplifies nothing."""
+    """Law of a row in at most one of any ``separation`` consecutive rounds; no amplification."""
 
     name: ClassVar[str] = "separated"
     separation: int = 1
@@ -29,26 +29,26 @@ class SeparatedLaw(Law):
 
     @property
     def rounds(self) -> int:
-        """So many rounds in a row, of which a row is in at most one."""
+        """``separation``: one event covers so many consecutive rounds; a row is in one of them."""
         return self.separation
 
     def inclusion(self, population: int) -> None:
-        """None: a draw depends on the draws before it."""
+        """None: a draw depends on earlier draws."""
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
+        """Short description, for tables."""
         return f"{self.separation} rounds apart, no amplification"
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return (
             f"no {row} in two of any {self.separation} rounds in a row (no amplification by "
             "sampling)"
         )
 
     def round_sentence(self, population: int) -> str:
-        """Which clients take part in a round, for a report."""
+        """Which clients take part in a round: a sentence for reports."""
         return (
             f"A client that has taken part is not sampled in the next {self.separation - 1} rounds."
         )
@@ -57,7 +57,7 @@ class SeparatedLaw(Law):
 @register("cohort", "separated")
 @dataclass(frozen=True)
 class Separated(RememberingSampler):
-    """Each client that was in none of the last ``separation - 1`` rounds, with probability rate.
+    """Clients that were in none of the last ``separation - 1`` rounds, each with probability rate.
 
     The separation bounds the sensitivity of noise that is correlated over rounds. The process
     starts in its stationary state, so that all rounds have the same expected size (until clients
@@ -68,13 +68,14 @@ class Separated(RememberingSampler):
     Parameters
     ----------
     separation : int
+        Least number of rounds from one participation of a client to its next.
     rate : float
-        In (0, 1].
+        Sampling probability of a client that may be sampled, in (0, 1].
     population : int or None
-        Declared public number.
+        Number of clients: declared, public.
     max_participations : int
-        How often a client takes part at most; 0 for no limit. It lowers the sensitivity of
-        correlated noise; independent noise is charged as if there were no limit.
+        Largest number of rounds of one client; 0 for no limit. A limit lowers the sensitivity of
+        correlated noise; independent noise is charged as if there were none.
     """
 
     name: ClassVar[str] = "separated"
@@ -91,11 +92,11 @@ class Separated(RememberingSampler):
 
     @property
     def expected_size(self) -> float:
-        """``population / (separation - 1 + 1 / rate)``, in every round without a limit."""
+        """``population / (separation - 1 + 1 / rate)``; in every round, if there is no limit."""
         return declared_population(self) / (self.separation - 1 + 1 / self.rate)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Sorted ids; rounds are drawn in turn."""
+        """Sorted ids; rounds must be drawn in order."""
         if not self.memory:
             last = self._stationary(draws.generator(0, 0).random(declared_population(self)))
             self.memory.update(last=last, count=np.zeros_like(last))
@@ -109,16 +110,18 @@ class Separated(RememberingSampler):
         return ids
 
     def _stationary(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
-        """The last round of each before round 1, from the stationary distribution."""
+        """Each client's last round before round 1, drawn from the stationary distribution."""
+        # A client is free, or waits for 1 to separation - 1 more rounds. In the stationary state
+        # these probabilities are as 1 to rate: as many clients leave the free ones in a round as
+        # come back. One uniform number, scaled to [0, waiting), gives the state by its interval.
         waiting = 1 + (self.separation - 1) * self.rate
-        # 0 to 1: free; then one state for each round that is still to be waited for.
         place = np.ceil((numbers * waiting - 1) / self.rate).clip(0, self.separation - 1)
         return np.where(place == 0, 1 - self.separation, 1 - place).astype(np.int64)
 
     def law(self) -> SeparatedLaw:
-        """No amplification."""
+        """A plain Gaussian, without amplification."""
         return SeparatedLaw(separation=self.separation, population=self.population)
 
     def participation(self, rounds: int) -> Participation:
-        """At least so many rounds apart, and at most so many rounds."""
+        """Rounds at least ``separation`` apart, at most ``max_participations`` of them."""
         return Participation(rounds, self.separation, self.max_participations or None)

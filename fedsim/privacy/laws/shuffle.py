@@ -1,4 +1,4 @@
-"""Passes over everybody in an order of their own, cut into batches."""
+"""Shuffled passes (epochs): all rows in random order, cut into batches."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from fedsim.randomness import Draws
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleLaw(FullLaw):
-    """One plain Gaussian a pass: each row is in one of its batches, and which is not secret."""
+    """Law of one pass: a plain Gaussian, since each row is in one batch, which is not secret."""
 
     name: ClassVar[str] = "shuffle"
     label: ClassVar[str] = "shuffled passes, no amplification"
 
     def inclusion(self, population: int) -> None:
-        """None: batches of one pass are not drawn independently."""
+        """None: batches of one pass are not independent."""
 
     def sentence(self, row: str) -> str:
-        """How a ``row`` is drawn, for a statement."""
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
         return "shuffled passes (one unamplified release a pass)"
 
 
 @dataclass(frozen=True)
 class ShuffledPasses(Sampler):
-    """Passes over everybody in an order of their own, cut into batches; the last may be short.
+    """Passes over all rows in random order, cut into batches; a pass's last batch may be short.
 
-    Guarantee: zero-out. Everybody is in one batch a pass, which costs one Gaussian without
-    amplification: the order is not secret enough to be credited.
+    Guarantee: zero-out. Each row is in one batch of a pass, so that a pass costs one Gaussian. No
+    amplification by shuffling is credited.
 
     Parameters
     ----------
     batch_size : int
-        In [1, population].
+        Rows in a batch, in [1, population].
     population : int
-        Declared public number.
+        Number of rows: declared, public.
     one_order : bool
-        Whether all passes of a round go in the order of its first: a row is then in batches that
-        are `steps` apart, as noise that is correlated over a round's steps counts on.
+        Whether all passes of a round use the order of its first. A row's batches are then exactly
+        `steps` apart, which noise that is correlated over a round's steps relies on.
     """
 
     name: ClassVar[str] = "shuffle"
@@ -68,7 +68,7 @@ class ShuffledPasses(Sampler):
 
     @property
     def expected_size(self) -> float:
-        """The batch size, also where a pass's last batch is short."""
+        """The batch size, even where a pass's last batch is short."""
         return float(self.batch_size)
 
     @property
@@ -77,34 +77,35 @@ class ShuffledPasses(Sampler):
         return -(-self.population // self.batch_size)
 
     def order(self, round: int, draws: Draws, number: int) -> Ids:
-        """Pass ``number`` of a round: all ids, in the order in which batches take them."""
+        """All ids in the order of pass ``number`` of a round; batches are its consecutive parts."""
         return draws.generator(round, 0 if self.one_order else number).permutation(self.population)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """The ids of one batch. `order` gives a pass at a time."""
+        """Ids of one batch; where whole passes are needed, `order` is cheaper."""
         number, batch = divmod(step, self.steps)
         first = batch * self.batch_size
         return self.order(round, draws, number)[first : first + self.batch_size]
 
     def law(self) -> ShuffleLaw:
-        """No amplification."""
+        """One plain Gaussian for each pass, without amplification."""
         return ShuffleLaw()
 
     def gaussians(self, count: int) -> int:
-        """One for each pass that ``count`` sums begin."""
+        """Number of passes that ``count`` batches begin, complete or not."""
         return -(-count // self.steps)
 
     def participation(self, rounds: int) -> Participation:
-        """A batch of every pass, always the same one in one order."""
+        """One batch of every pass: with ``one_order`` the same one, else any."""
+        # Without one order a row can be in the last batch of a pass and the first of the next.
         return Participation(rounds, self.steps if self.one_order or rounds <= self.steps else 1)
 
 
 def draw_passes(
     sampler: ShuffledPasses | Full, draws: Sequence[Draws], round: int, passes: int
 ) -> Ids:
-    """Passes 0 to ``passes - 1`` of n owners alike: int64 ``[n, passes, population]``.
+    """Orders of passes 0 to ``passes - 1`` for n clients: int64 ``[n, passes, population]``.
 
-    Each is the sampler's `order`, at a third of what one call a pass costs.
+    The result equals that of `ShuffledPasses.order` for each pass, in a third of the time.
     """
     population = declared_population(sampler)
     orders = np.empty((len(draws), passes, population), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Noise: one small file each."""
+"""Noise that a release adds to its sum: one small file for each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Banded matrix factorisation: noise that is coupled to that of the last few rounds."""
+"""Banded matrix factorisation: each round subtracts parts of the last few rounds' noise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedsim.registry import register
 from fedsim.settings import Doc, Ge, NotAllowedError, Text
 
 MOST_BANDS = 64
-"""Bands by default: each is a vector of the model's size that is kept."""
+"""The most bands by default: the state has a vector of the model's size for each but one."""
 AUTO = -1
-"""The number of bands where a config says ``auto``."""
+"""Internal value of ``bands`` where a config says ``auto``."""
 WANTED = "the first column of C: 1, and then numbers from 0 to 1"
 
 
@@ -40,8 +40,8 @@ class Banded(Toeplitz):
     """``N_t = Z_t - c_1 N_(t-1) - ... - c_(b-1) N_(t-b+1)``: C has b bands.
 
     Coefficients minimise the mean square error of sums over rounds (BandMF, Choquette-Choo et al.
-    2023). With no more bands than rounds from one participation to the next, sampling within
-    groups amplifies. It keeps ``b - 1`` vectors.
+    2023). With at most as many bands as rounds from one participation of a client to the next,
+    sampling within groups amplifies. The state is ``b - 1`` vectors.
     """
 
     name: ClassVar[str] = "banded"
@@ -57,12 +57,12 @@ class Banded(Toeplitz):
     ] = 0
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with the coefficients of the least error.
+        """This noise with the coefficients that have the least error.
 
         Raises
         ------
         FedsimError
-            If the number of bands is left to a config.
+            If the number of bands is "auto", or differs from the number of coefficients.
         """
         if self.bands == AUTO:
             raise FedsimError(
@@ -84,7 +84,7 @@ class Banded(Toeplitz):
         )
 
     def series(self, rounds: int) -> Array:
-        """The coefficients, and zeros."""
+        """First column of C: the coefficients, then zeros, ``[rounds]``."""
         numbers = self._numbers(WANTED)
         if numbers[0] != 1:
             raise FedsimError(
@@ -96,7 +96,9 @@ class Banded(Toeplitz):
         return series
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's draws less parts of the noise of the last rounds, which is kept."""
+        """This round's draws minus parts of the last rounds' noise; the state is that noise."""
+        # The state is a ring: round t is at t modulo the lags, in the place of round t - lags,
+        # which this round is the last to use.
         noise, numbers = draws(), self._numbers(WANTED)
         lags = len(numbers) - 1
         for age, number in enumerate(numbers[1 : draws.round], start=1):
@@ -106,31 +108,39 @@ class Banded(Toeplitz):
 
 @lru_cache(maxsize=64)
 def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
-    """The coefficients, 1 first, of the least ``|c|^2`` times mean variance of sums over rounds.
+    """Coefficients, the first 1, that minimise ``|c|^2`` times the mean variance of sums.
 
-    Each is a part in (0, 1) of the one before: the series falls, and its inverse stays bounded.
+    ``|c|`` is the sensitivity of one participation, so that the product is the squared error at a
+    given privacy cost. Each coefficient is a part in (0, 1) of the one before: the series falls,
+    and its inverse stays bounded.
     """
     from scipy.optimize import minimize
 
+    # A draw of age a is in the sums of all later rounds, with the factor left[a] each: its square
+    # counts (rounds - a) times in the mean over rounds.
     weights = np.arange(rounds, 0, -1) / rounds
 
     def loss(logits: Array) -> tuple[float, Array]:
+        """Logarithm of the product, and its gradient by the logits of the parts."""
         parts = 1 / (1 + np.exp(-logits))
         series = np.zeros(rounds)
         series[:bands] = np.cumprod([1.0, *parts])
         left = remaining(series)
         norm, variance = float(series @ series), float(weights @ np.square(left))
-        # The derivative of the variance by the series, by the adjoint of C b = 1.
+        # Gradient of the variance by the series, by the adjoint method: with C b = 1 and
+        # C^T a = dV/db, dV/dc_j = -a^T (dC/dc_j) b, and dC/dc_j shifts b down by j.
         adjoint = solved(series, 2 * weights * left, transposed=True)
         by_series = -np.array([adjoint[j:] @ left[: rounds - j] for j in range(bands)])
         by_series = by_series / variance + 2 * series[:bands] / norm
-        # A part enters its own coefficient and all later ones.
+        # Part k is a factor of coefficients k, k + 1, ...: sum their gradients from the end. The
+        # derivative of log(part) by its logit is 1 - part.
         tails = np.cumsum((by_series * series[:bands])[::-1])[::-1][1:]
         return np.log(norm) + np.log(variance), tails * (1 - parts)
 
     if bands == 1:
         return (1.0,)
-    # From the square root of the sums' own matrix, damped.
+    # Start at the coefficients of (1 - x)^(-1/2), the square root of the matrix of prefix sums
+    # (optimal for a single participation, without bands), slightly damped.
     steps = np.arange(1, bands)
     start = (2 * steps - 1) / (2 * steps) * 0.98
     optimum = minimize(

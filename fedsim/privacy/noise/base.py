@@ -1,11 +1,12 @@
-"""Noise as a value: how large it is, whether rounds or clients share it, and what that costs.
+"""Interface of a noise: its size, its correlation over rounds or clients, and its privacy cost.
 
-A noise does not draw normal numbers itself; it combines fresh draws with what it keeps of earlier
-ones. Both are in units of the standard deviation, coordinate by coordinate,
-in float64, before any rounding to a grid: rounding errors must never enter a recursion.
+A noise draws no random numbers itself. It is given standard normal draws and combines them with
+its state, coordinate by coordinate. Both are float64, in units of the standard deviation, and
+not yet rounded to a grid: a rounding error in the state of a recursion would be in the noise of
+all later rounds, and the proofs are for exact Gaussians.
 
-A new noise is one file beside this one, or one of a user's elsewhere: what it costs is then
-*declared by the user*, always.
+A new noise is one file in this package. A user's noise lives outside fedsim, and its cost is
+always *declared by the user*.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from fedsim.privacy.laws.base import Law, Participation
 from fedsim.settings import Doc, check_settings
 
 NoiseState = Mapping[str, Any]
-"""Named arrays, each shaped like the draws. Secret: who knows it can take noise away again."""
+"""Named arrays, each shaped like the draws. Secret: with them, noise can be subtracted."""
 
 
 @dataclass(frozen=True)
 class NoiseDraws:
-    """Standard normal draws of a round and of the rounds before it, ``[..., size]``.
+    """Standard normal draws of a round and of earlier rounds, ``[..., size]``.
 
     Attributes
     ----------
     round : int
-        From 1 on.
+        Number of this round, from 1 on.
     of : callable ``(age, number) -> draws``
-        Those of the round so many before this one; several of one round are numbered. This round's
-        are drawn when they are asked for, those of earlier rounds are regenerated.
+        Gives the draws of the round that was ``age`` rounds ago; ``number`` distinguishes several
+        draws of one round. This round's are drawn at the call, earlier ones are regenerated.
     """
 
     round: int
     of: Callable[[int, int], Any]
 
     def __call__(self, age: int = 0, number: int = 0) -> Any:
-        """The draws, which may be changed in place."""
+        """Draws of the round ``age`` rounds ago, in a tensor that may be changed in place."""
         return self.of(age, number)
 
 
 @dataclass(frozen=True)
 class Noise(ABC):
-    """What is added to a sum. Subclasses are frozen dataclasses without hidden state.
+    """Base of noises, which are added to a sum. Subclasses are frozen, with no hidden state.
 
     Raises
     ------
@@ -77,18 +78,18 @@ class Noise(ABC):
 
     @property
     def correlated(self) -> bool:
-        """Whether rounds share draws.
+        """Whether the noise of one round depends on draws of others.
 
-        The guarantee is then of the whole run in units of one C: bounds whose C or coordinates
-        change are refused.
+        The guarantee is then one of the whole plan in units of one C, so that bounds whose C or
+        coordinates change over rounds are refused.
         """
         return False
 
     @property
     def divisible(self) -> bool:
-        """Whether n clients' draws at ``z / sqrt(n)`` add up to one at z: they may share it then.
+        """Whether n independent noises at ``z / sqrt(n)`` sum to one at z, so clients may share it.
 
-        False is always safe: the server then draws.
+        False is always safe: the server then draws all of it.
         """
         return False
 
@@ -97,36 +98,41 @@ class Noise(ABC):
         return replace(self, multiplier=multiplier)
 
     def start(self) -> NoiseState:
-        """What is kept before the first round."""
+        """State before the first round."""
         return {}
 
     def fitted(self, participation: Participation) -> Self:
-        """The same noise, made for the rounds that one row can be in."""
+        """This noise, adapted to the rounds that one row can be in."""
         return self
 
     @abstractmethod
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's noise ``[..., size]`` and what is kept.
+        """This round's noise ``[..., size]``, and the state for the next round.
 
-        Neither is changed in place where the state keeps it. Draws are tensors.
+        The noise may be one of the new state's tensors: the caller must change neither in place,
+        and an implementation must not change the tensors of the state that it is given.
         """
 
     def variances(self, rounds: int) -> npt.NDArray[np.float64]:
-        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1.
+        """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1.
 
         Returns
         -------
         float64 ``[rounds]``
+            For t from 1 to ``rounds``.
         """
         return np.arange(1.0, rounds + 1)
 
     @abstractmethod
     def law(self, law: Law) -> Law:
-        """What a sum over rows of this law costs with this noise in the place of a Gaussian."""
+        """Law of releases with this noise, given the sampler's law for independent Gaussians."""
 
 
 def part_multiplier(noise_multiplier: float, shares: tuple[float, ...]) -> float:
-    """Noise multiplier of what has these shares of ``1/z^2``, infinite for a share of 0."""
+    """Noise multiplier of a part of a release, given its share of ``1/z^2``.
+
+    Shares of shares are multiplied; a share of 0 gives infinity (not released).
+    """
     for share in shares:
         noise_multiplier = noise_multiplier / math.sqrt(share) if share > 0 else math.inf
     return noise_multiplier
@@ -135,18 +141,21 @@ def part_multiplier(noise_multiplier: float, shares: tuple[float, ...]) -> float
 def check_split(
     noise_multiplier: float, split: Mapping[str, float], vectors: Iterable[str], of: object
 ) -> None:
-    """Raise unless what a release consists of is, taken together, as noisy as is charged for.
+    """Raise unless the parts of a release together cost no more than is charged.
+
+    Gaussians with multipliers z_j on parts of one row compose to one with
+    ``1/z^2 = sum_j 1/z_j^2``.
 
     Parameters
     ----------
     noise_multiplier : float
-        What is charged.
+        z, the multiplier that is charged.
     split : mapping of name to float
-        Noise multipliers; infinite for what is not released.
+        Noise multiplier of each part; infinite for a part that is not released.
     vectors : iterable of str
-        Those of them that always are.
+        Names of the parts that must be released.
     of : object
-        Whose split it is.
+        The mechanism that splits, for the error message.
 
     Raises
     ------
@@ -175,10 +184,10 @@ def share_multiplier(noise_multiplier: float, asked: int) -> float:
 
 
 def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
-    """Noise multiplier of what the server adds when ``usable`` of ``asked`` shares arrived.
+    """Noise multiplier of the server's top-up when ``usable`` of ``asked`` shares arrived.
 
-    ``z * sqrt(1 - usable / asked)``, all of z when the cohort was empty: the variance of the sum
-    is z^2 C^2 for any size of the cohort and any number of dropouts.
+    It is ``z * sqrt(1 - usable / asked)``, and z for an empty cohort. The variance of the noise on
+    the sum is then z^2 C^2 for any cohort size and any number of dropouts.
     """
     if not 0 <= usable <= asked:
         raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")

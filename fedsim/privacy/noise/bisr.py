@@ -1,4 +1,4 @@
-"""Banded inverse square root: a round's noise is made of the draws of the last few rounds."""
+"""Banded inverse square root: a round's noise combines the draws of the last few rounds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 
 MOST_DRAWS = 64
+"""The most rounds whose draws are combined, where the number is chosen automatically."""
 WANTED = "1, and then what is taken of each earlier round's draws, from 0 to 1"
 
 
 @register("noise", "bisr")
 @dataclass(frozen=True)
 class BISR(Toeplitz):
-    """``N_t = Z_t - d_1 Z_(t-1) - d_2 Z_(t-2) - ...``: nothing is kept, draws are regenerated.
+    """``N_t = Z_t - d_1 Z_(t-1) - d_2 Z_(t-2) - ...``, without state: draws are regenerated.
 
-    The inverse of C has the first few coefficients of ``(1 - x)^(1/2)`` (Kalinin et al. 2025),
-    which need no optimisation. Every one of them costs a draw a round.
+    The first column of ``C^-1`` is the first few coefficients of ``(1 - x)^(1/2)`` (Kalinin et al.
+    2025), which need no optimisation. Each of them costs one vector of draws a round.
     """
 
     name: ClassVar[str] = "bisr"
@@ -38,9 +39,10 @@ class BISR(Toeplitz):
     ] = 0
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with the number of draws of the least error."""
+        """This noise with the number of draws (a power of 2) that has the least error."""
         if self.coefficients:
             return replace(self, participation=participation)
+        # More draws leave less noise in long sums, but raise the sensitivity: try powers of 2.
         powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
         tried = [
             replace(self, coefficients=text_of(root_of(draws)), participation=participation)
@@ -49,6 +51,8 @@ class BISR(Toeplitz):
         return min(tried, key=lambda noise: noise.error(1.0))
 
     def _weights(self) -> list[float]:
+        """Validated coefficients: 1, then d_1, d_2, ..."""
+        # With c_j = sum_k d_k c_(j-k), a sum of the d_k of at most 1 keeps all of C in [0, 1].
         numbers = self._numbers(WANTED)
         if numbers[0] != 1 or sum(numbers[1:]) > 1:
             raise FedsimError(
@@ -58,7 +62,7 @@ class BISR(Toeplitz):
         return numbers
 
     def series(self, rounds: int) -> Array:
-        """The inverse of the draws' coefficients."""
+        """First column of C, ``[rounds]``: that of the inverse matrix is known, and inverted."""
         inverse = np.zeros(rounds)
         numbers = self._weights()[:rounds]
         inverse[: len(numbers)] = numbers
@@ -67,11 +71,14 @@ class BISR(Toeplitz):
 
     @property
     def bands(self) -> int:
-        """All rounds are coupled, but where a round's noise is its own draws."""
+        """Number of bands: C couples all rounds, unless noise consists of its own round's draws.
+
+        It is ``C^-1`` that is banded.
+        """
         return self.known_participation.rounds if len(self._weights()) > 1 else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's draws less parts of those of the last rounds."""
+        """This round's draws minus parts of the last few rounds' draws; there is no state."""
         noise = draws()
         for age, number in enumerate(self._weights()[1 : draws.round], start=1):
             noise.add_(draws(age), alpha=-number)
@@ -80,6 +87,6 @@ class BISR(Toeplitz):
 
 @lru_cache(maxsize=64)
 def root_of(draws: int) -> tuple[float, ...]:
-    """Absolute values of the first coefficients of ``(1 - x)^(1/2)``."""
+    """Absolute values of the first ``draws`` coefficients of ``(1 - x)^(1/2)``."""
     steps = np.arange(1, draws)
     return (1.0, *np.cumprod(np.abs(2 * steps - 3) / (2 * steps)).tolist())

@@ -1,4 +1,4 @@
-"""Buffered linear Toeplitz noise: some decaying buffers stand for all earlier rounds."""
+"""Buffered linear Toeplitz noise: a few decaying buffers summarise all earlier rounds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WANTED = "pairs of a buffer's decay and weight, from 0 to 1, weights together at
 @register("noise", "blt")
 @dataclass(frozen=True)
 class BLT(Toeplitz):
-    """``N_t = Z_t - w_1 S_1 - ... - w_m S_m``, and then each ``S_i`` becomes ``th_i S_i + N_t``.
+    """``N_t = Z_t - w_1 S_1 - ... - w_m S_m``, after which ``S_i`` becomes ``th_i S_i + N_t``.
 
     C is Toeplitz with ``c_j = w_1 th_1^(j-1) + ... + w_m th_m^(j-1)``; decays and weights minimise
-    the mean square error of sums over rounds (McMahan et al. 2024). It keeps m vectors, and is good
-    for any number of rounds.
+    the mean square error of sums over rounds (McMahan et al. 2024). The state is m vectors, for any
+    number of rounds.
     """
 
     name: ClassVar[str] = "blt"
@@ -35,18 +35,19 @@ class BLT(Toeplitz):
     ] = 2
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with the decays and weights of the least error."""
+        """This noise with the decays and weights that have the least error."""
         if self.coefficients:
             return replace(self, participation=participation)
         tried = [
             replace(self, coefficients=text_of(numbers), participation=participation)
             for numbers in (best_buffers(participation, n + 1) for n in range(self.buffers))
         ]
-        # The fewest that are as good as all of them: each is a vector of the model's size.
+        # The fewest buffers that are as good as the best: each is a vector of the model's size.
         least = min(noise.error(1.0) for noise in tried)
         return next(noise for noise in tried if noise.error(1.0) <= least * (1 + 1e-4))
 
     def _buffers(self) -> list[tuple[float, float]]:
+        """Validated coefficients, as (decay, weight) of each buffer."""
         numbers = self._numbers(WANTED)
         decays, weights = numbers[::2], numbers[1::2]
         if len(decays) != len(weights) or sum(weights) > 1 + 1e-9:
@@ -57,7 +58,7 @@ class BLT(Toeplitz):
         return list(zip(decays, weights, strict=True))
 
     def series(self, rounds: int) -> Array:
-        """1, and then sums of powers of the decays."""
+        """First column of C: 1, then the weighted sums of powers of the decays, ``[rounds]``."""
         decays, weights = np.array(self._buffers()).T
         series = np.ones(rounds)
         series[1:] = (weights[:, None] * decays[:, None] ** np.arange(rounds - 1)).sum(0)
@@ -65,11 +66,11 @@ class BLT(Toeplitz):
 
     @property
     def bands(self) -> int:
-        """All rounds are coupled."""
+        """Number of bands: C couples all rounds."""
         return self.known_participation.rounds
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's draws less parts of the buffers, which are kept."""
+        """This round's draws minus the weighted buffers; the state is the updated buffers."""
         noise, buffers = draws(), self._buffers()
         for index, (_, weight) in enumerate(buffers):
             if state:
@@ -82,17 +83,23 @@ class BLT(Toeplitz):
 
 @lru_cache(maxsize=64)
 def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...]:
-    """Decays and weights in turn, of the least error that several searches find."""
+    """Alternating decays and weights with the least error that several searches find."""
     from scipy.optimize import minimize
 
     def pairs(free: Array) -> Array:
-        """Decays in (0, 1), and weights whose sum is, so that the series falls."""
+        """Decays and weights ``[buffers, 2]`` from unconstrained numbers ``[2 * buffers]``.
+
+        Decays are in (0, 1), weights positive with a sum below 1. The series 1, c_1, c_2, ... then
+        falls, as the formula for the sensitivity assumes.
+        """
         parts = 1 / (1 + np.exp(-free))
-        # Each weight is a part of what those before it have left of 1.
+        # Stick breaking: each weight is a part of what the weights before it leave of 1.
         left = np.cumprod(np.concatenate([[1.0], 1 - parts[buffers:]]))
         return np.stack([parts[:buffers], parts[buffers:] * left[:-1]], axis=1)
 
     def loss(free: Array) -> float:
+        # All digits (repr), not those of `text_of`: rounding would hide the slope, which is taken
+        # from finite differences.
         noise = BLT(1.0, coefficients=" ".join(map(repr, pairs(free).ravel().tolist())))
         variance = noise.variances(participation.rounds).mean()
         return float(np.log(noise.sensitivity(participation)) + np.log(variance) / 2)

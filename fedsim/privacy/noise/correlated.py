@@ -1,10 +1,10 @@
-"""Noise that is correlated over rounds: what its families have in common.
+"""Base of noises that are correlated over rounds (matrix factorisation mechanisms).
 
-T rounds release ``X + C^-1 Z`` for their sums X, a lower triangular matrix C with ones on its
-diagonal and fresh draws Z: later noise takes part of the earlier away again, so that sums over
-rounds, which a model is, carry less. In units of C the rounds are one Gaussian, ``C X + Z``, whose
-sensitivity depends on the rounds that one row can be in (Denisov et al. 2022; Choquette-Choo et
-al. 2023).
+T rounds release ``X + C^-1 Z``: X ``[T, d]`` are their sums, C is lower triangular with ones on
+its diagonal, and Z ``[T, d]`` are fresh draws. A round's noise cancels part of earlier noise. The
+model is a sum over rounds, so that it carries less noise in total than with independent noise.
+Multiplied by C the release is ``C X + Z``, one Gaussian mechanism, whose sensitivity depends on
+the rounds that one row can be in (Denisov et al. 2022; Choquette-Choo et al. 2023).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Correlated(Noise):
-    """Base of noises whose rounds share draws; a family says what its matrix C is.
+    """Base of noises that are correlated over rounds; a subclass defines its matrix C.
 
-    Guarantee: all rounds of a plan together are one Gaussian whose multiplier is this one's over
-    `sensitivity`; where rows are sampled within groups of rounds that C does not couple, one
-    sampled Gaussian for each such group, whose multiplier is this one's over `column`.
+    Guarantee: all rounds of a plan together are one Gaussian, with this multiplier divided by
+    `sensitivity`. Where rows are sampled within groups of rounds that C does not couple, each
+    such group of rounds is one sampled Gaussian, with this multiplier divided by `column`.
 
     Raises
     ------
     FedsimError
-        If the coefficients are not of this family.
+        If the coefficients do not describe a C of this family.
     """
 
     name: ClassVar[str]
-    """As in a config's ``noise.name``."""
+    """Name in a config's ``noise.name``."""
     local: ClassVar[bool] = False
-    """Whether clients may add it to the steps of a round: it keeps no vector for each of them, or
-    few."""
+    """Whether clients may use it over the local steps of a round: it needs no vector, or few, for
+    each client."""
 
     coefficients: Annotated[
         str,
@@ -60,12 +60,12 @@ class Correlated(Noise):
 
     @property
     def correlated(self) -> bool:
-        """True."""
+        """True: rounds share draws."""
         return True
 
     @property
     def known_participation(self) -> Participation:
-        """The rounds that a row can be in.
+        """The rounds that one row can be in.
 
         Raises
         ------
@@ -81,29 +81,29 @@ class Correlated(Noise):
 
     @abstractmethod
     def fitted(self, participation: Participation) -> Self:
-        """The same noise with this `participation`, and with coefficients, found if not given."""
+        """This noise for a participation; coefficients that were not given are optimised for it."""
 
     @abstractmethod
     def sensitivity(self, participation: Participation) -> float:
-        """The most that a row of norm 1 moves ``C X``, if it is in the rounds that it can be in."""
+        """L2 sensitivity of ``C X`` to a row of norm 1, in all rounds that the row can be in."""
 
     @property
     @abstractmethod
     def column(self) -> float:
-        """The largest norm of a column of C."""
+        """Largest norm of a column of C: the sensitivity to a row in a single round."""
 
     @property
     @abstractmethod
     def bands(self) -> int:
-        """Columns of C that are so many rounds apart have no row in common."""
+        """Number of bands of C: columns at least so far apart have no row in common."""
 
     @abstractmethod
     def again(self, participation: Participation) -> float:
-        """The most that a row moves what is released of one round that is made once more."""
+        """L2 sensitivity to a row of repeating one round with different data: of one row of CX."""
 
     @abstractmethod
     def matrix(self, rounds: int) -> Array:
-        """A lower triangular C for which ``C N`` is white, of unit variance at multiplier 1.
+        """The lower triangular C: for noise N over rounds, ``C N`` has unit covariance (at z = 1).
 
         Returns
         -------
@@ -112,15 +112,16 @@ class Correlated(Noise):
 
     @abstractmethod
     def variances(self, rounds: int) -> Array:
-        """Variance of a coordinate of the first t rounds' noise together, for multiplier 1."""
+        """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1."""
 
     def error(self, noise_multiplier: float | None = None) -> float:
-        """Root mean square over the plan of the noise in sums over rounds, in units of C.
+        """Root mean square noise of the sums over rounds 1 to t, all t of the plan, in units of C.
 
         Parameters
         ----------
         noise_multiplier : float, optional
-            Of the plan as one Gaussian; by default that which this noise's own multiplier gives.
+            Multiplier of the whole plan as one Gaussian, to compare noises at equal privacy cost.
+            By default the one that follows from this noise's own multiplier.
         """
         z = self.multiplier
         if noise_multiplier is not None:
@@ -128,7 +129,13 @@ class Correlated(Noise):
         return z * float(np.sqrt(self.variances(self.known_participation.rounds).mean()))
 
     def law(self, law: Law) -> CorrelatedLaw:
-        """Of the plan's rounds, or of a group of them that C does not couple to others."""
+        """Law of all rounds of the plan, or of a group of rounds where sampling amplifies.
+
+        Sampling amplifies only if the sampler's groups of rounds are at least as long as C has
+        bands: different rounds of a row are then in different, uncoupled parts of ``C X``, and
+        each is a sampled Gaussian of sensitivity `column`. In all other cases the sampling is
+        ignored, and the plan is one Gaussian of the full `sensitivity`.
+        """
         participation = self.known_participation
         grouped = law.rounds == participation.separation and self.bands <= participation.separation
         amplified = is_shipped(law) and law.rate < 1 and grouped
@@ -145,12 +152,12 @@ class Correlated(Noise):
         )
 
     def _numbers(self, wanted: str) -> list[float]:
-        """The coefficients as numbers, in [0, 1] each.
+        """The coefficients as numbers, each in [0, 1].
 
         Raises
         ------
         FedsimError
-            If they are not, saying what is ``wanted``.
+            If they are no such numbers; ``wanted`` says in the message what is expected.
         """
         try:
             numbers = [float(word) for word in self.coefficients.split()]
@@ -166,18 +173,21 @@ class Correlated(Noise):
 
 @dataclass(frozen=True)
 class Toeplitz(Correlated):
-    """Base of families whose C has the same series of numbers, 1 first, in every column."""
+    """Base of noises whose C is a lower triangular Toeplitz matrix, given by its first column."""
 
     @abstractmethod
     def series(self, rounds: int) -> Array:
-        """The first column of C, ``[rounds]``."""
+        """First column of C, beginning with 1, ``[rounds]``."""
 
     def sensitivity(self, participation: Participation) -> float:
-        """Of a row in the first round, and in others as soon as it can be.
+        """L2 sensitivity of ``C X`` to a row in round 1, and again as early and often as it can.
 
-        No other is worse, if the series is not negative and nowhere increases (Kalinin and Lampert
-        2024, Theorem 2); the least such series above it is an upper bound for any other.
+        No other participation is worse if the series is non-negative and never increases (Kalinin
+        and Lampert 2024, Theorem 2). Any other series is replaced by its least such majorant,
+        which gives an upper bound.
         """
+        # The worst row is the same vector in each of its rounds: it moves C X by the sum of these
+        # rounds' columns, each the first one shifted down.
         column = majorant(self.series(participation.rounds))
         moved = np.zeros_like(column)
         for j in range(participation.participations):
@@ -187,50 +197,59 @@ class Toeplitz(Correlated):
 
     @property
     def column(self) -> float:
-        """The norm of the first column, which no later one exceeds."""
+        """Norm of the first column of C; later ones are parts of it."""
         return length(majorant(self.series(self.known_participation.rounds)))
 
     def again(self, participation: Participation) -> float:
-        """The sum of a row of C over rounds in which one row of X can be."""
+        """Sum of a row of C over the rounds that one row can be in, the repeated one among them."""
         column = majorant(self.series(participation.rounds))
         return math.fsum(column[:: participation.separation][: participation.participations])
 
     def matrix(self, rounds: int) -> Array:
-        """C itself."""
+        """C, from its first column."""
         ages = np.subtract.outer(np.arange(rounds), np.arange(rounds))
         return np.where(ages >= 0, self.series(rounds)[np.abs(ages)], 0.0)
 
     def variances(self, rounds: int) -> Array:
-        """By what is left of a draw after each round, the series ``1 / (c(x) (1 - x))``."""
+        """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1.
+
+        A draw of age a is in the sum with a factor: coefficient a of ``1 / (c(x) (1 - x))``.
+        """
         return np.asarray(np.cumsum(np.square(remaining(self.series(rounds)))))
 
 
 def majorant(series: Array) -> Array:
-    """A series above the absolute values that nowhere increases: the least in steps of 2^-40.
+    """Least series that never increases and bounds the absolute values, in steps of 2^-40.
 
-    A library's last bits, which vary from process to process, do not enter what a ledger says.
+    The steps keep the last bits of a library's result, which vary between machines and processes,
+    out of the sensitivity that a ledger records.
     """
+    # Rounded up, except for values less than 2^-48 above a step: these differ from the step by a
+    # rounding error, and would otherwise be a step higher on some machines.
     above = np.maximum.accumulate(np.abs(series)[::-1])[::-1]
     return np.asarray(np.ceil(above * 2.0**40 - 2.0**-8) * 2.0**-40)
 
 
 def length(vector: Array) -> float:
-    """L2 norm, of exact sums."""
+    """L2 norm, with the sum of squares rounded only once: it does not depend on their order."""
     return math.sqrt(math.fsum(number * number for number in vector.tolist()))
 
 
 def remaining(series: Array) -> Array:
-    """What is left of a draw in the sum over rounds, ``[rounds]`` from its own round on.
+    """Factor with which a draw of age 0, 1, ... is in the sum of the rounds so far, ``[rounds]``.
 
-    The solution b of ``C b = 1`` for the Toeplitz matrix of a series.
+    It is the solution b of ``C b = 1`` for the Toeplitz matrix of a series: the sums' noise is
+    ``A C^-1 Z`` with A the matrix of prefix sums, and ``A C^-1`` is Toeplitz with first column b.
     """
     return solved(series, np.ones(len(series)))
 
 
 def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
-    """``C^-1`` times a vector, for the Toeplitz matrix of a series; or its transpose's inverse."""
+    """``C^-1 right`` for the Toeplitz matrix of a series; ``C^-T right`` if ``transposed``."""
     from scipy.linalg.blas import dtbsv
 
+    # Band storage, cut at the last non-zero coefficient: a series of b coefficients takes time
+    # and memory O(b * rounds), where a dense solve would take O(rounds^2).
     (others,) = np.nonzero(series)
     width = int(others[-1])
     band = np.repeat(series[: width + 1, None], len(right), axis=1)
@@ -238,5 +257,5 @@ def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
 
 
 def text_of(numbers: Sequence[float] | Array) -> str:
-    """Coefficients as a config has them: rounded, so that every machine finds the same ones."""
+    """Coefficients as a config's text, rounded so that every machine finds the same ones."""
     return " ".join(f"{number:.6g}" for number in numbers)

@@ -13,21 +13,21 @@ from fedsim.registry import register
 @register("noise", "independent")
 @dataclass(frozen=True)
 class Independent(Noise):
-    """A Gaussian in every release, independent of all others.
+    """Fresh Gaussian noise in every release, independent of all others.
 
-    Guarantee: each release is one Gaussian mechanism of this multiplier on a sum of
+    Guarantee: each release is one Gaussian mechanism with this multiplier, on a sum of
     sensitivity C; releases compose.
     """
 
     @property
     def divisible(self) -> bool:
-        """True: sums of Gaussians are Gaussians."""
+        """True: a sum of independent Gaussians is a Gaussian."""
         return True
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """The draws, unchanged."""
+        """This round's draws, unchanged; there is no state."""
         return draws(), state
 
     def law(self, law: Law) -> Law:
-        """The same: laws are of Gaussians."""
+        """The sampler's law itself, which is for independent Gaussians already."""
         return law

@@ -1,4 +1,4 @@
-"""DP-lambda-CGD: a part of the last round's noise is taken away again in the next."""
+"""DP-lambda-CGD: each round subtracts a part of the previous round's draws."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fedsim.registry import register
 @register("noise", "lambda-cgd")
 @dataclass(frozen=True)
 class LambdaCGD(Toeplitz):
-    """Noise ``Z_t - lambda Z_(t-1)``: nothing is kept, the last round's draws are regenerated.
+    """Noise ``Z_t - lambda Z_(t-1)``, without state: the previous round's draws are regenerated.
 
-    C is Toeplitz with the powers of lambda, which is the one coefficient, in [0, 1)
-    (arXiv 2601.22334).
+    ``C^-1`` has ones on its diagonal and -lambda below it, so that C is Toeplitz with the powers
+    of lambda, which is the one coefficient, in [0, 1) (arXiv 2601.22334).
     """
 
     name: ClassVar[str] = "lambda-cgd"
     local: ClassVar[bool] = True
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with the lambda of the least error of sums over rounds, to 0.001."""
+        """This noise with the lambda, to 0.001, that has the least error of sums over rounds."""
         if self.coefficients:
             return replace(self, participation=participation)
 
-        # The error falls and then rises.
+        # As lambda grows the error falls and then rises: bisect on the sign of its slope.
         low, high = 0, 999
         while low < high:
             middle = (low + high) // 2
@@ -48,16 +48,16 @@ class LambdaCGD(Toeplitz):
         return self._numbers("lambda, a number from 0 to 1")[0]
 
     def series(self, rounds: int) -> Array:
-        """Powers of lambda."""
+        """First column of C: powers of lambda, ``[rounds]``."""
         return np.asarray(self._lambda ** np.arange(rounds))
 
     @property
     def bands(self) -> int:
-        """All rounds are coupled, unless lambda is 0."""
+        """Number of bands: C couples all rounds, unless lambda is 0."""
         return self.known_participation.rounds if self._lambda else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """This round's draws less lambda of the last round's."""
+        """This round's draws minus lambda times the previous round's; there is no state."""
         noise = draws()
         if draws.round > 1 and self._lambda:
             noise.add_(draws(1), alpha=-self._lambda)

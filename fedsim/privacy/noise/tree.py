@@ -1,4 +1,4 @@
-"""Noise of a binary tree: sums over rounds are put together from the sums of its nodes."""
+"""Binary tree noise: sums over rounds are estimated from the noisy sums of the tree's nodes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedsim.registry import register
 @register("noise", "tree")
 @dataclass(frozen=True)
 class Tree(Correlated):
-    """A tree over as many rounds as a row is in one of, and then another (DP-FTRL).
+    """Binary trees, one after another, over as many rounds as a row is in one of (DP-FTRL).
 
-    Each node is the sum of its rounds with noise of its own, and C has a row for each. The sum of
-    the rounds so far is put together from the nodes that are complete, each estimated from its
-    own noise and its children's (Honaker 2015; Kairouz et al. 2021). The coefficient is how many
-    rounds a tree has. It keeps a vector for each level.
+    Each node is the noisy sum of its rounds. The sum of the rounds so far is estimated from the
+    complete nodes that make it up, each from its own noise and its children's, weighted by their
+    precisions (Honaker 2015; Kairouz et al. 2021). The one coefficient is the number of rounds of
+    a tree. The state is at most one vector for each level.
     """
 
     name: ClassVar[str] = "tree"
     local: ClassVar[bool] = True
 
     def fitted(self, participation: Participation) -> Self:
-        """The same, with trees over the rounds from one participation to the next."""
+        """This noise, with trees over the rounds from one participation of a row to its next."""
         if self.coefficients:
             return replace(self, participation=participation)
         alone = participation.participations == 1
@@ -39,7 +39,7 @@ class Tree(Correlated):
 
     @property
     def bands(self) -> int:
-        """Rounds of a tree."""
+        """Number of rounds of a tree: rounds of different trees have no noise in common."""
         if not (self.coefficients.isdecimal() and 1 <= int(self.coefficients) < 2**31):
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
@@ -49,11 +49,11 @@ class Tree(Correlated):
 
     @property
     def column(self) -> float:
-        """A round is in one node of each level."""
+        """Root of the number of levels: a round is in one node of each."""
         return math.sqrt(self.bands.bit_length())
 
     def sensitivity(self, participation: Participation) -> float:
-        """Of trees in which a row is in one round each.
+        """L2 sensitivity to a row that is in at most one round of each tree.
 
         Raises
         ------
@@ -70,11 +70,16 @@ class Tree(Correlated):
         return self.column * math.sqrt(many)
 
     def again(self, participation: Participation) -> float:
-        """The nodes that a round completes are drawn anew, a row being in each at most once."""
+        """L2 sensitivity of the nodes that a round completes; a row is in each at most once."""
         return self.column
 
     def matrix(self, rounds: int) -> Array:
-        """By the covariance of rounds' noise: C has more rows than columns."""
+        """The lower triangular C whose noise has the same covariance as the tree's.
+
+        The tree itself is a matrix with a row for each node. Its noise over rounds, ``noise Z``,
+        has the covariance ``noise noise^T = L L^T``, and C is the inverse of L.
+        """
+        # Rows of weights of the nodes' own noises, for each node's estimate and for each prefix.
         period, heights = self.bands, range(self.bands.bit_length())
         numbers = {node: index for index, node in enumerate(_nodes(rounds, period))}
         estimates: dict[tuple[int, int], Array] = {}
@@ -82,12 +87,14 @@ class Tree(Correlated):
             own = np.eye(1, len(numbers), index)[0]
             estimates[end, height] = own
             if height:
-                part = 1 / (2 - 0.5**height)
+                part = 1 / (2 - 0.5**height)  # the weight of the own noise, as in `combine`
                 left, right = ((end - h, height - 1) for h in (1 << (height - 1), 0))
                 estimates[end, height] *= part
                 estimates[end, height] += (1 - part) * (estimates[left] + estimates[right])
         sums = np.zeros((rounds, len(numbers)))
         for row, end in zip(sums, range(1, rounds + 1), strict=True):
+            # The nodes of a prefix of a tree are the binary digits of its length. All earlier
+            # trees are in the last sum before this one began.
             begun = (end - 1) // period * period
             for height in heights:
                 if end - begun >> height & 1:
@@ -97,7 +104,10 @@ class Tree(Correlated):
         return np.asarray(np.linalg.inv(np.linalg.cholesky(noise @ noise.T)))
 
     def variances(self, rounds: int) -> Array:
-        """A complete node of height h has the variance ``1 / (2 - 2^-h)``."""
+        """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1.
+
+        The estimate of a complete node of height h has the variance ``1 / (2 - 2^-h)``.
+        """
         period = self.bands
         heights = np.arange(period.bit_length())
         of_node = 1 / (2 - 0.5**heights)
@@ -107,14 +117,21 @@ class Tree(Correlated):
         return np.asarray(trees * in_tree[-1] + np.concatenate([[0.0], in_tree])[place])
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
-        """By how much the estimate of the sum so far changes its noise."""
+        """Change in the noise of the estimated sum of all rounds so far.
+
+        The state is the noise of the estimates of the complete nodes that make up the current
+        tree's prefix, by height. Like a carry in binary addition, a round replaces the nodes of
+        the lowest heights by the one that they complete.
+        """
         inside = (draws.round - 1) % self.bands + 1
         nodes = {} if inside == 1 else dict(state)
         estimate, noise, variance, height = draws(), None, 1.0, 0
         while not inside >> height & 1:
             left = nodes.pop(str(height))
             noise = -left if noise is None else noise - left
-            # The node's own noise and the sum of its children's, by their precisions.
+            # Two independent estimates of the node: by its own noise, of variance 1, and by its
+            # children's sum, of variance 2v. Weighted by precision they have 2v / (1 + 2v), which
+            # is also the weight of the own noise.
             part = 2 * variance / (1 + 2 * variance)
             height, variance = height + 1, part
             estimate = part * draws(0, height) + (1 - part) * (left + estimate)
@@ -123,7 +140,7 @@ class Tree(Correlated):
 
 
 def _nodes(rounds: int, period: int) -> list[tuple[int, int]]:
-    """The complete nodes of trees over so many rounds: the last round of each, and its height."""
+    """Complete nodes of the trees over ``rounds`` rounds, as (last round, height)."""
     return [
         (end, height)
         for end in range(1, rounds + 1)
