@@ -1,4 +1,4 @@
-"""`fedsim evaluate`, `export`, `report` and `compare`: what can be made of finished runs."""
+"""`fedsim evaluate`, `export`, `report` and `compare`, which work on the directories of runs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def report(
     page = out or run / "report.html"
     if out is not None or run.is_dir():
         check_out(page, ".html")
-    # Only now: a mistake should not wait for what reads a ledger.
+    # Imported here so that a mistake is reported before the accountants are loaded.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page
     from fedsim.runs.summary import whole_record
