@@ -30,7 +30,7 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 OTHERS = {"C": "*.c", "templates": "*.html", "JavaScript": "*.js", "CSS": "*.css"}
-# What the wings stand on: DESIGN's floors, with every name that they have had.
+# The wings of DESIGN.md; all other packages, whatever their names have been, are its floors.
 WINGS = {"config", "runs", "audit", "reports", "deploy", "apps", "cli", "."}
 
 

@@ -81,6 +81,8 @@ def plain_adadp(model: nn.Module, data: ClientData, t: int) -> None:
         weights, eta = list(local.parameters()), LR
         passes = batches(data, client, t)
         for (x1, y1), (x2, y2) in zip(passes, passes, strict=False):
+            # err is the distance between a full step on the first batch and half a step on each of
+            # two batches. A step with err above TOL is rejected, and err sets the next eta.
             start = [w.detach().clone() for w in weights]
             first = torch.autograd.grad(F.cross_entropy(local(x1), y1), weights)
             with torch.no_grad():

@@ -135,7 +135,7 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
         line = csv_line(values)
         if left:
             return line
-        kill_in(0.02)
+        kill_in(0.02)  # from another process, once half of the line has been written
         return line[: len(line) // 2]
 
     metrics._csv_line = torn
@@ -143,6 +143,7 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
 
 def of_a_file_that_cannot_grow(chosen: random.Random, seconds: float) -> None:
     size = chosen.choice([1000, 3000, 3500, 5000, 6000])
+    # With the signal ignored, a write beyond the limit fails with EFBIG instead.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 

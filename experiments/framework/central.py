@@ -80,6 +80,8 @@ class DenseNet:
     def descents(self, vector: Tensor, x: Tensor, y: Tensor) -> OuterRows:
         """Negative gradients of the examples' losses, ``[B, d]``, not materialised."""
         values = self._forward(vector, x)
+        # Backpropagation: delta is the negative gradient of each example's loss with respect to a
+        # layer's outputs, and an example's row for the layer is the outer product with its inputs.
         delta = F.one_hot(y, self.widths[-1]) - torch.softmax(values[-1], dim=1)
         parts: list[LinearPart] = []
         for k, (weight, _) in reversed(list(enumerate(self._layers(vector)))):

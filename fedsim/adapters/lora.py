@@ -1,4 +1,4 @@
-"""LoRA: the product of two narrow matrices beside each chosen linear layer."""
+"""LoRA: the product of two narrow matrices, added to each chosen linear layer."""
 
 from __future__ import annotations
 

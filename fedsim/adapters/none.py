@@ -18,5 +18,5 @@ class NoAdapter(Adapter):
     """No adapter: the parameters that `model.trainable` names are trained."""
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
-        """The same model."""
+        """Return the model unchanged."""
         return model

@@ -60,6 +60,8 @@ def guarded(command: Callable[[], int]) -> int:
     before = _on_termination(terminate)
     try:
         try:
+            # Listeners may print (the last JSON line), so they come before the output is flushed;
+            # output that was lost is then an error of its own.
             status = by_signal(command())
             _notify(status, "")
             _finish_output()
@@ -176,6 +178,7 @@ def open_standard_streams() -> None:
     Otherwise a print would write into that file. A character that the output's encoding lacks is
     replaced instead of raising an error.
     """
+    # os.open returns the lowest free descriptor, so this fills the gaps among 0, 1 and 2.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -69,7 +69,7 @@ def explain(
         fedsim config explain mechanism
         fedsim config explain mechanism.adaclip
 
-    Of one key it says the type, the default, what is allowed, and whether a
+    For a single key it shows the type, the default, the allowed values, and whether a
     resumed run may change it.
     """
     every = keys()
@@ -194,7 +194,7 @@ def show(
         ),
     ] = False,
 ) -> None:
-    """Show a config with every key, those that it leaves at their defaults included.
+    """Show a config with every key, including those left at their defaults.
 
     For example:
 

@@ -147,7 +147,7 @@ def measure(
     candidates, vector = _candidates(trainer, len(ids)), trainer.initial()
     best: dict[tuple[str, int], Timing] = {}
     begun = time.perf_counter()
-    # In turns, so that load by other processes affects all alike; the first turn is a warm-up.
+    # In turns, so that other processes' load affects all equally; the first turn is a warm-up.
     for t in range(1, repeats + 2):
         if t == 2:
             announce(time.perf_counter() - begun)
@@ -270,7 +270,7 @@ def stats(
 
     Means and standard deviations of inputs and of targets that are numbers, shares of classes, and
     with --quantiles histograms: together they are one release at client level, in which each
-    client of the config counts the same. Numbers are clamped to ranges that you declare without
+    client of the config has the same weight. Numbers are clamped to ranges that you declare without
     looking at the data. A run may then declare normalisation and ranges from these statistics:
 
         fedsim stats digits.toml --epsilon 1 --inputs 0,1 --together

@@ -71,7 +71,7 @@ def run(
         delta = 1e-4
 
     `fedsim run digits.toml --set client.lr=0.2 --out runs/lr02` trains it and writes
-    config.toml (every key: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
+    config.toml (every key: it reproduces the run), metrics.csv (one row per round), ledger.jsonl
     (every private release), model.safetensors and report.html.
 
     A run that was interrupted or killed resumes from its last checkpoint and ends with the same

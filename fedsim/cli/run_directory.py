@@ -73,8 +73,8 @@ def export(
     `peft` is a folder with a run's adapter, which peft and `adapter.weights` read. ONNX and
     TorchScript models take the data set's own inputs: they contain the normalisation.
     `--public` leaves out what the guarantee does not cover: metrics, times, who was sampled,
-    paths. The bundle holds the model, the statement, and the config; the statement has the
-    ledger's final hash, but for a simulated run, whose seed could be found by it.
+    paths. The bundle holds the model, the statement, and the config. The statement has the
+    ledger's final hash, except for a simulated run, whose seed could be found from it.
     """
     if public == bool(to):
         raise FedsimError("give either --to FORMAT or --public.")

@@ -96,7 +96,7 @@ def sweep(
         --first-rounds 2 --set data.validation=0.1
 
     Honest selection makes a random number of runs on settings drawn at random, publishes the best
-    one by `data.validation` and deletes the others; the ledger has what that costs:
+    one by `data.validation` and deletes the others; the ledger charges what this choice costs:
 
         fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --select random-stopping
         --set data.validation=0.1 --set noise.entropy=system

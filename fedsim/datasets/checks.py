@@ -137,6 +137,7 @@ def _targets(key: str, array: Array, where: str, protected: bool) -> Array:
 def _mask(key: str, array: Array, y: Array, where: str, protected: bool) -> Array:
     """Boolean mask of the targets that count; if protected, any integer but 0 means True."""
     fits = 2 <= array.ndim <= y.ndim and array.shape == y.shape[: array.ndim]
+    # The values of a protected mask are not looked at: no refusal may depend on training data.
     low, high = (0, 1) if protected or array.dtype.kind not in "bui" else _extremes(array, None)
     if not fits or array.dtype.kind not in "bui" or high > 1:
         raise FedsimError(
@@ -236,6 +237,7 @@ def found_size(
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
         if protected and split == "train":
+            # Clamped, not refused: an error would depend on protected data.
             most.append(min(max(high + 1, 1), MOST_CLASSES))
             continue
         if low < 0 or high >= limit:
@@ -275,6 +277,7 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
                 continue
             wrong = (piece < 0) | (piece >= size)
             if counts is not None:
+                # A mask may lack the last dimensions of y: give it axes of size 1 to broadcast.
                 wrong &= counts.reshape(*counts.shape, *[1] * (wrong.ndim - counts.ndim))
             if made[name] is array and getattr(array, "mode", "") != "c":
                 made[name] = array.copy()

@@ -102,6 +102,8 @@ class ByOwner(Partition):
                 f"the column {self.column} is {owners.dtype} for training examples but "
                 f"{column.dtype} for test examples; it must be numbers in both, or strings in both."
             )
+        # searchsorted also gives unknown owners a position (len(owners) after the last): keep
+        # only examples whose owner is really the one at that position.
         client = np.searchsorted(owners, column)
         known = np.flatnonzero(owners[np.minimum(client, len(owners) - 1)] == column)
         order = known[np.argsort(client[known], kind="stable")]

@@ -185,6 +185,7 @@ class InterpolatedPathological(Partition):
         """Positions of each client's examples: its group's classes, a fraction exchanged."""
         labels = examples.labels
         by_class = self._pathological(labels, generator)
+        # Places within each client's own array, not positions in the data set.
         given_up = [
             np.sort(
                 generator.choice(len(indices), round(self.randomness * len(indices)), replace=False)

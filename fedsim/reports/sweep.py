@@ -227,6 +227,7 @@ def examples_price(
         opened = ClientLedgers(directory, delta=delta, read_only=True)
         ledgers = opened.everyone()
         for ledger in ledgers if same or not ledgers else [opened.worst()]:
+            # None: the worst clients of all directories make one composition.
             key = ledger.charged[-1].client if same else None
             made = ledger.charged[-1].round or 0 if ledger.charged else 0
             stopping = Stopping(left=max(left, 0), made=made)

@@ -208,9 +208,9 @@ class Huber(NumberLoss):
 @register("loss", "quantile-error")
 @dataclass(frozen=True)
 class QuantileError(NumberLoss):
-    """Mean of ``max(-q e, (1 - q) e)``, e the output less the target, over an example's targets.
+    """Mean of ``max(-q e, (1 - q) e)``, e the output minus the target, over an example's targets.
 
-    Least where the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
+    It is least if the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
     """
 
     quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5

@@ -52,6 +52,7 @@ class ExactSum:
             values = values.detach().double().numpy()
         flat = np.asarray(values, dtype=np.float64).ravel()
         finite = flat[np.isfinite(flat)]
+        # Each number is digits * 2^(exponent - 53), with digits a whole number of 53 bits.
         fraction, exponent = np.frexp(finite)
         digits = np.ldexp(fraction, 53).astype(np.int64)
         shifts, which = np.unique(exponent, return_inverse=True)

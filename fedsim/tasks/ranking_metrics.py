@@ -92,6 +92,8 @@ class AUC(Ranking):
     """Probability that an example with the label scores above one without; ties count half."""
 
     def _of(self, positives: Ints, negatives: Ints) -> float:
+        # Twice the pairs in which the positive ranks above the negative; a tie counts once. Whole
+        # numbers, so that the only rounding is that of the division.
         above = np.cumsum(positives) - positives
         twice = int((negatives * (2 * above + positives)).sum())
         return twice / (2 * int(positives.sum()) * int(negatives.sum()))
