@@ -84,7 +84,7 @@ class Arrays:
         )
 
     def dataset(self, name: str, **others: Any) -> Dataset:
-        """Data set of these arrays; ``others`` are further or other keywords of `Dataset.of`."""
+        """Data set of these arrays; ``others``, keywords of `Dataset.of`, take precedence."""
         own = ("mean", "std", "classes", "vocabulary", "found_in")
         settings = {key: getattr(self, key) for key in own}
         return Dataset.of(name, self.train, self.test, **{**settings, **others})

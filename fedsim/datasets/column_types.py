@@ -35,7 +35,7 @@ class NumberType:
         return math.isnan(self.low)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
-        """Numbers ``[N]``, clipped to the declared range and scaled to [0, 1].
+        """Numbers ``[N]``; with a declared range, clipped to it and scaled to [0, 1].
 
         With ``protected``, a value that is not a number becomes NaN.
 

@@ -110,7 +110,7 @@ class Partition(ABC):
     ----------
     drawn : bool
         Whether the assignment depends on the seed. If so, runs of different seeds have different
-        clients, and the privacy losses of one client do not add up over such runs.
+        clients, so that their privacy costs cannot be composed for one client.
     words : str
         Name in headings, with fields as ``{0.field}``; empty for the class's name.
     """
@@ -293,7 +293,7 @@ def hold_out(
     Raises
     ------
     FedsimError
-        If the amount is no examples, or more than can be held out.
+        If the amount comes to no examples, or to more than can be held out.
     """
     generator = Randomness(seed).generator(Purpose.PARTITION, level="run", part=HOLD_OUT)
     order = generator.permutation(examples)
