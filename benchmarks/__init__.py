@@ -1,1 +1,1 @@
-"""What measures speed and memory; never a timed test."""
+"""Benchmarks of speed and memory; none of them is part of a test."""

@@ -1,4 +1,4 @@
-"""What `AdadpLR` costs beside `SGD`, a gradient, on the MLP job in blocks."""
+"""CPU time of `AdadpLR` per gradient, compared with `SGD`, on the MLP job in blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedsim.training import Trainer
 
 
 def compare_adaptive(clients: int = 25, pairs: int = 15) -> dict[str, Any]:
-    """CPU milliseconds a gradient evaluation of each, and their ratio."""
+    """CPU milliseconds per gradient evaluation of each, and their ratio."""
     data = data_of(clients)
     sides = {
         name: partial(_round, trainer_of(JOBS["mlp"], data, algorithm=algorithm), clients)

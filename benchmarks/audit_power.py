@@ -1,11 +1,11 @@
-"""What `fedsim audit` catches, and how often it is wrong: bugs x seeds, and honest configs.
+"""Detection and false-alarm rates of `fedsim audit`, on planted bugs and on honest configs.
 
     python -m benchmarks.audit_power [--seeds 6] [--honest 10] [--only WORD] [--checks] [--out FILE]
 
 Every planted bug (`tests/audit/bugs.py`) is audited with the demo's config, at several seeds;
-then configs without a bug, the false alarms. CPU seconds are of one audit, imports left out.
-With ``--checks`` the two worlds and the one run are left out, and what is left must refute at
-the p-value that it would need beside them.
+then configs without a bug, to count false alarms. CPU seconds are those of one audit, without
+imports. With ``--checks`` the attacks on federations and on one run are left out, and the remaining
+checks must refute at the p-value that they would need with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HONEST = {
 
 
 def main() -> None:
-    """Print one line an audit and a table at the end."""
+    """Print one line per audit and a table at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--honest", type=int, default=2)

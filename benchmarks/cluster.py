@@ -1,9 +1,9 @@
-"""`python -m benchmarks.cluster`: what Ray's engine moves between machines, on an emulated cluster.
+"""`python -m benchmarks.cluster`: bytes that Ray's engine sends between (emulated) machines.
 
-Three Ray nodes on this machine, each with a worker and an object store of its own, and a head with
-the driver: what would cross a network crosses the loopback interface, and is counted there. As root
-in a network namespace of its own; otherwise what others send is counted too. Clients are trained in
-no time, so that rounds say nothing of training.
+The cluster is three Ray nodes on this machine, each with a worker and an object store of its own,
+and a head with the driver: all traffic crosses the loopback interface, and is counted there. As
+root this runs in a network namespace of its own; otherwise other processes' traffic is counted
+too. Clients' updates take no time to compute, so that a round's time does not include training.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from fedsim.strategies import DPFedAvg
 
 POPULATION, NODES = 1000, 3
 MOST_SECONDS = 10.0
-"""From the engine's start to its first round's end, where nothing else runs."""
+"""Aim for the time from the engine's start to its first round's end, on an idle machine."""
 
 
 @dataclass
 class Waves(TrainerDefaults):
-    """Client k sends a vector of its own."""
+    """A trainer whose client k sends the parameters times a number of its own."""
 
     population: int = POPULATION
 
     def train(self, vector: torch.Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """Rows that cost nothing to make."""
+        """Blocks of rows that take hardly any time to compute."""
         for start in range(0, len(client_ids), 10):
             ids = client_ids[start : start + 10]
             rows = torch.stack([vector * float(k + round) for k in ids.tolist()])
@@ -56,7 +56,7 @@ class Waves(TrainerDefaults):
 
 @contextmanager
 def emulated() -> Iterator[str]:
-    """The address of a cluster of three nodes beside its head."""
+    """Start a cluster of three nodes and a head; yields its address."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -72,7 +72,7 @@ def emulated() -> Iterator[str]:
 
 
 def moved(trainer: BlockTrainer, address: str, d: int, cohort: int, rounds: int) -> list[float]:
-    """Seconds to the end of the first round, then of each other; megabytes of each of these."""
+    """Seconds to the first round's end, then median seconds and megabytes of the other rounds."""
     strategy = DPFedAvg(
         mechanism=Clipping(0.5),
         cohort=FixedCohort(cohort, POPULATION),
@@ -108,7 +108,7 @@ def main() -> None:
     with emulated() as address:
         for d, cohort in ((100_000, 30), (1_000_000, 30), (1_000_000, 300)):
             first, seconds, sent = moved(Waves(), address, d, cohort, options.rounds)
-            # Parameters out in float32, a sum back in float64, whatever the cohort.
+            # To each worker the parameters in float32 and back a sum in float64, for any cohort.
             planned = NODES * 12 * d / 1e6
             cells = (f"{first:.1f}", f"{seconds:.2f}", f"{sent:.1f}", f"{planned:.1f}")
             table.add_row(f"{d:,}", str(cohort), *cells)

@@ -1,9 +1,10 @@
-"""How much there is to read: ``python -m benchmarks.code_size`` counts the package's code.
+"""``python -m benchmarks.code_size`` counts the package's lines of code, files and comments.
 
 A line of code is one that is no import, no ``__all__``, no docstring, no comment and not blank.
-``--round`` runs a private MLP in one process and counts, in its third round of four, the functions
-of fedsim that are called, the files they are in, the deepest stack of them, and the stack in which
-a client's row is added to the sum. Comprehensions count as functions, as Python 3.11 calls them.
+``--round`` runs a private MLP in one process and counts, in the third of four rounds, the functions
+of fedsim that are called, the files they are in, and the depths of the deepest stack of them and of
+the stack in which a client's row is added to the sum. Comprehensions count as functions, as Python
+3.11 calls them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 OTHERS = {"C": "*.c", "templates": "*.html", "JavaScript": "*.js", "CSS": "*.css"}
-# What the wings stand on: DESIGN's floors, with every name that they have had.
+# The wings of DESIGN.md; all other packages, whatever their names have been, are its floors.
 WINGS = {"config", "runs", "audit", "reports", "deploy", "apps", "cli", "."}
 
 
 def code_lines(source: str) -> int:
-    """Lines of ``source`` that say something to be done."""
+    """Number of lines of code in ``source``."""
     tree = ast.parse(source)
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -61,13 +62,13 @@ def _lines(node: ast.stmt) -> set[int]:
 
 
 def comment_lines(source: str) -> int:
-    """Lines that have a comment."""
+    """Number of lines with a comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type == tokenize.COMMENT for token in tokens)
 
 
 def report_sizes(root: Path) -> None:
-    """Print lines of code, files and comments a package, and what is written in other languages."""
+    """Print lines of code, files and comments per package, and lines of other languages."""
     code, files, comments = Counter[str](), Counter[str](), Counter[str]()
     long_files = []
     for path in sorted((root / "fedsim").rglob("*.py")):
@@ -113,11 +114,11 @@ multiplier = 1.0
 """
 
 ROW_SUM = "GridSum.add_scaled_"
-"""Adds a block's rows to the sum, on its grid."""
+"""Function that adds a block's rows to the sum, on its grid."""
 
 
 class Calls:
-    """What is called while it stands as the profile function."""
+    """A profile function that records the package's called functions and their deepest stack."""
 
     def __init__(self, package: Path) -> None:
         self.package = str(package)
@@ -144,7 +145,7 @@ class Calls:
 
 
 def report_round() -> None:
-    """Print what a private round of an MLP calls."""
+    """Print how many functions a private round of an MLP calls, and two of its stacks."""
     import fedsim
 
     calls = Calls(Path(fedsim.__file__).parent)
@@ -169,7 +170,7 @@ def report_round() -> None:
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the sizes and, if requested, the counts of a round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to count")
     parser.add_argument("--round", action="store_true", help="count a round's functions as well")

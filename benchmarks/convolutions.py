@@ -1,10 +1,10 @@
 """`python -m benchmarks.convolutions [--device cuda]`: ADADP's CIFAR-10 network, five clients.
 
-Like with like: plain SGD and plain ADADP, as anyone would write them, one client after
-another, beside the same through the trainer. On a CPU, milliseconds of CPU time a gradient
-step, the plain loops with channels last. On a GPU, in which nothing may be rounded to TF32
-and every sum has one order, rounds a second. The ways take turns (`benchmarks.turns`).
-``--out FILE`` adds a line for each to a table, with the machine's name.
+Compares straightforward loops of SGD and ADADP over the clients with the same algorithms through
+the trainer. On a CPU it reports milliseconds of CPU time per gradient step, with the plain loops in
+channels-last format. On a GPU, without TF32 and with deterministic sums, it reports rounds per
+second. The ways take turns (`benchmarks.turns`). ``--out FILE`` adds a line for each to a table,
+with the machine's name.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def plain_sgd(model: nn.Module, data: ClientData, t: int) -> None:
 
 
 def plain_adadp(model: nn.Module, data: ClientData, t: int) -> None:
-    """A round of ADADP on a model's own parameters, which hold the point of a gradient."""
+    """A round of ADADP; the model's own parameters hold the point at which gradients are taken."""
     for client in range(CLIENTS):
         local = fresh(model, data)
         weights, eta = list(local.parameters()), LR
         passes = batches(data, client, t)
         for (x1, y1), (x2, y2) in zip(passes, passes, strict=False):
+            # err is the distance between a full step on the first batch and half a step on each of
+            # two batches. A step with err above TOL is rejected, and err sets the next eta.
             start = [w.detach().clone() for w in weights]
             first = torch.autograd.grad(F.cross_entropy(local(x1), y1), weights)
             with torch.no_grad():
@@ -103,7 +105,7 @@ def plain_adadp(model: nn.Module, data: ClientData, t: int) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways to do a round."""
+    """One way to compute a round: a plain loop, or a trainer."""
 
     name: str
     work: Callable[[int], object]
@@ -111,7 +113,7 @@ class Way:
 
 
 def ways(device: str) -> list[Way]:
-    """Plain loops and trainers on the same examples."""
+    """Plain loops and trainers, on the same examples."""
     model = models.build("adadp-cifar", (3, 32, 32), 10)
     generator = torch.Generator().manual_seed(0)
     count = CLIENTS * EXAMPLES[device]
@@ -140,12 +142,12 @@ def round_of(trainer: Trainer, t: int) -> None:
 
 
 def measure(device: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds of the rounds of each way: of CPU time on a CPU, until all is done on a GPU."""
+    """Seconds of each way's rounds: CPU time on a CPU, wall time on a GPU."""
     chosen = ways(device)
     sides = {way.name: partial(finished, way, device) for way in chosen}
     clock = time.process_time if device == "cpu" else time.perf_counter
     with exact(torch.device(device)):
-        in_turns(sides, 1, clock=clock)  # warms up, and captures
+        in_turns(sides, 1, clock=clock)  # a warm-up, in which steps are captured
         seconds = in_turns(sides, pairs, first=2, clock=clock)
     for way in chosen:
         steps = None if way.trainer is None else way.trainer.stepper.captured
@@ -155,7 +157,7 @@ def measure(device: str, pairs: int) -> dict[str, list[float]]:
 
 
 def finished(way: Way, device: str, t: int) -> None:
-    """A round, all of it."""
+    """Compute a round, and wait until the GPU has finished it."""
     way.work(t)
     if device == "cuda":
         torch.cuda.synchronize()

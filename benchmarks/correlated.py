@@ -1,9 +1,9 @@
-"""What a round's noise takes for each family: seconds, and memory in vectors of float64.
+"""Cost of a round's noise for each kind of noise: seconds, and memory in vectors of float64.
 
     python -m benchmarks.correlated                     # a million weights
     python -m benchmarks.correlated --weights 100000000 --noises independent lambda-cgd --round 3
 
-Each family in a process of its own, of a plan of 40 rounds; bound and sum included, no clients.
+Each kind runs in a process of its own, in a plan of 40 rounds, with the sum but without clients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 40
 
 
 def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
-    """Seconds of the last round, and the peak of memory in vectors; once in a process."""
+    """Seconds of the last round, and peak memory in vectors; call it once per process."""
     import torch
 
     from fedsim.cohorts import CyclicCohort
@@ -46,7 +46,7 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     releaser, sources = Releaser(plan, layout), NoiseSources(Randomness(1), plan.noise)
     before = resident("VmRSS")
     state: State = {}
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     seconds = 0.0
     for number in range(1, rounds + 1):
         started = time.perf_counter()

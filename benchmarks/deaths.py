@@ -1,4 +1,4 @@
-"""Ways in which a run can die: each prepares the death of the process that calls it."""
+"""Ways in which a run can die, as functions that prepare the death of the calling process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from fedsim.runs.metrics import MetricsFile
 ROUNDS = 12
 
 Before = Callable[[random.Random, float], object]
-"""Prepares the death of the process that calls it, in a run of so many seconds."""
+"""Prepares the death of the calling process, given random numbers and the run's usual seconds."""
 
 
 def after(seconds: float, do: Callable[[], object]) -> None:
-    """Let another process do this after a while."""
+    """Let a forked process call ``do`` after some seconds."""
     if os.fork() == 0:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # else the run's lock would outlive the run
+        # The child must not keep the run's files open: its lock would outlive the run.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         time.sleep(seconds)
         with suppress(OSError):
             do()
@@ -36,14 +37,18 @@ def after(seconds: float, do: Callable[[], object]) -> None:
 
 
 def kill_in(seconds: float, number: int = signal.SIGKILL) -> None:
-    """Let this process be sent a signal after a while."""
+    """Send this process a signal after some seconds."""
     after(seconds, partial(os.kill, os.getpid(), number))
 
 
 def at_an_instant(
     chosen: random.Random, seconds: float, happens: Callable[[float], object] = kill_in
 ) -> None:
-    """Some instant of some round but the last two: before the run's end, however fast it goes."""
+    """Let it happen at a random instant of a random round, except the last two.
+
+    Rounds are counted by rows of metrics, so that it happens before the run's end however fast
+    the run is.
+    """
     left, delay = chosen.randrange(ROUNDS - 2), chosen.uniform(0, seconds / ROUNDS)
     start, append = MetricsFile.start, MetricsFile.append
 
@@ -92,7 +97,7 @@ def before_a_step(chosen: random.Random, seconds: float) -> None:
 def dying_in(
     call: int, write: Callable[..., None], tear: Callable[..., object]
 ) -> Callable[..., None]:
-    """What writes, until in that call of it something is torn, and the process is gone."""
+    """A replacement of ``write`` that in its n-th call (n is ``call``) tears the write and dies."""
 
     def writing(*arguments: Any) -> None:
         nonlocal call
@@ -130,7 +135,7 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
         line = csv_line(values)
         if left:
             return line
-        kill_in(0.02)
+        kill_in(0.02)  # from another process, once half of the line has been written
         return line[: len(line) // 2]
 
     metrics._csv_line = torn
@@ -138,16 +143,17 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
 
 def of_a_file_that_cannot_grow(chosen: random.Random, seconds: float) -> None:
     size = chosen.choice([1000, 3000, 3500, 5000, 6000])
+    # With the signal ignored, a write beyond the limit fails with EFBIG instead.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def of_a_full_disk(chosen: random.Random, seconds: float) -> None:
-    """Nothing to prepare: the disk is as small as `full_disk` has made it."""
+    """Nothing to prepare: `SMALL_DISK` has mounted a disk that is too small."""
 
 
 def of_a_read_only_disk(chosen: random.Random, seconds: float) -> None:
-    """What a kernel does with a disk whose errors it has seen: what is open may not be written."""
+    """Trigger a file system error, on which the kernel makes the disk read-only at once."""
     broken = Path(f"/sys/fs/ext4/{DISK['device']}/trigger_fs_error")
     at_an_instant(chosen, seconds, partial(after, do=partial(broken.write_text, "1")))
 
@@ -184,14 +190,14 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
 
 
 class Disk(NamedTuple):
-    """How a disk is made that will fail, and how it is mended."""
+    """How to mount a disk that will fail, and how to mend it."""
 
     mount: Callable[[random.Random, Path], None]
     mend: Callable[[Path], None]
 
 
 DISK: dict[str, str] = {}
-"""Of what is mounted now: the file that holds it, and the block device."""
+"""The mounted disk: its image file, and the name of its block device."""
 
 
 def _call(*command: str | Path) -> str:
@@ -223,7 +229,7 @@ def _mount_image(image: Path, place: Path) -> None:
 
 def _mend_fragile(place: Path) -> None:
     _call("umount", place)
-    # 1: errors were corrected.
+    # Not checked: e2fsck returns 1 if it corrected errors.
     subprocess.run(["e2fsck", "-fy", DISK["image"]], capture_output=True, check=False)
     _mount_image(Path(DISK["image"]), place)
 
@@ -233,7 +239,7 @@ FRAGILE_DISK = Disk(_mount_fragile, _mend_fragile)
 
 
 class Death(NamedTuple):
-    """A way to die, of a run of `benchmarks.kills.JOBS`, so many times; on a disk of its own."""
+    """A way to die, the job of `benchmarks.kills.JOBS` that dies, how often, and on which disk."""
 
     name: str
     before: Before

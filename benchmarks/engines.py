@@ -1,11 +1,11 @@
-"""What each engine costs: start-up, seconds a round, memory a process, bytes on the wire.
+"""Cost of each engine: start-up, seconds per round, memory per process, bytes on the wire.
 
     python -m benchmarks.engines                       # all that this machine can do
     python -m benchmarks.engines --engines local ray --clients 10 100
 
 Every measurement is a process of its own. Clients have ten examples of 784 features and take
-one step; all of them take part in every round. The numbers of the first round go into the
-start-up; a round's seconds are the median of the others.
+one step; all of them take part in every round. The first round counts as part of the start-up; the
+seconds per round are the median of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).with_name("results") / "engines.md"
 MODELS = {"8k": {"name": "softmax"}, "1M": {"name": "mlp", "widths": "1258"}}
-# A SuperNode is two processes on the node, and one more for every message.
+# Most clients: a SuperNode is two processes, and one more for every message.
 MOST = {"deployment": 10}
 HEAD = ["engine", "parameters", "clients", "start-up s", "s a round", "largest process MB",
         "processes", "bytes a client and round"]  # fmt: skip
@@ -117,7 +117,7 @@ def measure(engine: str, model: str, clients: int, rounds: int) -> dict[str, Any
 
 
 def wire_bytes(arrays: ArrayRecord) -> int:
-    """What Flower sends for one client: the model there and the client's parameters back."""
+    """Bytes that Flower sends for one client: the model to it, and its parameters back."""
     from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
@@ -136,7 +136,7 @@ def wire_bytes(arrays: ArrayRecord) -> int:
 
 
 class Memory(threading.Thread):
-    """Watches this process and its descendants: how many, and the largest one's memory."""
+    """Watches this process and its descendants: their number, and the memory of the largest."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Environments of other packages' own, with this one's torch and numpy."""
+"""Virtual environments for other packages, which also see this environment's packages (torch)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 
 def environment(directory: Path, *requirements: str, dependencies: bool = True) -> str:
-    """The interpreter of an environment with requirements, which is made if there is none.
+    """Interpreter of an environment with the given requirements, created if it does not exist.
 
     Parameters
     ----------
     directory : Path
-        Where it is; one that was made before is used unchanged.
+        The environment's directory; an existing environment is used unchanged.
     requirements : str
-        As pip has them.
+        Requirements for pip.
     dependencies : bool
-        Whether pip installs what they require, where this environment has not.
+        Whether pip also installs their dependencies that this environment lacks.
 
     Raises
     ------
     subprocess.CalledProcessError
         If they cannot be installed.
     """
-    # Not resolved: the link to the interpreter is what makes it this environment's.
+    # Not resolved: Python finds its environment by the path of the link it was started as.
     python = directory.absolute() / "bin" / "python"
     ready = directory / "ready"
     if ready.exists():
@@ -33,11 +33,11 @@ def environment(directory: Path, *requirements: str, dependencies: bool = True) 
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
     packages = next(directory.glob("lib/python*/site-packages"))
     lent = sysconfig.get_paths()["purelib"]
-    # After the environment's own packages: what it has itself comes first.
+    # A .pth file's paths come after the environment's own packages, which so take precedence.
     (packages / "zz_lent.pth").write_text(f"{lent}\n")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     without = [] if dependencies else ["--no-deps"]
-    # What it says of conflicts is of packages that are lent.
+    # The output is captured: pip would warn about conflicts with this environment's packages.
     subprocess.run([*pip, *without, *requirements], check=True, capture_output=True, text=True)
     ready.touch()
     return str(python)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.example_privacy`: DP-SGD in a client, beside Opacus.
+"""`python -m benchmarks.example_privacy`: DP-SGD in one client, compared with Opacus.
 
-One client, Poisson batches of 200 expected examples, clip and noise: CPU milliseconds a step
-and the memory that the steps add at their peak, on the MLP job and on a small CNN.
+With Poisson batches of 200 expected examples, clipping and noise: CPU milliseconds per step and the
+peak memory that the steps add, on the MLP job and on a small CNN.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def examples(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(name: str) -> float:
-    """CPU milliseconds a step, through the trainer."""
+    """CPU milliseconds per step, through the trainer."""
     model, shape = model_of(name)
     x, y = examples(shape)
     trainer = Trainer(
@@ -69,7 +69,7 @@ def ours(name: str) -> float:
 
 
 def theirs(name: str) -> float:
-    """The same with Opacus's `GradSampleModule` and `DPOptimizer`."""
+    """CPU milliseconds per step, with Opacus's `GradSampleModule` and `DPOptimizer`."""
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
@@ -104,7 +104,7 @@ def timed(work: Callable[[int], object], repeats: int = 5) -> float:
 
 
 def alone(library: str, name: str) -> tuple[float, float]:
-    """(CPU ms a step, MiB at the peak), in a process of its own."""
+    """(CPU ms per step, peak MiB), measured in a process of its own."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.example_privacy", library, name],
         capture_output=True, text=True, check=True,

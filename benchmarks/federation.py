@@ -1,9 +1,9 @@
 """`python -m benchmarks.federation`: a round of ten real SuperNodes on this machine.
 
-A whole federation (SuperLink, ten SuperNodes, TLS, keys) is brought up on loopback, with a relay
-before the SuperLink's port for nodes that counts what goes through it. Printed are seconds a round,
-CPU seconds of all processes, and bytes a client and round each way beside what one copy of the
-parameters takes in float32. The first round, in which nodes are waited for, is left out.
+A whole federation (SuperLink, ten SuperNodes, TLS, keys) is started on loopback, with a relay in
+front of the SuperLink's port for nodes that counts bytes. Printed are seconds per round, CPU
+seconds of all processes, and bytes per client and round each way, compared with one copy of the
+parameters in float32. The first round, which waits for nodes to join, is left out.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
 MOST_SECONDS = 4.0
-"""A round's of ten nodes on two cores, where nothing else runs."""
+"""Aim for a round of ten nodes on two cores of an idle machine."""
 
 MODELS = {"softmax": {"name": "softmax"}, "mlp": {"name": "mlp", "widths": "1344"}}
 
 
 @dataclass(frozen=True)
 class Federated:
-    """A round's cost: medians, but for the bytes, which are means.
+    """Cost of a round: medians of the rounds' times, and means of their bytes.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Federated:
     up: float
 
     def line(self) -> str:
-        """In words."""
+        """The cost as one line of text."""
         copy = 4 * self.parameters
         return (
             f"{self.nodes} nodes, {self.parameters:,} parameters: {self.seconds:.2f} s a round "
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measured(model: str, rounds: int, nodes: int) -> Federated:
-    """A run of so many rounds, on a federation of its own."""
+    """Cost of a run's rounds, on a federation of its own."""
     config = RunConfig.parse(
         {
             "rounds": rounds,
@@ -119,7 +119,7 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
 
 
 class Relay:
-    """Passes what comes on a port of its own to another, and counts the bytes each way."""
+    """Forwards connections from a port of its own to another, and counts the bytes each way."""
 
     def __init__(self) -> None:
         (self.port,) = free_ports(1)
@@ -127,7 +127,7 @@ class Relay:
         self._lock = threading.Lock()
 
     def start(self, port: int) -> None:
-        """Listen."""
+        """Listen, and forward connections to ``port``."""
         listener = socket.create_server(("127.0.0.1", self.port))
         threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
 
@@ -136,7 +136,7 @@ class Relay:
             node, _ = listener.accept()
             try:
                 server = socket.create_connection(("127.0.0.1", port))
-            except OSError:  # it has ended
+            except OSError:  # the SuperLink has ended
                 node.close()
                 continue
             for source, sink, way in ((node, server, "up"), (server, node, "down")):
@@ -150,12 +150,12 @@ class Relay:
                     setattr(self, way, getattr(self, way) + len(data))
             sink.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # one of them is gone
+            pass  # one side has closed the connection
 
 
 @dataclass
 class Watch(Callback):
-    """Notes at the end of each round how far clocks and counters have come."""
+    """Records clocks and byte counters at the end of each round."""
 
     relay: Relay
     nodes: int
@@ -169,7 +169,7 @@ class Watch(Callback):
             self.usable.append(status.row["usable"])
 
     def summed(self, parameters: int) -> Federated:
-        """What the rounds after the first one cost."""
+        """Cost of the rounds after the first one."""
         if set(self.usable) != {self.nodes}:
             print(f"Not all {self.nodes} nodes were there in every round: {self.usable}.")
         steps = np.diff(np.array(self.noted), axis=0)
@@ -179,7 +179,7 @@ class Watch(Callback):
 
 
 def cpu_of_family() -> float:
-    """CPU seconds of this process and all its descendants, those included that have ended."""
+    """CPU seconds of this process and all its descendants, including ended ones."""
     ticks, parents = {}, {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

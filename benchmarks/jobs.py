@@ -1,4 +1,4 @@
-"""The two jobs that are measured, on synthetic examples."""
+"""The two jobs of the benchmarks, on synthetic examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LR, BATCH, SEED = 0.1, 10, 1
 
 @dataclass(frozen=True)
 class Job:
-    """A model and how many of the clients take part in a round."""
+    """A model, and the size of the cohort."""
 
     name: str
     widths: tuple[int, ...]
@@ -46,7 +46,7 @@ JOBS = {job.name: job for job in (Job("softmax", (), 100), Job("mlp", (256, 256)
 def data_of(
     clients: int, dtype: torch.dtype = torch.float32, distinct: int | None = None
 ) -> ClientData:
-    """``clients`` with 60 examples each; beyond ``distinct`` clients the examples are shared."""
+    """Data of ``clients`` with 60 examples each; after ``distinct`` clients, examples repeat."""
     generator = torch.Generator().manual_seed(SEED)
     count = (distinct or clients) * EXAMPLES
     x = torch.rand(count, FEATURES, generator=generator).to(dtype)

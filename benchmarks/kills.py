@@ -1,16 +1,16 @@
-"""Runs that die at random, are resumed, and held against ones that did not.
+"""Kill runs at random, resume them, and compare them with runs that were not killed.
 
     python -m benchmarks.kills [--seed 2] [--deaths SIGTERM,Ray]
         [--out benchmarks/results/kills.txt]
 
-Each run is a fork of this process, so that a kill costs no imports. Killed at random instants are
-runs whose clients keep a rate, or noise their own examples; SCAFFOLD; personal heads; runs on
-several workers and on Ray; sweeps. Others die before random steps that touch the disk, in the
-middle of a checkpoint, of a ledger's line and of a metrics row, on a disk that is full, or
-suddenly read-only, and by SIGTERM. The last ones lose a worker, which they outlive.
+Each run is a fork of this process, so that it need not import anything. Killed at random instants
+are runs whose clients keep a rate or protect their own examples, with SCAFFOLD, with personal
+heads, on several workers and on Ray, and sweeps. Others die before random steps that touch the
+disk, in the middle of a checkpoint, of a ledger's line and of a metrics row, on a full disk, on a
+disk that becomes read-only, and by SIGTERM. The last ones lose a worker, which they survive.
 
-What a resume leads to must be the reference's parameters, rows and charges, and equal heads of
-ledgers but where a line was torn. Disks of their own need root: without, these deaths are left out.
+A resumed run must have the reference's parameters, rows and charges, and equal final hashes of
+ledgers unless a line was torn. Mounting disks needs root: otherwise these deaths are left out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ AXES = ["client.lr=0.05,0.1", "seed=1,2"]
 
 
 def run(job: str, directory: Path) -> None:
-    """Begin a run, or go on with it."""
+    """Start a run, or resume it."""
     config = BASE.replace(**JOBS[job])
     if job == "sweep":
         run_sweep(grid_runs(config, parse_axes(AXES)), directory)
@@ -87,12 +87,12 @@ def run(job: str, directory: Path) -> None:
 
 
 def runs_of(job: str, directory: Path) -> list[Path]:
-    """Directories of a run, or of a sweep's members."""
+    """The run's directory, or those of a sweep's members."""
     return sorted(directory.glob("*=*")) if job == "sweep" else [directory]
 
 
 def forked(do: Callable[[], object]) -> int:
-    """Status of a child that does this and nothing else, negative for the signal that ended it."""
+    """Run ``do`` in a forked child; its exit status, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -108,7 +108,7 @@ def forked(do: Callable[[], object]) -> int:
 
 
 def reached(directory: Path) -> dict[str, Any]:
-    """What a run has come to, but for what is the operator's."""
+    """A run's model, rows and charges, without times and the epsilon of each row."""
     operators = ("seconds", "clients-per-second", "epsilon", "example-epsilon")
     rows = RunDirectory(directory).metrics_file.rows()
     ledgers = [Ledger.read(path, delta=1e-5) for path in _ledgers(directory)]
@@ -132,14 +132,14 @@ def _ledgers(directory: Path) -> list[Path]:
 
 
 def heads(directory: Path) -> list[tuple[str, ...]]:
-    """Heads of the server's ledger; clients' are keyed by a secret of each directory."""
+    """Hashes of the server's ledger; clients' hashes depend on a secret of each directory."""
     ledger = RunDirectory(directory).ledger
     return [tuple(Ledger.read(ledger, delta=1e-5).heads)] if ledger.exists() else []
 
 
 @contextmanager
 def place_for(death: Death, chosen: random.Random, root: Path) -> Iterator[Path]:
-    """A directory for one run, on the disk that its death wants."""
+    """A directory for one run, on the disk that its way to die needs."""
     root.mkdir()
     if death.disk is None:
         yield root / "run"
@@ -156,7 +156,7 @@ def place_for(death: Death, chosen: random.Random, root: Path) -> Iterator[Path]
 def die_and_resume(
     death: Death, number: int, seed: int, root: Path, seconds: float, expected: list[Any]
 ) -> Counter[str]:
-    """Let one run die, resume it, and see what it has come to."""
+    """Let one run die, resume it, and compare it with the expected result."""
     chosen = random.Random(f"{seed} {death.name} {death.job} {number}")
     seen = Counter(runs=1)
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.local`: cohorts trained in blocks, beside a plain PyTorch loop.
+"""`python -m benchmarks.local`: cohorts trained in blocks, compared with a plain PyTorch loop.
 
 Both do the same arithmetic on the same clients: six local steps of batch 10, clip to norm 1,
-sum, noise, divide. They take turns, a round each, and so does fedsim without compiled kernels
-(`benchmarks.turns`); the first round is left out. The floor is what the products of a client's
-steps take alone, by the library that torch calls.
+sum, noise, divide. They take turns of one round each, as does fedsim without compiled kernels
+(`benchmarks.turns`); the first round is left out. The floor is the time of the matrix products of
+a client's steps alone, by the library that torch calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedsim.training.paths.choice import KernelName
 
 CLIP_NORM, NOISE = 1.0, 1.0
 AIMS = {"softmax": 0.10, "mlp": 0.40}
-"""Of the plain loop's time; of the MLP .33 with AVX-512."""
+"""Aims as fractions of the plain loop's time; for the MLP 0.33 with AVX-512."""
 EAGER_AIM, ADAPTIVE_AIM = 1.5, 1.6
 
 
@@ -58,14 +58,14 @@ def fedsim_rounds(
     dtype: torch.dtype = torch.float32,
     kernel: KernelName = "auto",
 ) -> Iterator[Tensor]:
-    """DPFedAvg on a LocalGrid: the parameters after each round."""
+    """Run DPFedAvg on a LocalGrid; yields the parameters after each round."""
     trainer = trainer_of(job, data, dtype=dtype, kernel=kernel)
     strategy = DPFedAvg(
         mechanism=Clipping(clip_norm),
         cohort=cohort,
         noise_multiplier=noise_multiplier,
         seed=SEED,
-        # One Gaussian a coordinate, as in the plain loop: hardened noise is made of four.
+        # One Gaussian per coordinate as in the plain loop; hardened noise is the sum of four.
         hardened_noise=False,
         fraction_evaluate=0.0,
     )
@@ -80,9 +80,10 @@ def fedsim_rounds(
 
 
 def products(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """The factors of a step's products: forward, and back to weights and to inputs but the first's.
+    """Factors of the matrix products of a client's step, the same in every step.
 
-    All steps of a client have the same.
+    They are the forward products, and the backward ones for weights and for inputs (except those of
+    the first layer).
     """
     for layer, (inputs, outputs) in enumerate(pairwise((FEATURES, *job.widths, CLASSES))):
         x, delta = torch.randn(BATCH, inputs), torch.randn(BATCH, outputs)
@@ -94,7 +95,7 @@ def products(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def products_alone(job: Job, _: int) -> None:
-    """The products of a cohort's steps."""
+    """Compute the matrix products of a cohort's steps."""
     factors = [(a, b, torch.empty(len(a), b.shape[1])) for a, b in products(job)]
     for _ in range(job.cohort * EXAMPLES // BATCH):
         for a, b, out in factors:
@@ -102,7 +103,7 @@ def products_alone(job: Job, _: int) -> None:
 
 
 def speed(job: Job, rounds: int) -> dict[str, Any]:
-    """Round by round in turns."""
+    """Times of all sides, which take turns round by round, and their ratios."""
     data, cohort = data_of(1000), FixedCohort(job.cohort, 1000)
     settings: dict[str, Any] = {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE}
     arguments = job, data, cohort, rounds + 1
@@ -127,7 +128,7 @@ def _next(loop: Iterator[Tensor], _: int) -> None:
 
 
 def agreement(job: Job, rounds: int = 3) -> float:
-    """Largest difference of the final weights, noise off, float64."""
+    """Largest difference between final weights of fedsim and the plain loop: float64, no noise."""
     data = data_of(100, torch.float64)
     arguments = job, data, FixedCohort(20, 100), rounds
     settings: dict[str, Any] = {
@@ -160,7 +161,7 @@ def main() -> None:
 
 
 def report(results: dict[str, dict[str, Any]], adaptive: dict[str, Any]) -> None:
-    """The figures, with what they should be."""
+    """Print the figures, with their aims."""
     table = Table(title="CPU time a client's update, one thread; 95 % intervals")
     for column in (
         "job",

@@ -1,4 +1,4 @@
-"""Peak memory of one round, measured in a process of its own."""
+"""Measure the peak memory of one round, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def measured_peak(job: str, cohort: int) -> float:
-    """MiB that a round with ``cohort`` of 10,000 clients adds to the process's peak.
+    """MiB of peak memory that a round with ``cohort`` of 10,000 clients adds.
 
-    A cohort of 0 is two whole blocks: one is summed while the next one trains.
+    A cohort of 0 stands for two whole blocks: one is summed while the next one is trained.
     """
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", job, str(cohort)],
@@ -24,7 +24,7 @@ def measured_peak(job: str, cohort: int) -> float:
 
 
 def peak(name: str, cohort: int) -> float:
-    """The same in this process: call it once."""
+    """As `measured_peak`, but in this process; call it once per process."""
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
     from fedsim.federation.engines.process import use_one_thread
@@ -53,15 +53,15 @@ def peak(name: str, cohort: int) -> float:
         noise = NoiseSource(randomness.generator(Purpose.NOISE, level="client", round=t))
         releaser.release(total, noise)
 
-    one_round(1, 1)  # imports, buffers, thread pools
+    one_round(1, 1)  # allocates what is allocated once: imports, buffers, thread pools
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     one_round(cohort or 2 * trainer.block_size, 2)
     return resident("VmHWM") - before
 
 
 def resident(field: str) -> float:
-    """A line of /proc/self/status (Linux), in MiB."""
+    """Value of a field of /proc/self/status (Linux), in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024

@@ -1,10 +1,10 @@
-"""Bugs of one line each, in everything that a guarantee rests on, and the test that sees each.
+"""Mutation tests of the code behind the guarantees: one-line bugs, each with a test to catch it.
 
     python -m benchmarks.mutations [--only WORD]
 
-A guarantee is worth what its tests are: the bugs are planted one at a time in a copy of the
-package, for each the one test file that is about it is run, and a table is printed. A bug that
-survives is a promise that no test would miss. `make test-slow` runs the same.
+The bugs are planted one at a time in a copy of the package; for each, the one test file that
+covers it is run, and a table is printed. A bug that survives shows a property that no test checks.
+`make test-slow` runs the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
 SECONDS = 600
 PYTEST = ("-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider")  # slow tests too
-# What Python itself says of code that is none: no bug that anybody could overlook.
+# Errors of code that does not run at all: such a mutant tests nothing, as any use would show it.
 NO_CODE = re.compile(
     r"^E +(Attribute|Import|Indentation|Name|Syntax|Type|UnboundLocal)Error\b", re.MULTILINE
 )
@@ -42,15 +42,15 @@ class Mutant:
     Attributes
     ----------
     name : str
-        What is wrong, in a few words.
+        Short description of the bug.
     subject : str
         sampling, bound, noise, denominator, ledger, budget, accounting or compiled.
     file : str
-        In the package.
+        Path of the file.
     before, after : str
-        A line's text as it stands, once in the file, and as it becomes.
+        Text of a line, which occurs once in the file, and its replacement.
     test : str
-        The test file that is directly about it, and maybe a test in it.
+        The test file that covers it, and options to select a test in it.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Mutant:
         Raises
         ------
         ValueError
-            If the line is not there exactly once: the code has moved on, and the list has not.
+            If the text does not occur exactly once: the code has changed since the list was made.
         """
         if text.count(self.before) != 1:
             raise ValueError(f"{self.file} has {text.count(self.before)} times {self.before!r}")
@@ -74,13 +74,13 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """All of them, from mutations.toml."""
+    """All mutants of mutations.toml."""
     return [Mutant(**entry) for entry in tomllib.loads(LIST.read_text())["mutant"]]
 
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """A copy of what the tests need."""
+    """A temporary copy of the files that the tests need."""
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
         ignore = shutil.ignore_patterns("__pycache__", "*.png")
@@ -92,12 +92,12 @@ def copied() -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str) -> bool:
-    """Whether a test passes in this copy; one that hangs, or is killed for its memory, does not.
+    """Whether a test passes in this copy; a test that hangs or is killed does not.
 
     Raises
     ------
     RuntimeError
-        If that is no answer: the test cannot run, or what it runs is no code.
+        If the test cannot run, or fails because the mutant is not valid code.
     """
     try:
         ran = subprocess.run(
@@ -120,7 +120,7 @@ def passes(tree: Path, test: str) -> bool:
 
 
 def killed(tree: Path, mutant: Mutant) -> bool:
-    """Whether the mutant's test fails where the bug is planted; the copy is as before then."""
+    """Whether the mutant's test fails with the bug planted; the copy is restored afterwards."""
     path = tree / mutant.file
     text = path.read_text()
     path.write_text(mutant.planted(text))
@@ -131,7 +131,7 @@ def killed(tree: Path, mutant: Mutant) -> bool:
 
 
 def main() -> None:
-    """Plant them all, or those whose name or subject has a word in it."""
+    """Test all mutants, or those whose subject and name contain a text; print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     only = parser.parse_args().only

@@ -1,4 +1,4 @@
-"""Bytes through this machine's loopback interface: what emulated machines send each other."""
+"""Bytes through this machine's loopback interface, which emulated machines use as a network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <linux/sched.h>
 
 
 def alone_on_loopback() -> bool:
-    """Give this process, and what it starts, a loopback of its own; False where root alone may."""
+    """Give this process and its children a loopback of their own; False if that needs root."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         return False
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -18,7 +18,7 @@ def alone_on_loopback() -> bool:
 
 
 def loopback_bytes() -> int:
-    """Sent through it so far."""
+    """Bytes sent through the loopback interface so far."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":

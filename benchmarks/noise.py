@@ -1,6 +1,6 @@
-"""`python -m benchmarks.noise`: CPU ms of a release's noise: ours, and as numpy draws it.
+"""`python -m benchmarks.noise`: CPU ms to draw a release's noise, by fedsim and by numpy alone.
 
-Compiled or not, the draws are the same.
+Both give the same numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hardened(size: int) -> Floats:
 
 
 def numpys(size: int) -> Floats:
-    """Hardened noise by numpy alone."""
+    """Hardened noise drawn by numpy alone."""
     source = generator()
     draws = source.standard_normal(size)
     for _ in range(3):
@@ -47,7 +47,7 @@ def numpys(size: int) -> Floats:
 
 
 def milliseconds(size: int) -> list[float]:
-    """The least of a few turns of each way."""
+    """Least CPU milliseconds of each way, over a few turns."""
     best = [float("inf")] * len(WAYS)
     for _ in range(REPEATS):
         for number, way in enumerate(WAYS):

@@ -1,13 +1,12 @@
-"""`python -m benchmarks.ordinary_models`: ordinary models, beside a loop as lean as it can be.
+"""`python -m benchmarks.ordinary_models`: ordinary models, compared with a minimal PyTorch loop.
 
     python -m benchmarks.ordinary_models                          # all, batches of 10 and of 64
     python -m benchmarks.ordinary_models --models lstm --kernel eager --json
 
-What is measured is local training: ten steps of SGD a client, on the path that the rule chooses.
-The loop sets parameters in place once a client and takes `torch.autograd.grad` and one
-`torch._foreach_add_` a step on the same examples; where there are images it runs with channels
-first and with channels last, and the faster counts. What is compared is CPU time
-(`benchmarks.turns`).
+It measures local training: ten steps of SGD per client, on the path that fedsim's rule chooses.
+The loop resets parameters in place once per client, and for each step calls `torch.autograd.grad`
+and one `torch._foreach_add_` on the same examples; with images, it runs with channels first and
+with channels last, and the faster one counts. CPU times are compared (`benchmarks.turns`).
 """
 
 from __future__ import annotations
@@ -39,23 +38,25 @@ from fedsim.training import ClientData, Trainer
 from fedsim.training.paths.choice import KernelName, PathName
 
 STEPS, MOST_CLIENTS, TURN = 10, 8, 0.4
-"""Steps a client, clients at most, and about how many CPU seconds a side of a turn should take."""
+"""Steps per client, most clients, and approximate CPU seconds of one side's turn."""
 AIM = 1.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one model took.
+    """Result of one model.
 
     Attributes
     ----------
     model, path, kernel : str
     batch, clients, pairs : int
+        Batch size, clients per turn, and number of turns.
     fedsim, loop : float
-        Median CPU milliseconds a client.
+        Median CPU milliseconds per client.
     ratio : Ratio
+        fedsim's time over the loop's.
     difference : float
-        L2 norm of what updates differ by, beside that of the loop's updates.
+        L2 norm of the difference of the updates, over that of the loop's updates.
     """
 
     model: str
@@ -71,11 +72,11 @@ class Row:
 
 
 Work = Callable[[int, int], list[Tensor]]
-"""Updates of so many clients in a round."""
+"""Computes the updates of a number of clients in a round."""
 
 
 def lean_loop(task: Task, model: nn.Module, data: ClientData, clients: int, t: int) -> list[Tensor]:
-    """The updates of the first clients."""
+    """Updates of the first ``clients``, by a minimal loop."""
     parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     start = [parameter.detach().clone() for parameter in parameters]
     updates = []
@@ -96,13 +97,13 @@ def lean_loop(task: Task, model: nn.Module, data: ClientData, clients: int, t: i
 
 
 def fedsim_loop(trainer: Trainer, clients: int, t: int) -> list[Tensor]:
-    """The same updates."""
+    """The same updates, through fedsim's trainer."""
     blocks = trainer.train(trainer.initial(), np.arange(clients), t)
     return [row for block in blocks if block.rows is not None for row in block.rows]
 
 
 def loops(task: Task, model: nn.Module, data: ClientData) -> Iterator[Work]:
-    """The loop, and where there are images with channels last besides."""
+    """The minimal loop, and with images also one in channels-last format."""
     yield lambda clients, t: lean_loop(task, model, data, clients, t)
     if data.x.dim() == 4:
         place = {"memory_format": torch.channels_last}
@@ -113,7 +114,7 @@ def loops(task: Task, model: nn.Module, data: ClientData) -> Iterator[Work]:
 
 
 def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathName) -> Row:
-    """The trainer beside the loop, turn by turn."""
+    """Compare the trainer with the loop, turn by turn."""
     torch.manual_seed(SEED)
     model, count = task.model(), MOST_CLIENTS * STEPS * batch
     x, y = task.examples(count, torch.Generator().manual_seed(SEED))

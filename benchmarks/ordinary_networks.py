@@ -1,4 +1,4 @@
-"""Ordinary models with made-up examples, for `benchmarks.ordinary_models`."""
+"""Ordinary models with synthetic examples, for `benchmarks.ordinary_models`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredE
 
 CLASSES, WORDS, LENGTH = 10, 100, 20
 FIELDS, VALUES, NUMBERS = 8, 1000, 13
-"""Columns of a table that are one of some values, how many values those have, and numbers."""
+"""Of a table: categorical columns, values of each of them, and numeric columns."""
 
 Sampled = Callable[[int, Generator], Tensor]
 Mean = Callable[[Tensor, Tensor], Tensor]
 
 
 def mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of logits ``[..., K]``, over all positions."""
+    """Mean cross-entropy of logits ``[..., K]``, over all positions."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its examples and what it minimises.
+    """A model, its examples and its loss.
 
     Attributes
     ----------
     name : str
     model : callable
-        Makes one.
+        Creates the model.
     x, y : callable
-        So many inputs and targets; without ``y`` a target is its input.
+        Create a number of inputs and targets; without ``y``, targets are the inputs.
     loss, mean_loss : callable
-        Of each example, as fedsim takes it, and of a batch, as the loop does.
+        Loss of each example, for fedsim, and mean loss of a batch, for the loop.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Task:
     mean_loss: Mean = mean_cross_entropy
 
     def examples(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
+        """``count`` inputs and targets."""
         x = self.x(count, generator)
         return x, x if self.y is None else self.y(count, generator)
 
@@ -71,7 +71,7 @@ def mcmahan() -> nn.Module:
 
 
 def unpadded() -> nn.Module:
-    """The same without padding, as PFLlib has it."""
+    """The CNN of McMahan et al. without padding, as in PFLlib."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -80,7 +80,7 @@ def unpadded() -> nn.Module:
 
 
 def narrow() -> nn.Module:
-    """LeNet-5 with ReLU and max-pooling, as NIID-Bench has it."""
+    """LeNet-5 with ReLU and max-pooling, as in NIID-Bench."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
@@ -98,7 +98,7 @@ def lenet() -> nn.Module:
 
 
 def strided() -> nn.Module:
-    """Strides in the place of pooling."""
+    """A CNN with strides instead of pooling."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.ReLU(),
         nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
@@ -108,7 +108,7 @@ def strided() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions with group normalisation, and what went in added to what comes out."""
+    """Residual block of two convolutions with group normalisation."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def residual() -> nn.Module:
 
 
 def depthwise() -> nn.Module:
-    """Depthwise convolutions and 1 x 1 ones, as in MobileNet."""
+    """Depthwise and 1 x 1 convolutions, as in MobileNet."""
     layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU()]
     for inputs, outputs, stride in ((32, 64, 1), (64, 128, 2), (128, 128, 1)):
         layers += [nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs), nn.ReLU()]
@@ -148,7 +148,7 @@ def dropout() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers over words, and a linear one on the last outputs."""
+    """Recurrent layers over words, and a linear layer on the last outputs."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase], layers: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """One block of a transformer over words."""
+    """One transformer block over words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels down and up again, a class for each pixel."""
+    """U-Net of two levels, with a class for each pixel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def autoencoder() -> nn.Module:
 
 
 class WideAndDeep(nn.Module):
-    """A number for each value of a table's fields, beside a network on embeddings and numbers."""
+    """A linear model of categorical fields, plus a network on their embeddings and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class AdaptedLayer(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen causal transformer over characters, of which adapters are trained."""
+    """A frozen causal transformer over characters, with trained adapters."""
 
     def __init__(self, width: int = 64, heads: int = 4, layers: int = 2, rank: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same arithmetic as anyone would write it: one client after another, `torch.optim`."""
+"""DP-FedAvg as a plain PyTorch loop: one client after another, with `torch.optim`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain_rounds(
     noise_multiplier: float,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Tensor]:
-    """Parameters after each round of clip, sum, noise, divide: ``[d]``."""
+    """Parameters ``[d]`` after each round of clip, sum, noise, divide."""
     randomness = Randomness(SEED)
     draws = Draws(randomness, level="client", amplified=noise_multiplier > 0)
     model = job.model(dtype)

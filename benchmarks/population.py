@@ -1,8 +1,8 @@
-"""`python -m benchmarks.population`: a round's cost in the population, which it must not grow with.
+"""`python -m benchmarks.population`: cost of a round, which must not grow with the population.
 
-Runs of a softmax over mapped images, 20 a client, cohorts of 100, each in a process of its own:
-what opening the data and dealing it takes, what a round takes, and the most memory it had.
-Files have holes in the place of images, so that a million clients' 15.7 GB are on no disk.
+Runs of a softmax over memory-mapped images, 20 per client, with cohorts of 100, each in a process
+of its own: seconds to open and partition the data, CPU time per round, and peak memory. The files
+are sparse, so that the 15.7 GB of images of a million clients take no disk space.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def in_a_process(clients: int) -> list[float]:
-    """`measured` where nothing has been before."""
+    """`measured` in a new process."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.population", "--one", str(clients)],
         capture_output=True,
@@ -60,12 +60,12 @@ def in_a_process(clients: int) -> list[float]:
 
 
 def measured(clients: int) -> list[float]:
-    """Seconds before the first round, CPU milliseconds a round, and gigabytes resident at most."""
+    """Seconds before the first round, CPU milliseconds per round, and peak resident gigabytes."""
     import fedsim
     from fedsim.runs.callbacks import Callback, RunStatus
 
     class Clock(Callback):
-        """Notes what has been used at the end of each round."""
+        """Records the CPU time used up to the end of each round."""
 
         def __init__(self) -> None:
             self.noted: list[float] = []
@@ -92,14 +92,14 @@ def measured(clients: int) -> list[float]:
             }
         )
         fedsim.run(config, callbacks=[clock])
-    # The first rounds read what the others find in memory.
+    # Leaves out the first rounds, which read pages that the others find in memory.
     rounds = np.diff(clock.noted)[2:]
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return [clock.started - began, 1e3 * statistics.median(rounds.tolist()), gigabytes]
 
 
 def write(place: Path, clients: int) -> None:
-    """A data set that takes no room: its images are holes."""
+    """Write a data set with sparse files of images, which take no disk space."""
     shape = (EXAMPLES * clients, 28, 28)
     np.lib.format.open_memmap(place / "x_train.npy", mode="w+", dtype=np.uint8, shape=shape)
     np.save(place / "y_train.npy", (np.arange(shape[0]) % 10).astype(np.uint8))

@@ -1,7 +1,7 @@
-"""What secure aggregation costs: seconds of a client, and of the server that unmasks a sum.
+"""Cost of secure aggregation: seconds of a client, and of the server that unmasks a sum.
 
-The protocol's own work alone, without training and without a network, in one process and thread;
-a client's is the median of all clients.
+Only the protocol's own work is measured, without training and network, in one process and thread;
+a client's seconds are the median over all clients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUND = b"benchmark"
 
 
 class TimedClient:
-    """A client that is asked stage by stage, and the seconds that it has worked."""
+    """A client that answers stage by stage, and its seconds of work."""
 
     def __init__(self, client: int, threshold: int, weights: int) -> None:
         self._client, self._threshold = client, threshold
@@ -34,7 +34,7 @@ class TimedClient:
         self.seconds = 0.0
 
     def ask(self, stage: str, **entries: Any) -> dict[str, Any]:
-        """Its answer."""
+        """Its answer to one stage's message."""
         record = ConfigRecord({"stage": stage, "context": ROUND, **entries})
         message = Message(RecordDict({RECORD: record}), self._client + 2, "train")
         began = time.perf_counter()
@@ -44,7 +44,7 @@ class TimedClient:
 
 
 def measure(clients: int, weights: int, gone: int) -> tuple[float, float]:
-    """Median seconds of a client, and those in which the server unmasks, with so many gone."""
+    """Median seconds of a client, and the server's seconds to unmask, with ``gone`` dropouts."""
     threshold = 2 * clients // 3 + 1
     parties = [TimedClient(k, threshold, weights) for k in range(clients)]
     keys = [party.ask("keys") for party in parties]

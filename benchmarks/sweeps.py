@@ -1,9 +1,9 @@
-"""`python -m benchmarks.sweeps`: what a sweep of thirty members costs, in single runs.
+"""`python -m benchmarks.sweeps`: cost of a sweep of thirty members, in units of one run.
 
-README's first config (softmax on the digits, 100 rounds, private) is run alone and as thirty
-members of a sweep, five rates by six seeds, as commands of their own: CPU seconds of everything
-they start, imports included, the least of ``--times`` each, in turns. One member is held to the
-bytes of its run.
+README's first config (softmax on the digits, 100 rounds, private) is run alone and as a sweep of
+thirty members (five rates, six seeds), each as a command, in turns. Reported are the CPU seconds of
+all their processes with imports, the least of ``--times``. One member's files must have the same
+bytes as those of the run alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 RATES, SEEDS = "0.1,0.2,0.3,0.4,0.5", "1,2,3,4,5,6"
 MOST = 6.0
-"""Times one run that a sweep of thirty may cost."""
+"""Most that a sweep of thirty may cost, in units of one run."""
 
 SAME = ("config.toml", "model.safetensors")
 
@@ -61,7 +61,7 @@ def first_config() -> str:
 
 
 def cpu_seconds(*arguments: str) -> float:
-    """Of a command of fedsim's, from its start to its end."""
+    """CPU seconds of a fedsim command, with its start-up."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "-m", "fedsim", *arguments],

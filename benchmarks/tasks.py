@@ -1,11 +1,11 @@
-"""What the examples' tasks reach and cost on each engine and level: the table of docs/tasks.md.
+"""Results and cost of the examples' tasks on each engine and level: the table of docs/tasks.md.
 
-    python -m benchmarks.tasks                              # all of them, and the table anew
+    python -m benchmarks.tasks                              # all of them, and a new table
     python -m benchmarks.tasks --tasks tabular --engines local ray
 
-Each cell is one command, in a copy of the example's folder with few examples and clients, which the
-table says. Runs are a few rounds long, the same on all engines. CPU seconds are of the command and
-of every process that it starts, with starting up.
+Each cell is one command, in a copy of the example's folder with few examples and clients, as the
+table states. Runs have a few rounds, the same on all engines. CPU seconds are those of the command
+and of every process that it starts, including start-up.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RESULTS = Path(__file__).with_name("results") / "tasks.json"
 PAGE = ROOT / "docs" / "tasks.md"
 BEGIN, END = "<!-- made by python -m benchmarks.tasks -->\n", "<!-- end -->\n"
 ENGINES = ("local", "ray", "simulation", "deployment")
-# In a deployment seeds are the system's, unless it is told otherwise.
+# A deployment draws from system entropy by default; here all engines must give the same bytes.
 COMMON = ["noise.entropy=config", "engine.device=cpu"]
 SETTINGS = {"ray": ["engine.workers=2", "engine.cpus-per-worker=0.1"]}
-# Weighting is a setting of no mechanism.
+# mechanism.weighting is unset first: it is a setting of mechanism "none" only.
 CLIENT = [
     "mechanism.weighting=",
     "mechanism.name=clipping",
@@ -43,7 +43,7 @@ CLIENT = [
     "noise.multiplier=0.3",
 ]
 EXAMPLE = ["client.mechanism.name=clipping", "client.noise.multiplier=0.7"]
-# Metrics of clients' own test examples are shown here, and no noise protects those.
+# The table shows metrics of clients' own test examples, which no noise protects.
 SHOWN = ["evaluate.unprotected=true"]
 
 
@@ -54,15 +54,16 @@ class Row:
     Attributes
     ----------
     task, config : str
-        The example's folder, and a file in it.
+        The example's folder, and a config in it.
     method : str
-        What the table calls it.
+        Name of the method in the table.
     level : str
+        Level of privacy: none, client or example.
     clients, rounds : int
     column : str
-        Of metrics.csv, which is shown.
+        Column of metrics.csv that is shown.
     settings : tuple of str
-        Beside those of the config.
+        Settings in addition to the config's.
     """
 
     task: str
@@ -76,12 +77,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name of the row in the table."""
         return self.task if self.method == "run" else f"{self.task}: {self.method}"
 
     @property
     def all_settings(self) -> list[str]:
-        """What is set beside the config."""
+        """All settings in addition to the config's."""
         return [f"rounds={self.rounds}", f"partition.clients={self.clients}", *self.settings]
 
 
@@ -109,9 +110,9 @@ SMALL: dict[str, dict[str, object]] = {
     "text": {"MODULES": ["argparse", "calendar", "csv"], "MOST": 12, "LENGTH": 8},
     "pfl": {"MODULES": ["argparse", "calendar", "enum"], "USERS": 1, "MOST": 4, "IMAGES": 200},
 }
-"""What of a task's data is made smaller: names in its make_data.py."""
+"""Constants of a task's make_data.py that are replaced, to make its data smaller."""
 FIRST = {"adapter": "transformer"}
-"""Which run must have left its model before another."""
+"""The run whose model another run starts from, by the latter's config."""
 IMAGES = ("data.name=made-up.npz", "cohort.size=2")
 FEDREP = ("client.name=fedrep", "client.head-steps=8", "client.head-lr=0.3")
 ROWS = [
@@ -151,7 +152,8 @@ def main() -> None:
     levels = ["none", "client", "example"]
     parser.add_argument("--levels", nargs="*", default=levels, choices=levels)
     options = parser.parse_args()
-    # What a command leaves running when it ends is ours to wait for, and to count.
+    # Processes that a command leaves running become children of this one, to be waited for and
+    # counted.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     cells = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
     for task in options.tasks:
@@ -178,7 +180,7 @@ def _key(row: Row, engine: str) -> str:
 
 
 def _run_first(task: str, config: str, folder: Path) -> None:
-    """Leave the model of a config that another starts from, if it is not there."""
+    """Run a config whose model another one starts from, unless that was done."""
     row = next(r for r in ROWS if (r.task, r.config, r.level) == (task, config, "none"))
     out = folder / "runs" / f"{task}-{config}"
     if not out.exists():
@@ -202,7 +204,7 @@ def _environment() -> dict[str, str]:
 
 
 def measure(row: Row, engine: str, folder: Path) -> dict[str, object]:
-    """What a command reaches and costs, or the sentence with which it refuses."""
+    """Result and cost of a command, or the sentence with which it refuses."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
@@ -237,7 +239,7 @@ def _make_data(folder: Path, small: dict[str, object]) -> None:
 
 
 def _wait_for_all(seconds: float = 30.0) -> None:
-    """Until no process is left that the command has started."""
+    """Wait until no process is left that the command started."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -253,7 +255,7 @@ def _keep(cells: dict[str, object]) -> None:
 
 
 def page() -> str:
-    """docs/tasks.md with the table as the results say it."""
+    """docs/tasks.md, with the table made from the stored results."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -1,8 +1,8 @@
-"""Sides that take turns, and how the time of one compares with that of another.
+"""Time sides that take turns, and compare their times.
 
-A machine's speed varies from minute to minute, and so does what else it does: only sides that take
-turns can be compared, turn by turn. The median of the turns' ratios is given with an interval that
-covers the true median with at least 95 %.
+A machine's speed and other load vary from minute to minute, so only sides that take turns can be
+compared, turn by turn. The median of the turns' ratios is given with an interval that covers the
+true median with a probability of at least 95 %.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from statistics import median
 CONFIDENCE = 0.95
 
 Side = Callable[[int], object]
-"""What one side does in a turn of this number."""
+"""Does one side's work in the turn of this number."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of the turns' ratios, and its interval."""
+    """Median of the turns' ratios, with its confidence interval."""
 
     median: float
     low: float
@@ -41,7 +41,7 @@ def in_turns(
     """Seconds of each side's turns, which are numbered from ``first`` on; CPU time by default."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(first, first + pairs):
-        # The side that runs first finds the caches as the other one left them.
+        # The order alternates: the first side of a turn finds the caches as the other left them.
         for name in sides if turn % 2 else reversed(list(sides)):
             began = clock()
             sides[name](turn)
@@ -50,13 +50,17 @@ def in_turns(
 
 
 def ratio(ours: list[float], theirs: list[float]) -> Ratio:
-    """Of two sides' turns."""
+    """Ratio of two sides' times, ours over theirs."""
     ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True))
     return Ratio(median(ratios), *interval(ratios))
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
-    """Order statistics between which the true median lies with `CONFIDENCE`, or the outermost."""
+    """Order statistics that enclose the true median with `CONFIDENCE`, or the outermost ones.
+
+    n values are all on one side of the median with probability ``2 / 2^n``; each step inwards adds
+    ``2 comb(n, rank) / 2^n``.
+    """
     n, rank, outside = len(ordered), 0, 2 / 2 ** len(ordered)
     while rank < (n - 1) // 2 and outside + 2 * comb(n, rank + 1) / 2**n <= 1 - CONFIDENCE:
         rank += 1

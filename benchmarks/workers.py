@@ -1,9 +1,9 @@
-"""`python -m benchmarks.workers`: what a second process brings, in rounds that keep a core busy.
+"""`python -m benchmarks.workers`: speed-up by a second process, in rounds that keep a core busy.
 
-One strategy a number of workers, round after round in turns, so that what else the machine does
-falls on all alike; the fastest round of each counts. CPU seconds a round are of all processes
-together: where they are the same the work is shared out for nothing, and a machine with a free core
-a worker is faster by their number. `--ray` adds Ray's workers, `--workers` other numbers.
+One strategy per number of workers, in turns of one round, so that other load affects all of them
+equally; the fastest round of each counts. CPU seconds per round are those of all processes: if they
+do not grow with the workers, sharing the work costs nothing, and a machine with a free core per
+worker is faster by their number. `--ray` adds Ray's workers, `--workers` sets other numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fedsim.training.batches import local_multiplications
 
 POPULATION = 200
 SPEED_UP = 1.7
-"""Times as fast with two workers, where each has a core and the rule says two."""
+"""Aim for the speed-up by two workers, if each has a core and the rule chooses two."""
 
 
 def trainers() -> Iterator[tuple[str, Trainer, int]]:
-    """Job by job: its name, the trainer and the cohort."""
+    """Name, trainer and cohort size of each job."""
     for job in JOBS.values():
         yield f"{job.name}, cohort {job.cohort}", trainer_of(job, data_of(POPULATION)), job.cohort
     random = np.random.default_rng(SEED)
@@ -57,7 +57,7 @@ def trainers() -> Iterator[tuple[str, Trainer, int]]:
 
 @dataclass
 class Side:
-    """A run with some number of workers, a round at a time."""
+    """A run with some number of workers, executed one round at a time."""
 
     trainer: Trainer
     cohort: int
@@ -89,7 +89,7 @@ class Side:
         return b"".join(arrays[name].numpy().tobytes() for name in sorted(arrays))
 
     def _cpu(self) -> float:
-        """CPU seconds of this process and of the workers that it has forked."""
+        """CPU seconds of this process and of the workers that it forked."""
         crew = self.grid._crew
         pids = [worker.pid for worker in crew.workers] if isinstance(crew, ForkedCrew) else []
         nanoseconds = [int(Path(f"/proc/{p}/schedstat").read_text().split()[0]) for p in pids]

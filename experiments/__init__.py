@@ -1,1 +1,1 @@
-"""The papers' figures and tables, each an experiment with its settings and expected figures."""
+"""Experiments that reproduce papers' figures and tables, with settings and expected figures."""

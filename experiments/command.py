@@ -1,7 +1,7 @@
 """`fedsim experiment`: reproduce a paper's figure or table.
 
-The command finds it in a source checkout. What computes is imported when it is needed: this module
-is imported at every start of the command.
+It is available in a source checkout only. Since this module is imported at every start of the
+`fedsim` command, the modules that compute are imported inside functions.
 """
 
 from __future__ import annotations
@@ -70,25 +70,26 @@ def experiment(
 ) -> None:
     """Reproduce a figure or a table of a paper, and say which of its claims are reproduced.
 
-    Without a name, the experiments are listed. Every one is made of independent members, most of
-    them training runs. Those run that neither its directory nor `--out` has results of, so that a
-    table is filled over days and machines; `--again` runs them whatever the directory stores.
+    Without a name, the experiments are listed. An experiment consists of independent members, most
+    of them training runs. Only members without a result in its directory or in `--out` are run, so
+    that a table can be filled over days and on several machines; `--again` ignores results in the
+    directory.
 
         fedsim experiment quadratic --again
         fedsim experiment das-fmnist --data ./data --workers 2 --again
         fedsim experiment niid-mnist --data ./data --only "FedAvg *" --limit 1 --store
         fedsim experiment niid-mnist --data ./data --set engine.device=cuda --store
 
-    A member that trains has a run's directory, which `fedsim privacy` and `fedsim report` read:
-    in `runs/` below `--out`, named by the digest of its settings that results.json has.
+    A member that trains has a run's directory, which `fedsim privacy` and `fedsim report` read: in
+    `runs/` below `--out`, named by the digest of its settings, which is also in results.json.
 
-    Each leaves tables (.csv), pictures (.png) and `figures.csv`. To change a setting, copy the
-    experiment's directory and give the copy's path instead of the name.
+    An experiment writes tables (.csv), pictures (.png) and `figures.csv`. To change a setting, copy
+    the experiment's directory and give the copy's path instead of the name.
 
-    A verdict that cannot stand ends the command with status 1 and a sentence: a best value at its
-    grid's edge, too few seeds, or a claim that came out otherwise than its directory's
-    `judgement.toml` says. `--store` keeps the results in the experiment's directory, and writes its
-    README and pictures from them; `--check` judges what is kept there.
+    The command ends with status 1 and a sentence if a verdict is not valid: a best value at its
+    grid's edge, too few seeds, or a claim with another verdict than its directory's
+    `judgement.toml` states. `--store` keeps the results in the experiment's directory, and writes
+    its README and pictures from them; `--check` judges the results that are kept there.
     """
     from experiments.framework import Portion, find, keep, names, run_experiment
 
@@ -156,14 +157,14 @@ def _end(console: Output, faults: list[str]) -> None:
 
 
 def _about(directory: Path) -> str:
-    """First heading of an experiment's README."""
+    """First heading of an experiment's README; empty without one."""
     path = directory / "README.md"
     lines = regular_files.read_text(path).splitlines() if path.is_file() else []
     return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), "")
 
 
 class _Progress:
-    """One live line on a terminal; elsewhere, a line a member."""
+    """One live line on a terminal; in other output, one line per member."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -191,7 +192,7 @@ class _Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Take the line away."""
+        """Stop updating the line."""
         self._bar.stop()
 
     def member(self, name: str, done: int, total: int) -> None:

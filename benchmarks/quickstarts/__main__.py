@@ -1,12 +1,12 @@
-"""Seconds a round of two quick starts, by the packages' own code and by fedsim, in turns.
+"""Seconds per round of two quick starts, by the packages' own code and by fedsim, in turns.
 
     python -m benchmarks.quickstarts --data /data --pfllib PFLlib
     python -m benchmarks.quickstarts --data /data --flower flower/examples/quickstart-pytorch
 
-PFLlib is a checkout of its repository, Flower's example one of its folder; both run unchanged, in
-environments that are made in build/quickstarts, with this one's torch. The folder of --data has
-mnist.npz and cifar10.npz, with uint8 arrays x_train, y_train, x_test and y_test. A first round of
-each side, which starts its processes, is not counted.
+PFLlib is a checkout of its repository, Flower's example a copy of its folder; both run unchanged,
+in environments that are created in build/quickstarts and use this one's torch. The folder of --data
+has mnist.npz and cifar10.npz, with uint8 arrays x_train, y_train, x_test and y_test. The first
+round of each side, which starts its processes, is not counted.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ PACKAGES = {
     "pfllib": ("ujson", "h5py", "calmsize", "cvxpy"),
     "flower": ("flwr-datasets==0.6.1",),
 }
-"""What each needs that this environment has not."""
+"""Requirements of each that this environment lacks."""
 ALONE = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Of every side: nothing goes to or comes from a network, and nothing is written to checkouts."""
+"""Environment variables of every side: no network is used, and nothing is written to checkouts."""
 
 
 def pfllib_sides(given: argparse.Namespace) -> list[Side]:
-    """fedsim, and PFLlib on the examples that its own script has split among 20 clients."""
+    """fedsim and PFLlib, on the examples that PFLlib's script has split among 20 clients."""
     rounds = ("--rounds", str(given.rounds + 1))
     python = environment(BUILD / "pfllib", *PACKAGES["pfllib"])
     module = (python, "-m", "benchmarks.quickstarts.pfllib_rounds")
     command = (*module, "--pfllib", str(given.pfllib.absolute()), *rounds)
     folder = BUILD / f"mnist-{given.share:g}"
-    # It reads ../dataset, and makes that where it runs.
+    # PFLlib reads ../dataset, and its script writes the data set to the folder it runs in.
     for name in ("system", "dataset"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     if not (folder / "judged.npz").exists():
@@ -60,7 +60,7 @@ def pfllib_sides(given: argparse.Namespace) -> list[Side]:
 
 
 def flower_sides(given: argparse.Namespace) -> list[Side]:
-    """fedsim, and the example's apps on a `LocalGrid` and on Flower's Ray simulation."""
+    """fedsim, and the example's apps on a `LocalGrid` and on Flower's Ray simulation, as sides."""
     rounds = ("--rounds", str(given.rounds + 1))
     python = environment(BUILD / "flower", *PACKAGES["flower"])
     module = (python, "-m", "benchmarks.quickstarts.flower_rounds")
@@ -88,13 +88,13 @@ def fedsim_side(
 
 
 def variables(folder: Path, given: argparse.Namespace) -> dict[str, str]:
-    """What a side's environment has besides this one's."""
+    """A side's environment variables, in addition to this process's."""
     threads = {"OMP_NUM_THREADS": str(given.threads)} if given.threads else {}
     return ALONE | threads | {"HF_HOME": str(folder / "hub")}
 
 
 def prepare(command: tuple[str, ...], folder: Path) -> None:
-    """Make a package's data by its own code, in a folder.
+    """Make a package's data with its own code, in a folder.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def prepare(command: tuple[str, ...], folder: Path) -> None:
 
 
 def table(sides: list[Side], taken: list[Taken]) -> str:
-    """A line a side: median seconds, and the median of the turns' ratios with their range."""
+    """One line per side: median seconds, and the median of the turns' ratios with their range."""
     head = (
         "| | CPU s a round | wall s a round | CPU s of training | fedsim's CPU s as a fraction "
         "| of training alone | wall s as a fraction | accuracy by round |"

@@ -1,4 +1,4 @@
-"""The two quick starts' data: local arrays in the form that each package reads, and for fedsim."""
+"""Data of the two quick starts, converted from local arrays to each package's and fedsim's form."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
 CENTRAL = "central"
-"""Owner of the test examples that are no client's."""
+"""Owner of the test examples that belong to no client."""
 
 
 def write_mnist(arrays: Path, folder: Path, share: float = 1.0) -> None:
-    """MNIST's four files as torchvision finds them, from an .npz of uint8 arrays.
+    """Write MNIST's four files in torchvision's form, from an .npz of uint8 arrays.
 
-    With a share below 1 they have the first images only.
+    With a share below 1, they have only the first images.
     """
     names = {"train": "train", "test": "t10k"}
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,20 +29,20 @@ def write_mnist(arrays: Path, folder: Path, share: float = 1.0) -> None:
 
 
 def idx(array: Array) -> bytes:
-    """An array of whole numbers from 0 to 255 in MNIST's own format."""
+    """An array of whole numbers from 0 to 255, in MNIST's idx format."""
     sizes = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     return sizes + array.astype(np.uint8).tobytes()
 
 
 def write_pfllib(split: Path, folder: Path, clients: int) -> None:
-    """Examples that PFLlib's script has split among clients, for `fedsim_rounds`.
+    """Write the examples that PFLlib's script has split among clients, for `fedsim_rounds`.
 
-    PFLlib evaluates the loss on all training and the accuracy on all test examples: in clients.npz
-    the test examples are both. Those in judged.npz are the clients' test examples alone.
+    PFLlib evaluates the loss on all training examples and the accuracy on all test examples, so in
+    clients.npz the test examples are both. In judged.npz they are the clients' test examples only.
     """
     parts: dict[str, list[dict[str, Array]]] = {
         name: [
-            # Pickled by that script, on this machine.
+            # Unpickling is safe here: the script wrote these files on this machine.
             np.load(split / name / f"{client}.npz", allow_pickle=True)["data"].tolist()
             for client in range(clients)
         ]

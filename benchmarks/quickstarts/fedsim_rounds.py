@@ -1,4 +1,4 @@
-"""The same federations as configs of fedsim, run by `fedsim.run` as `fedsim run` does."""
+"""The quick starts' federations as fedsim configs, run by `fedsim.run` as by `fedsim run`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NETWORKS = {"pfllib": networks.mnist, "flower": networks.cifar}
 
 
 class Turns(Callback):
-    """Takes turns between rounds; what it measures of the model is in no round's time."""
+    """Waits for its turn between rounds; its own evaluation of the model is in no round's time."""
 
     def __init__(self, stamps: Stamps, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self._stamps, self._model, self._x, self._y = stamps, model, x, y
         self.accuracies: list[float] = []
 
     def on_round(self, status: RunStatus) -> None:
-        """End the round, and wait for the next one's turn unless it was the last."""
+        """End the round and, unless it was the last, wait for the next turn."""
         self._stamps.stop()
         self.accuracies.append(self._accuracy(tensors(status.arrays)))
         if status.round < status.config.rounds:

@@ -1,7 +1,7 @@
 """Flower's quickstart-pytorch, its apps unchanged, on Flower's Ray simulation or on a `LocalGrid`.
 
-Runs in an environment with flwr-datasets, and in a folder that has the data set's files under the
-name by which the example asks a hub for them: `datasets` prefers a folder of that name.
+It runs in an environment with flwr-datasets, and in a folder that has the data set's files under
+the name by which the example requests it from the hub: `datasets` prefers a folder of that name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATASET, CLIENTS = Path("uoft-cs/cifar10"), 10
 
 
 def write_data(arrays: Path, share: float) -> None:
-    """The data set's files, of the first images, and what the example makes of them for fedsim."""
+    """Write the data set's files with the first images, and the example's split for fedsim."""
     import datasets
 
     names = datasets.ClassLabel(num_classes=10)
@@ -52,7 +52,8 @@ def write_data(arrays: Path, share: float) -> None:
         for column in (lambda k, of: of[0], lambda k, of: of[1], lambda k, of: [k] * len(of[1]))
     )
     central_x, central_y = as_arrays(task.load_centralized_dataset().dataset)
-    # A client evaluates on its own test examples, and the model on all: the others are nobody's.
+    # Clients evaluate on their own test examples and the server on all; the central test examples
+    # get an owner that is no client.
     np.savez(
         "clients.npz",
         x_train=x["train"],
@@ -77,7 +78,7 @@ def as_arrays(examples: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int6
 
 
 def take_turns(stamps: Stamps) -> None:
-    """A strategy's round begins when it chooses who trains."""
+    """Patch FedAvg to wait for its turn in `configure_train`, where a round begins."""
     strategy = importlib.import_module("flwr.serverapp.strategy").FedAvg
     configure, start = strategy.configure_train, Strategy.start
 
@@ -98,7 +99,7 @@ def take_turns(stamps: Stamps) -> None:
 
 
 def on_local_grid(server_app: Any, client_app: Any, context: Context) -> None:
-    """In this process; the apps know no difference."""
+    """Run the unchanged apps on a `LocalGrid` in this process."""
     from fedsim.engines import LocalGrid
 
     with LocalGrid(
@@ -108,7 +109,7 @@ def on_local_grid(server_app: Any, client_app: Any, context: Context) -> None:
 
 
 def on_ray(app: Path, context: Context, cpus: int) -> None:
-    """As flwr-simulation does, the process that `flwr run` starts."""
+    """Run the apps as flwr-simulation does, the process that `flwr run` starts."""
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.constant import NOOP_FEDERATION_ID
     from flwr.supercore.run import Run

@@ -1,4 +1,4 @@
-"""The networks of the two quick starts: layers of the same sizes in the same order."""
+"""The networks of the two quick starts, with layers of the same sizes in the same order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def mnist() -> nn.Sequential:
-    """PFLlib's CNN of 28x28 grey images: 582,026 parameters."""
+    """PFLlib's CNN for 28x28 grey images: 582,026 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -15,7 +15,7 @@ def mnist() -> nn.Sequential:
 
 
 def cifar() -> nn.Sequential:
-    """Flower's CNN of 32x32 colour images: 62,006 parameters."""
+    """Flower's CNN for 32x32 colour images: 62,006 parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),

@@ -1,6 +1,6 @@
-"""PFLlib's own `main.py` and data sets' script, run unchanged; its server is timed from outside.
+"""Run PFLlib's `main.py` and its data script unchanged, timing its server from outside.
 
-Runs in PFLlib's environment and in a folder beside the data that it reads as ../dataset.
+It runs in PFLlib's environment, in a folder next to the data that PFLlib reads as ../dataset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.quickstarts.stamps import Stamps
 
 
 def run(checkout: Path, *arguments: str) -> None:
-    """A script of the checkout with its own folder first on the path, as Python starts scripts."""
+    """Run a script of the checkout with its folder first on the path, as Python runs scripts."""
     sys.path.insert(0, str(checkout.parent))
     sys.argv = [str(checkout), *arguments]
     runpy.run_path(str(checkout), run_name="__main__")
@@ -45,10 +45,10 @@ def main() -> None:
         stamps.report(accuracy=self.rs_test_acc, loss=self.rs_train_loss)
         save(self)
 
-    # A round of its loop begins with the choice of clients; results follow the last one.
+    # A round of PFLlib's loop begins with `select_clients`; `save_results` follows the last one.
     server.select_clients, server.save_results = select_clients, save_results
     server.evaluate = stamps.evaluation(server.evaluate)
-    # It makes one round more than it is asked for.
+    # PFLlib runs one round more than -gr says.
     rounds = ["-gr", str(given.rounds - 1)]
     command = ["-data", "MNIST", "-m", "CNN", "-algo", "FedAvg", "-dev", "cpu"]
     run(given.pfllib / "system" / "main.py", *command, *rounds)

@@ -1,6 +1,6 @@
-"""Runs in a side's own process: waits for its turn before each round, reports what the round took.
+"""In a side's process: wait for the turn before each round, and report the round's times.
 
-Of the standard library alone, since other packages' environments import it.
+It uses only the standard library, since other packages' environments import it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it has started, to a hundredth of a second."""
+    """CPU seconds of this process and all its descendants, to a hundredth of a second."""
     table: dict[int, tuple[int, int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        # Its own ticks, and those of children that have ended: in user and in system mode.
+        # Ticks of the process and of its ended children, in user and in system mode.
         table[int(name)] = (int(fields[1]), sum(map(int, fields[11:15])))
     family, new = set[int](), {os.getpid()}
     while new:
@@ -37,7 +37,11 @@ def cpu_seconds() -> float:
 
 
 class Stamps:
-    """Rounds of this process, one line of JSON each; what the package prints goes to stderr."""
+    """Reports this process's rounds, one line of JSON each; other output goes to stderr.
+
+    It keeps a copy of descriptor 1 for its lines, and redirects descriptor 1 to 2, so that nothing
+    the package prints gets between them.
+    """
 
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w", buffering=1)
@@ -46,12 +50,12 @@ class Stamps:
         self._evaluation = [0.0, 0.0]
 
     def boundary(self) -> None:
-        """Between two rounds: end the one before, and wait for the turn of the next."""
+        """Between two rounds: end the previous one, and wait for the next one's turn."""
         self.stop()
         self.wait()
 
     def stop(self) -> None:
-        """End the round that has begun, or say that the first one can."""
+        """Report the round that has begun or, before the first, that this side is ready."""
         if self._began is None:
             self.report()
             return
@@ -59,14 +63,14 @@ class Stamps:
         self.report(wall=wall, cpu=cpu, evaluation=self._evaluation)
 
     def wait(self) -> None:
-        """Begin a round, once the line that asks for it has come."""
+        """Wait for the line that requests a round, and start the clocks."""
         if not sys.stdin.readline():
-            os._exit(1)  # whoever measures has gone; Ray's threads would keep the process
+            os._exit(1)  # the measuring process has ended; Ray's threads would block a normal exit
         self._evaluation = [0.0, 0.0]
         self._began = clocks()
 
     def evaluation(self, function: Callable[P, T]) -> Callable[P, T]:
-        """The same function, whose time counts as the round's evaluation too."""
+        """Wrap a function so that its time is also counted as the round's evaluation."""
 
         @wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,10 +83,10 @@ class Stamps:
         return timed
 
     def report(self, **figures: Any) -> None:
-        """A line of figures."""
+        """Write a line of figures."""
         self._lines.write(json.dumps(figures) + "\n")
 
 
 def clocks() -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Wall and CPU seconds so far."""
     return time.perf_counter(), cpu_seconds()

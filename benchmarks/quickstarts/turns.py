@@ -1,4 +1,4 @@
-"""Sides take turns, a round at a time, each in a process of its own that waits between rounds."""
+"""Run sides in turns of one round, each in a process of its own that waits between rounds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Side:
     Attributes
     ----------
     name : str
-        As the table has it.
+        Its name in the table.
     command : tuple of str
-        It answers by `benchmarks.quickstarts.stamps`.
+        The command, which answers by `benchmarks.quickstarts.stamps`.
     folder : Path
-        Where it runs; its log goes to the folder above.
+        Working directory.
     variables : mapping of str to str
-        Of its environment, besides this one's.
+        Environment variables, in addition to this process's.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Side:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a side's rounds took.
+    """Times of a side's rounds.
 
     Attributes
     ----------
     wall, cpu : list of float
-        Seconds of each round, of all of the side's processes.
+        Seconds of each round, over all of the side's processes.
     evaluation : list of (wall, cpu)
-        Of it, seconds in the global model's evaluation, where that is timed.
+        Seconds of each round spent in the global model's evaluation, if that is timed.
     accuracy : list of float
-        After 0, 1, ... rounds.
+        Accuracy after 0, 1, ... rounds.
     """
 
     wall: list[float]
@@ -58,7 +58,7 @@ class Taken:
 
     @property
     def training(self) -> list[float]:
-        """CPU seconds of each round less those of the evaluation."""
+        """CPU seconds of each round without those of the evaluation."""
         return [cpu - spent for cpu, (_, spent) in zip(self.cpu, self.evaluation, strict=True)]
 
 
@@ -68,7 +68,7 @@ class Player:
     Raises
     ------
     RuntimeError
-        If it ends before it has answered; its log says why.
+        If it ends before it has answered; the log has the reason.
     """
 
     def __init__(self, side: Side, log: Path) -> None:
@@ -86,11 +86,11 @@ class Player:
     def __exit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # which ends one that still waits
+            self._process.stdin.close()  # ends a process that still waits for its turn
         self._process.wait()
 
     def answer(self) -> dict[str, Any]:
-        """Its next line of figures."""
+        """Read its next line of figures."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -99,24 +99,24 @@ class Player:
         return figures
 
     def round(self) -> dict[str, Any]:
-        """Let it make a round."""
+        """Let it run a round; returns its figures."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # of one that has ended, which the answer shows
+        with suppress(BrokenPipeError):  # if the process has ended, `answer` raises
             self._process.stdin.write("\n")
         return self.answer()
 
 
 def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[Taken]:
-    """So many rounds of every side, in turns, after a first one that counts as its start."""
+    """Run rounds of every side in turns, after a first round that is not counted."""
     rows: list[list[dict[str, Any]]] = [[] for _ in sides]
     with ExitStack() as stack:
         players = []
         for side in sides:
             log = logs / f"{side.name.replace(' ', '-').replace(',', '')}.log"
             players.append(stack.enter_context(Player(side, log)))
-            players[-1].answer()  # one starts after another
+            players[-1].answer()  # waits until it is ready, so that sides start one after another
         for turn in range(rounds + 1):
-            # The side that runs first finds the caches as the other one left them.
+            # The order alternates: a turn's first side finds the caches as the other left them.
             order = range(len(sides)) if turn % 2 else reversed(range(len(sides)))
             for place in order:
                 row = players[place].round()
@@ -136,6 +136,6 @@ def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[Taken]:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The median of the turns' ratios, ours over theirs, with their range."""
+    """Median of the turns' ratios, ours over theirs, with their range, as text."""
     each = [a / b for a, b in zip(ours, theirs, strict=True)]
     return f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})"

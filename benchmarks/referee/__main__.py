@@ -3,10 +3,10 @@
     python -m benchmarks.referee                  # all rows; about a minute each
     python -m benchmarks.referee --only "opacus|own loop" --seeds 5
 
-Audits that --write NAME has made are in build/referee/NAME.jsonl, and not made again. Environments
-are made in build/referee, from the package index, without what this environment has in a version
-that suits: a path file adds it. A row is one target at one version; its claim is what its
-documentation says.
+Audits made with --write NAME are stored in build/referee/NAME.jsonl and not repeated. Environments
+are created in build/referee from the package index, except for packages that this environment has
+in a suitable version, which a path file adds. A row is one target at one version; its claim is
+what its documentation says.
 """
 
 from __future__ import annotations
@@ -35,12 +35,21 @@ RESULTS = HERE.parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """A target at a version, and what it claims.
+    """A target at a version, and its claim.
 
     Attributes
     ----------
+    name : str
+    package, version : str
+        The package; an empty version means this environment's.
+    target : str
+        ``file:callable`` in ``targets``.
+    claim : mapping of str to value
+        Fields of `TargetClaim`.
+    source : str
+        Where the claim is documented.
     documented : tuple of str
-        Causes that the package's documentation discloses.
+        Causes of a violation that the package's documentation discloses.
     """
 
     name: str
@@ -58,12 +67,12 @@ class Row:
 
     @property
     def requirement(self) -> str:
-        """As pip has it; empty for this environment's."""
+        """The requirement for pip; empty for this environment."""
         return f"{self.package}=={self.version}" if self.version else ""
 
 
 def rows(pattern: str) -> Iterator[Row]:
-    """Those in whose package, version and name a regular expression is found."""
+    """Rows of table.toml whose package, version and name match a regular expression."""
     for entry in tomllib.loads((HERE / "table.toml").read_text())["row"]:
         versions = entry.pop("versions")
         entry["documented"] = tuple(entry.get("documented", ()))
@@ -74,7 +83,7 @@ def rows(pattern: str) -> Iterator[Row]:
 
 
 def interpreter(row: Row) -> str:
-    """That of the row's environment."""
+    """The interpreter of the row's environment."""
     if not row.requirement:
         return sys.executable
     directory = ENVIRONMENTS / row.requirement.replace("==", "-")
@@ -99,12 +108,12 @@ def audited(row: Row, seed: int, seconds: float, runs: int) -> Verdict:
 
 
 def causes(verdict: Verdict) -> dict[str, str]:
-    """What was measured, by its likely cause: variants of one cause count once."""
+    """What was measured, by its likely cause; variants of one cause are listed once."""
     return {finding.cause: finding.measured for finding in reversed(verdict.failed)}
 
 
 def result(row: Row, seed: int, seconds: float, runs: int) -> dict[str, Any]:
-    """What one audit says, as the table has it."""
+    """Result of one audit, for the table."""
     base: dict[str, Any] = {"row": row.label, "name": row.name}
     try:
         verdict = audited(row, seed, seconds, runs)
@@ -126,7 +135,7 @@ def result(row: Row, seed: int, seconds: float, runs: int) -> dict[str, Any]:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """The table; a row that was audited with several seeds has its worst audit, and how many."""
+    """The table; a row audited with several seeds shows its worst verdict, and how often."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in results:
         rows.setdefault((one["row"], one["name"]), []).append(one)
@@ -154,7 +163,7 @@ def _worst(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Audit all rows, or those of a pattern."""
+    """Audit all rows, or those that match a pattern."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", default="", help="a regular expression for package, version, name"

@@ -26,8 +26,8 @@ CHUNK = 6000  # examples in one block of rows
 class SquareRows:
     """Rows ``x_k x_k^T`` of ``x [n, p]``, as vectors of ``p (p + 1) / 2`` entries.
 
-    The upper triangle, with the entries off the diagonal times sqrt(2): inner products are
-    those of the matrices, so a row's norm is ``||x_k||^2`` and isotropic noise on the vector is
+    A vector has the upper triangle, with entries off the diagonal times sqrt(2). This preserves
+    inner products, so that a row's norm is ``||x_k||^2``, and isotropic noise on the vector is
     isotropic on symmetric matrices.
     """
 
@@ -48,7 +48,7 @@ class SquareRows:
     def measure(
         self, scale: Tensor | None = None, center: Tensor | None = None
     ) -> MeasuredRows | None:
-        """See `Rows`; rows that are shifted might lie close to their centre."""
+        """See `Rows`; None for shifted rows, whose norms may cancel near the centre."""
         return MeasuredRows(self, self.norms()) if scale is None and center is None else None
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class SquareRows:
         return _to_vector((x * weights[:, None]).T @ x)
 
     def dense(self) -> Tensor:
-        """See `Rows`; ``[n, p (p + 1) / 2]``, for small p."""
+        """See `Rows`; ``[n, p (p + 1) / 2]``, which fits into memory for small p only."""
         return torch.stack([_to_vector(torch.outer(row, row)) for row in self.x.double()])
 
     def columns(self, slices: Sequence[slice]) -> Rows:
@@ -70,16 +70,18 @@ def principal_directions(
 ) -> Tensor:
     """Top eigenvectors of the noisy second moments (Abadi et al. 2016, section 4).
 
-    Every example is scaled to norm 1, so that ``x x^T`` has norm 1 and the sum of them
-    sensitivity 1; all examples take part, once, without amplification.
+    Every example is scaled to norm 1, so that ``x x^T`` has norm 1 and their sum has
+    sensitivity 1. All examples take part once, without amplification by sampling.
 
     Parameters
     ----------
     x : Tensor ``[N, p]``
     count : int
-        Directions to keep.
+        Number of directions to keep.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum, whose sensitivity is 1.
     ledger : Ledger
-        Takes the release before it is made.
+        Records the release before it is made.
 
     Returns
     -------
@@ -97,8 +99,8 @@ def principal_directions(
         )
     )
     source = NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example"))
-    noisy = noise_multiplier > 0  # decides the grid of the sum
-    # A release noises its sum in place, and the next seed's needs it without.
+    noisy = noise_multiplier > 0  # the grid of the exact sum depends on it
+    # A release adds its noise to the sum in place, but the cached sum is used by the next seed too.
     release = _releaser(x, noise).release(copy.deepcopy(_total(x, noisy)), source)
     vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, x.shape[1])).eigenvectors
     return vectors[:, -count:].flip(1)
@@ -115,7 +117,7 @@ def _releaser(x: Tensor, noise: Independent) -> Releaser:
 
 @lru_cache(maxsize=1)
 def _total(x: Tensor, noisy: bool) -> PartialSum:
-    """The sum before noise, the same at every noise multiplier; the slow half of a PCA."""
+    """Sum before noise, equal for all noise multipliers above 0; cached, as it is the slow part."""
     total = _releaser(x, Independent(float(noisy), hardened=False)).start({})
     for start in range(0, len(x), CHUNK):
         block = x[start : start + CHUNK].double()
@@ -138,6 +140,6 @@ def _to_matrix(vector: Tensor, p: int) -> Tensor:
 
 
 def _scale(upper: Tensor, off_diagonal: float) -> Tensor:
-    """1 on the diagonal, float64; a Python scalar in `torch.where` would be a float32."""
+    """Factors: 1 on the diagonal, else ``off_diagonal``; `torch.where` would round to float32."""
     scale = torch.full((upper.shape[1],), off_diagonal, dtype=torch.float64)
     return scale.masked_fill_(upper[0] == upper[1], 1.0)

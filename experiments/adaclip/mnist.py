@@ -70,8 +70,8 @@ _COMPARED = (
         "clipping",
     ),
 )
-"""PaperClaim, its words, and which method is ahead of which."""
-CLOSE = 0.5  # points within which momentum ends where plain SGD does
+"""Claims: name, sentence, the method that is ahead, and the one that is behind."""
+CLOSE = 0.5  # percentage points within which momentum and plain SGD count as equal
 
 
 class MnistSettings(TunedSettings):
@@ -80,9 +80,9 @@ class MnistSettings(TunedSettings):
     Attributes
     ----------
     epochs : list of int
-        One for each epsilon.
+        Number of epochs for each epsilon.
     momenta : list of float
-        Of the norm bound's steps in Fig. 4, at its best rate times ``1 - momentum``.
+        Momenta of the norm bound's SGD in Fig. 4, at its best rate times ``1 - momentum``.
     curves_at : float
         The epsilon of Fig. 4a.
     """
@@ -101,14 +101,14 @@ class MnistSettings(TunedSettings):
 
 
 class Mnist(TunedRates):
-    """Central DP-SGD with ghost rows; each member is one training."""
+    """Central DP-SGD with ghost rows; each member is one training run."""
 
     settings: MnistSettings
     settings_type: ClassVar[type[Settings]] = MnistSettings
     methods: ClassVar[Mapping[str, str]] = LABELS
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
-        """Settings of one training, without momentum."""
+        """Settings of one training run, without momentum."""
         settings = self.settings
         return {
             **settings.model_dump(by_alias=True, include=set(_SHARED)),
@@ -128,14 +128,14 @@ class Mnist(TunedRates):
                 rate = self.rate(results, "norm-bound", epsilon)
                 plan = self.plan("norm-bound", epsilon, rate, seed)
                 for momentum in self.settings.momenta:
-                    # A heavy ball of momentum m moves 1 / (1 - m) times as far a step.
+                    # SGD with momentum m moves 1 / (1 - m) times as far per step.
                     changes = {"momentum": momentum, "rate": rate * (1 - momentum)}
                     name = _momentum_name(momentum, epsilon, seed)
                     members.append(ExperimentMember(name, plan | changes))
         return members
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """One training: accuracy by epoch, distortion, and the epsilon of its ledger."""
+        """Train once: accuracy by epoch, distortion, and the epsilon of its ledger."""
         x, y, test = load_images(settings["dataset"], str(self.context.data), settings["examples"])
         batch, delta = min(settings["batch"], len(y) / 2), settings["delta"]
         z = calibrate(
@@ -166,7 +166,7 @@ class Mnist(TunedRates):
         }
 
     def mechanism(self, settings: Mapping[str, Any]) -> Mechanism:
-        """What bounds a member's rows."""
+        """The mechanism that bounds a member's rows."""
         return make_mechanism(settings)
 
     def report(self, results: Mapping[str, Result]) -> Report:
@@ -290,7 +290,7 @@ def _momentum_name(momentum: float, epsilon: float, seed: int) -> str:
 
 
 def make_mechanism(settings: Mapping[str, Any]) -> Mechanism:
-    """The mechanism of a member: ``method`` and its bounds."""
+    """The mechanism of a member, from its settings ``method`` and bounds."""
     match settings["method"]:
         case "norm-bound":
             return NormBound(settings["norm-bound"])
@@ -308,7 +308,7 @@ def load_images(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Training images float32 ``[N, pixels]`` in [0, 1], labels, and the test set in float64.
 
-    ``examples`` keeps the first so many of both; 0 keeps all.
+    ``examples`` is the number of first examples to keep of both; 0 keeps all.
     """
     dataset = datasets.load(name, directory=directory)
     keep = examples or len(dataset.train)

@@ -1,4 +1,4 @@
-"""Pichapati et al., Table 2 and Fig. 3: DP-PCA, then one hidden layer with a bound a layer."""
+"""Pichapati et al., Table 2 and Fig. 3: DP-PCA, then one hidden layer with per-layer bounds."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Pca(TunedRates):
     methods = METHODS
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
-        """Settings of one PCA and one training."""
+        """Settings of one PCA and one training run."""
         other = {"experiment", "seeds", "tuning_seeds", "epsilons", "rates", "whitened_rates"}
         common = self.settings.model_dump(by_alias=True, exclude=other)
         return {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed}
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """One PCA and one training: accuracy by epoch, and what the ledger says they cost."""
+        """Run one PCA and train once: accuracy by epoch, and epsilon of both by their ledger."""
         x, y, (x_test, y_test) = load_images(
             settings["dataset"], str(self.context.data), settings["examples"]
         )
@@ -163,7 +163,10 @@ class Pca(TunedRates):
 
 
 def _noise(settings: Mapping[str, Any], population: int, batch: float) -> tuple[float, float]:
-    """Noise multipliers of the PCA, which alone costs its share of epsilon, and the training."""
+    """Noise multipliers of the PCA and of the training.
+
+    The PCA alone costs its share of epsilon; both together cost epsilon.
+    """
     epsilon, delta = settings["epsilon"], settings["delta"]
     everybody = FullCohort(population=population)
     z_pca = calibrate(

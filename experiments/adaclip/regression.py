@@ -45,9 +45,9 @@ METHODS = {
 
 @dataclass(frozen=True)
 class _Panel:
-    """Errors at one C by method: for every dimension, of all seeds.
+    """Errors at one C, by method: a list for every dimension, with a value per seed.
 
-    ``rate`` is the one of all methods, or None where each has its best.
+    ``rate`` is the common rate of all methods, or None if each method has its best rate.
     """
 
     bound: float
@@ -67,10 +67,10 @@ class RegressionSettings(Settings):
     Attributes
     ----------
     paper_clip_norm, paper_rate : float
-        The paper's own point, shown first.
+        The paper's own values, shown first.
     rates : list of float
-        At every C and in every dimension, each method takes the one that ends with the smallest
-        mean error.
+        Grid of rates: at every C and in every dimension, each method takes the one with the
+        smallest final mean error.
     """
 
     dimensions: list[int]
@@ -84,13 +84,13 @@ class RegressionSettings(Settings):
 
 
 class Regression(Experiment):
-    """Rows of one example go straight through the mechanisms; no epsilon is claimed."""
+    """Rows of single examples through the mechanisms alone; no epsilon is claimed."""
 
     settings: RegressionSettings
     settings_type: ClassVar[type[Settings]] = RegressionSettings
 
     def members(self) -> list[ExperimentMember]:
-        """Every C, dimension and method, all rates and seeds together."""
+        """One member for every C, dimension and method, with all rates and seeds."""
         other = {"experiment", "dimensions", "clip_norms", "paper_clip_norm", "paper_rate"}
         common = self.settings.model_dump(by_alias=True, exclude=other)
         return [
@@ -109,7 +109,7 @@ class Regression(Experiment):
         return {"error": error.tolist(), "noise": noise.tolist()}
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Errors and noises by dimension at every C, beside the theory for clipping."""
+        """Errors by dimension at every C: tables, a picture and the claims."""
         settings = self.settings
         panels = {PAPER: self._panel(results, settings.paper_clip_norm, settings.paper_rate)}
         for bound in settings.clip_norms:
@@ -133,7 +133,7 @@ class Regression(Experiment):
     def _panel(
         self, results: Mapping[str, Result], bound: float, rate: float | None = None
     ) -> _Panel:
-        """Errors at one C, of every method at one rate or at its best."""
+        """Errors at one C, of every method at a given rate or at its best one."""
         errors: dict[str, list[list[float]]] = {}
         rates: dict[str, list[float]] = {}
         choices = []
@@ -150,7 +150,7 @@ class Regression(Experiment):
     def _choice(
         self, results: Mapping[str, Result], method: str, bound: float, d: int
     ) -> BestOfGrid:
-        """The rate of the smallest mean error; scores are decibels below 1."""
+        """Choice of the rate with the smallest mean error; scores are in decibels below 1."""
         errors = results[_name(method, bound, d)]["error"]
         scores = {
             rate: -10 * math.log10(over_seeds(seeds)[0])
@@ -197,7 +197,7 @@ class Regression(Experiment):
         claims, errors = [], panel.errors
         for method in ("literal", "stabilised"):
             label = f"{panel.name}, {METHODS[method][0]}"
-            # Errors of seeds lie orders of magnitude apart: factors are compared, not differences.
+            # Errors of seeds are orders of magnitude apart: compare factors, not differences.
             saved = [
                 paired(np.log10(clipping).tolist(), np.log10(adaclip).tolist())
                 for clipping, adaclip in zip(errors["clipping"], errors[method], strict=True)
@@ -232,7 +232,7 @@ class Regression(Experiment):
             errors = panel.errors
             for method, (label, colour) in METHODS.items():
                 means = np.mean(errors[method], axis=1)
-                # Not standard deviations, which may be more than the mean, on a logarithmic axis.
+                # Ranges: on a logarithmic axis, a standard deviation may exceed the mean.
                 bars = [
                     means - np.min(errors[method], axis=1),
                     np.max(errors[method], axis=1) - means,
@@ -253,7 +253,7 @@ class Regression(Experiment):
 
 
 def _factor(decades: Difference) -> str:
-    """What part of clipping's error is left, with its interval."""
+    """Error as a fraction of clipping's, with its interval, as text."""
     mean, low, high = (10**-power for power in (decades.mean, decades.high, decades.low))
     return f"{mean:.2g} [{low:.2g}, {high:.2g}] of it"
 
@@ -263,16 +263,16 @@ def _name(method: str, bound: float, d: int) -> str:
 
 
 def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """SGD on ``1/2 ||theta - x||^2``, one example a step, x of variance 1 in one coordinate.
+    """SGD on ``1/2 ||theta - x||^2``, one example per step, x of variance 1 in one coordinate.
 
-    All r rates and n seeds at once, ``[r n, d]``: what is one row through a releaser (a test holds
-    the two equal) is a row of its own here, with a state of its own. A seed draws the same at
+    All r rates and n seeds run at once as rows ``[r n, d]``, each with a mechanism state of its
+    own; a test checks that this equals one row through a releaser. Draws of a seed are the same at
     every rate.
 
     Returns
     -------
     error, noise, clipped : float64 ``[r, n]``
-        ``||theta_T||^2`` (`LARGEST` where it diverges), the mean of ``||g - g~||^2``, and the
+        ``||theta_T||^2`` (`LARGEST` if it diverges), the mean of ``||g - g~||^2``, and the
         share of clipped gradients.
     """
     d, rates, z = settings["dimension"], settings["rates"], settings["noise-multiplier"]
@@ -308,7 +308,7 @@ def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> tuple[Tensor, 
 def _release(
     mechanism: Clipping | AdaClip, state: State, rows: Tensor, z: float, drawn: Tensor
 ) -> tuple[Tensor, Tensor, State]:
-    """Released means of one row each, which rows were clipped, and the next states."""
+    """Release each row by itself: the released rows, which were clipped, and the next states."""
     if isinstance(mechanism, Clipping):
         bounded, radius = mechanism.bound(rows), mechanism.clip_norm
         return (
@@ -331,12 +331,12 @@ def _release(
 def _examples(generator: np.random.Generator, law: str, steps: int) -> np.ndarray:
     if law == "normal":
         return generator.standard_normal(steps)
-    # Half of the examples are at -1 and half at 1, in an order of chance.
+    # Half of the examples are at -1 and half at 1, in random order.
     return generator.permutation(np.resize([-1.0, 1.0], steps))
 
 
 def make_mechanism(method: str, clip_norm: float) -> Clipping | AdaClip:
-    """A method's, at one C."""
+    """The mechanism of a method, at one C."""
     match method:
         case "clipping":
             return Clipping(clip_norm)

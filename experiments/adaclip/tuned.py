@@ -1,4 +1,4 @@
-"""Methods on one grid of rates: each rate once, then fresh seeds at the rate that ended highest."""
+"""Compare methods on one grid of rates: tune on some seeds, then judge the best rate on others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ class TunedSettings(Settings):
 
     Attributes
     ----------
+    seeds : int
+        Number of fresh seeds, on which methods are judged.
     epsilons : list of float
     rates : list of float
-        The one grid of all methods.
+        The common grid of all methods.
     whitened_rates : list of float
-        What methods that whiten rows try beyond it: a rate moves the model by ``rate * ||b||``,
-        which may be orders of magnitude smaller.
+        Further rates for methods that whiten rows: their steps have length ``rate * ||b||``, which
+        may be orders of magnitude smaller.
     tuning_seeds : int
-        Seeds 1 to this choose among the rates, by test accuracy; the ``seeds`` after them judge.
+        Number of seeds (1, 2, ...) by which the rate is chosen, by test accuracy; the fresh seeds
+        follow them.
     """
 
     seeds: int = Field(5, ge=1)
@@ -40,18 +43,18 @@ class TunedSettings(Settings):
 
 
 class TunedRates(Experiment):
-    """Subclasses say what the methods are, and what one training is."""
+    """Base class; subclasses define the methods, and the settings of one training run."""
 
     settings: TunedSettings
     methods: ClassVar[Mapping[str, str]]
-    """Names to labels."""
+    """Labels of the methods, by name."""
     whitened: ClassVar[frozenset[str]] = frozenset({"adaclip", "literal"})
     """Methods that whiten rows."""
     colours: ClassVar[Mapping[str, str]] = COLOURS
 
     @abstractmethod
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
-        """Settings of one training."""
+        """Settings of one training run."""
 
     def members(self) -> list[ExperimentMember]:
         """Every rate of every method at every epsilon, with the tuning seeds."""
@@ -79,17 +82,17 @@ class TunedRates(Experiment):
 
     @property
     def fresh(self) -> range:
-        """The seeds that judge."""
+        """The fresh seeds, on which methods are judged."""
         first = self.settings.tuning_seeds + 1
         return range(first, first + self.settings.seeds)
 
     def grid(self, method: str) -> list[float]:
-        """Rates that a method chooses among."""
+        """Grid of rates from which a method's rate is chosen."""
         settings = self.settings
         return [*settings.rates, *(settings.whitened_rates if method in self.whitened else [])]
 
     def rate(self, results: Mapping[str, Result], method: str, epsilon: float) -> float:
-        """The rate that ended highest with the tuning seeds."""
+        """The rate with the highest final accuracy on the tuning seeds."""
         return self._choice(results, method, epsilon).value
 
     def _choice(self, results: Mapping[str, Result], method: str, epsilon: float) -> BestOfGrid:
@@ -122,7 +125,7 @@ class TunedRates(Experiment):
         ]
 
     def gains(self, results: Mapping[str, Result], method: str, other: str) -> list[Difference]:
-        """How far a method is ahead of another, by epsilon."""
+        """Accuracy of a method minus that of another, by epsilon."""
         return [
             paired(self.finals(results, method, epsilon), self.finals(results, other, epsilon))
             for epsilon in self.settings.epsilons
@@ -130,11 +133,11 @@ class TunedRates(Experiment):
 
     @property
     def columns(self) -> list[str]:
-        """Of tables, and of what is said of each epsilon."""
+        """Names of the epsilons, for columns of tables and texts of claims."""
         return [f"eps {epsilon:g}" for epsilon in self.settings.epsilons]
 
     def rows(self, results: Mapping[str, Result]) -> list[list[str | float | None]]:
-        """A row a method: mean, standard deviation and the chosen rate, by epsilon."""
+        """One row per method: mean, standard deviation and the chosen rate, by epsilon."""
         rows: list[list[str | float | None]] = []
         for method, label in self.methods.items():
             cells = []
@@ -156,7 +159,7 @@ class TunedRates(Experiment):
     def ratios(
         self, results: Mapping[str, Result], method: str = "adaclip", other: str = "clipping"
     ) -> list[list[float]]:
-        """``||g - g~||`` of a method over that of another: by epsilon, a value a fresh seed."""
+        """Ratio of ``||g - g~||`` of two methods: by epsilon, one value per fresh seed."""
         return [
             [
                 one["distortion"] / two["distortion"]
@@ -170,7 +173,7 @@ class TunedRates(Experiment):
         ]
 
     def draw_accuracy(self, panel: Axes, results: Mapping[str, Result]) -> None:
-        """Final accuracy of every method against epsilon."""
+        """Draw the final accuracy of every method against epsilon."""
         for method, label in self.methods.items():
             self.draw_line(
                 panel,
@@ -182,7 +185,7 @@ class TunedRates(Experiment):
         panel.legend(frameon=False, fontsize=8)
 
     def draw_ratios(self, panel: Axes, results: Mapping[str, Result]) -> None:
-        """The ratio of the noises against epsilon, beside the paper's 0.8."""
+        """Draw the ratio of the noises against epsilon, with the paper's 0.8."""
         self.draw_line(panel, self.ratios(results), COLOURS["adaclip"], "AdaCliP / Abadi")
         panel.axhline(1, color=COLOURS["clipping"], linewidth=1, linestyle="--", label="Abadi")
         panel.axhline(0.8, color=COLOURS["neutral"], linewidth=1, linestyle=":", label=PRINTED)
@@ -193,7 +196,7 @@ class TunedRates(Experiment):
     def draw_line(
         self, panel: Axes, values: Sequence[Sequence[float]], colour: str, label: str
     ) -> None:
-        """Means with standard deviations against epsilon."""
+        """Draw means with standard deviations against epsilon."""
         means, spreads = np.transpose([over_seeds(seeds) for seeds in values])
         epsilons = self.settings.epsilons
         style = {**curve_style(colour), "markevery": 1}
@@ -205,5 +208,5 @@ class TunedRates(Experiment):
 
 
 def member_name(method: str, epsilon: float, rate: float, seed: int) -> str:
-    """Name of one training."""
+    """Name of one training run."""
     return f"{method} eps={epsilon:g} rate={rate:g} seed={seed}"

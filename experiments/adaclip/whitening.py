@@ -1,4 +1,4 @@
-"""Pichapati et al., section 4.3: AdaCliP's b against the b that whitens a gradient."""
+"""Pichapati et al., section 4.3: AdaCliP's scaling b against the b that whitens gradients."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Whitened(AdaClip):
-    """AdaCliP with ``b_i = sqrt(d / gamma) s_i``: every coordinate of a row has one variance.
+    """AdaCliP with ``b_i = sqrt(d / gamma) s_i``, so that all coordinates have equal variance.
 
-    Guarantee: as AdaCliP's. Its constraint ``sum s_i^2 / b_i^2 <= gamma`` is met as well, with
-    noise of ``d sum s_i^2 / gamma`` where AdaCliP's least is ``(sum s_i)^2 / gamma``.
+    Guarantee: as AdaCliP's. It meets the same constraint ``sum s_i^2 / b_i^2 <= gamma``, with a
+    total noise variance of ``d sum s_i^2 / gamma``; AdaCliP's b has the least possible,
+    ``(sum s_i)^2 / gamma``.
     """
 
     def ready(self, state: State) -> State:
-        """b, ``1 / b``, and m where rows are centred."""
+        """Entries b, ``1 / b``, and m if rows are centred."""
         b = state["s"] * math.sqrt(state["s"].shape[-1] / self.gamma)
         return {**super().ready(state), "b": b, "scale": 1 / b}
 
@@ -57,7 +58,7 @@ def noises(s: Tensor) -> tuple[float, float]:
 
 
 class Whitening(Mnist):
-    """The trainings of `Mnist` with three bounds, and the noise that their formulas give."""
+    """`Mnist` with three bounds, and the noise variance by formula for two of them."""
 
     methods: ClassVar[Mapping[str, str]] = {
         "clipping": LABELS["clipping"],
@@ -68,7 +69,7 @@ class Whitening(Mnist):
     colours: ClassVar[Mapping[str, str]] = {**COLOURS, "whitening": COLOURS["third"]}
 
     def members(self) -> list[ExperimentMember]:
-        """The spread of the first gradients, and every rate of every method."""
+        """The standard deviations of the first gradients, and every rate of every method."""
         settings = {"part": SPECTRUM, "dataset": self.settings.dataset}
         spectrum = {**settings, "examples": self.settings.examples}
         return [ExperimentMember(SPECTRUM, spectrum), *super().members()]
@@ -78,7 +79,7 @@ class Whitening(Mnist):
         return TunedRates.followers(self, results)
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """One training, or both formulas' noise for the gradients at zero."""
+        """Train once, or compute both formulas' noise for the gradients at zero."""
         if settings.get("part") != SPECTRUM:
             return super().run(settings)
         x, y, _ = load_images(settings["dataset"], str(self.context.data), settings["examples"])
@@ -86,7 +87,7 @@ class Whitening(Mnist):
         return {"whitening": whitening, "optimal": optimal}
 
     def mechanism(self, settings: Mapping[str, Any]) -> Mechanism:
-        """What bounds a member's rows."""
+        """The mechanism that bounds a member's rows."""
         if settings["method"] == "whitening":
             return Whitened(settings["clip-norm"], h2=settings["h2"])
         return make_mechanism(settings)

@@ -1,1 +1,1 @@
-"""Adapters: the factors of LoRA that are trained, beside each other, under client-level privacy."""
+"""Adapters: a comparison of the trained factors of LoRA, under client-level privacy."""

@@ -1,7 +1,7 @@
-"""Text that ships with Python, and a small transformer of its characters.
+"""Data sets of text that ships with Python, and a small transformer over characters.
 
-The transformer is trained on docstrings of the standard library's modules, in one place and without
-noise. Its adapters are trained on the code of the modules in its packages, each of them a client.
+The transformer is pretrained centrally and without noise on the docstrings of the standard
+library's modules. Its adapters are trained on the code of modules in packages, one per client.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedsim.datasets import Dataset
 
 LENGTH, MOST = 32, 16
 ALPHABET = [chr(code) for code in range(32, 127)] + ["\n"]
-OTHER = len(ALPHABET)  # the vocabulary is declared, not found in the text
+OTHER = len(ALPHABET)  # token of all other characters: the vocabulary is declared, not found
 
 Tokens = npt.NDArray[np.int64]
 
 
 def prose() -> Dataset:
-    """Docstrings of modules, in sequences of 32 characters; every tenth is for testing."""
+    """Docstrings of modules, in sequences of 32 characters; every tenth is a test example."""
     texts = ["\n".join(_docstrings(text)) for _, text in _modules("*.py")]
     rows = np.concatenate([_sequences(text, 10**6) for text in texts if len(text) > LENGTH])
     test = np.arange(len(rows)) % 10 == 0
@@ -36,9 +36,9 @@ def prose() -> Dataset:
 
 
 def code() -> Dataset:
-    """16 sequences from the middle of each module in a package; a module is an owner.
+    """16 sequences from the middle of each module in a package; each module is an owner.
 
-    Every tenth module is for testing.
+    Every tenth module is test data.
     """
     texts = {name: text[len(text) // 2 :] for name, text in _modules("*/**/*.py")}
     found = {name: _sequences(text, MOST) for name, text in texts.items()}
@@ -50,7 +50,7 @@ def code() -> Dataset:
 
 
 def _modules(pattern: str) -> Iterator[tuple[str, str]]:
-    """Name and text of modules of the standard library, but for its tests."""
+    """Name and text of modules of the standard library, without its tests."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.glob(pattern)):
         parts = path.relative_to(library).parts
@@ -66,7 +66,7 @@ def _docstrings(text: str) -> Iterator[str]:
 
 
 def _sequences(text: str, most: int) -> Tokens:
-    """Whole sequences of 32 characters and the one after each, ``[n, 33]``."""
+    """Tokens ``[n, 33]``: whole sequences of 32 characters, each with the next character."""
     signs = {sign: token for token, sign in enumerate(ALPHABET)}
     tokens = np.array(
         [signs.get(sign, OTHER) for sign in text[: most * LENGTH + 1]], dtype=np.int64
@@ -92,7 +92,7 @@ def _dataset(
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of four heads."""
+    """Causal self-attention with four heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class CausalAttention(nn.Module):
 
 
 class CausalBlock(nn.Module):
-    """Attention, then two linear layers, each beside what goes in."""
+    """Attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class CausalBlock(nn.Module):
 
 
 class CharacterTransformer(nn.Module):
-    """Two blocks of width 48, with positions learnt; no dropout."""
+    """Two blocks of width 48, with learned positions and no dropout."""
 
     def __init__(
         self, input_shape: tuple[int, ...], vocabulary: int, num_classes: int, width: int = 48

@@ -1,1 +1,1 @@
-"""Methods of several papers side by side."""
+"""Comparisons of methods of several papers."""

@@ -1,4 +1,4 @@
-"""Methods side by side at one budget of privacy for examples: a run with keys changed for each."""
+"""Compare methods at one example-level privacy budget: one config, with keys changed per method."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedsim.config import Scalar
 
 
 class Method(Section):
-    """One method: the run's keys that it changes."""
+    """One method: its name, and the keys of the run that it changes."""
 
     name: str
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
 
 class Ahead(Section):
-    """A claim of a paper: one method ends above another."""
+    """A claim of a paper: one method ends with a higher accuracy than another."""
 
     name: str
     panel: str
@@ -37,13 +37,13 @@ class ComparisonSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``."""
 
     title: str
-    rates: list[float] = Field(min_length=1)  # the one grid of all methods
+    rates: list[float] = Field(min_length=1)  # the common grid of all methods
     methods: list[Method] = Field(min_length=1)
     claims: list[Ahead] = Field(default_factory=list)
 
 
 class Comparison(ConfigRuns):
-    """Each method with the rate that ends highest by test accuracy; that choice is not charged."""
+    """Each method at its best rate by test accuracy; the choice's privacy cost is not charged."""
 
     settings: ComparisonSettings
     settings_type: ClassVar[type[Settings]] = ComparisonSettings

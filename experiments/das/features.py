@@ -1,4 +1,4 @@
-"""Features of a data set's images from torchvision's ResNet-18, as a user has its weights."""
+"""Features of a data set's images from torchvision's ResNet-18, with weights the user provides."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fedsim.errors import FedsimError
 FILE = "features.npz"
 NORM = 10.0
 _BATCH = 64
-# What torchvision's weights were trained with.
+# Normalisation of the images on which torchvision's weights were trained.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Extractor(Section):
-    """Whose features `write_features` makes.
+    """Data set and network for `write_features`.
 
     Attributes
     ----------
     dataset : str
-        Images ``[N, 3, H, W]``, such as "cifar100".
+        Data set of images ``[N, 3, H, W]``, such as "cifar100".
     weights : str
-        File of torchvision's ResNet-18 beside the data set.
+        File with the weights of torchvision's ResNet-18, in the data set's folder.
     side : int
-        Pixels that images are scaled to, on each side.
+        Side in pixels to which images are scaled.
     """
 
     dataset: str
@@ -40,16 +40,15 @@ class Extractor(Section):
 
 
 def write_features(extractor: Extractor, data: Path, path: Path) -> None:
-    """Write the features of both splits, float32 ``[N, 512]``, to ``path``; whole or not at all.
+    """Write the features of both splits, float32 ``[N, 512]``, to ``path`` atomically.
 
-    A row is what the network gives before its last layer, scaled to norm 10, the length that the
-    experiment's rate is meant for. It is of its own image alone, so that it tells nothing of
-    others.
+    A row is the input of the network's last layer, scaled to norm 10, for which the experiment's
+    rate is chosen. It depends on its own image only, so that it reveals nothing of others.
 
     Raises
     ------
     FedsimError
-        If the data set or the weights are missing, or are something else.
+        If the data set or the weights are missing or of another kind.
     """
     from torchvision.models import resnet18  # seconds to import, and most runs need none of it
 
@@ -73,7 +72,7 @@ def write_features(extractor: Extractor, data: Path, path: Path) -> None:
         ).numpy()
         for split in (dataset.train, dataset.test)
     )
-    unfinished = path.with_name(f".{path.name}")  # np.savez keeps a name that ends so
+    unfinished = path.with_name(f".{path.name}")  # np.savez appends .npz to other names
     y_train, y_test = dataset.train.y.numpy(), dataset.test.y.numpy()
     np.savez(unfinished, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     unfinished.replace(path)
@@ -93,7 +92,7 @@ def _read(network: torch.nn.Module, weights: Path) -> None:
 
 @torch.inference_mode()
 def _features(network: torch.nn.Module, images: Tensor, side: int) -> Tensor:
-    """Of a batch of images, uint8 ``[B, 3, H, W]``."""
+    """Features ``[B, 512]`` of a batch of images, uint8 ``[B, 3, H, W]``."""
     x = torch.nn.functional.interpolate(
         images.float() / 255, size=(side, side), mode="bilinear", antialias=True
     )

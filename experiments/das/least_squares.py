@@ -32,7 +32,7 @@ class LeastSquares:
     Parameters
     ----------
     n, d, m : int
-        Clients, dimensions, columns of A_i.
+        Numbers of clients, dimensions, and columns of A_i.
     heterogeneity : float
         ``w_i* ~ heterogeneity * N(0, I)``. Entries of A_i are ``N(0, 1/d)``.
     seed : int
@@ -73,7 +73,7 @@ class LeastSquares:
         return np.asarray(np.einsum("ndm,nd->nm", self.A, self.optima))
 
     def start(self, scale: float) -> Floats:
-        """``w* + scale * N(0, I)``: scale 1 is the slides' I1, 1/5 their I2."""
+        """Start ``w* + scale * N(0, I)``: scale 1 is the slides' I1, 1/5 their I2."""
         return self.optimum + scale * self._draws(3).standard_normal(self.d)
 
     def gap(self, w: Floats) -> float:
@@ -88,7 +88,7 @@ class LeastSquares:
         model = nn.Sequential(nn.Linear(self.d, 1, bias=False))
 
         def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-            # The trainer takes a batch's mean; f_i is a sum over m examples.
+            # Times m: the trainer takes the mean over a batch, but f_i is a sum over m examples.
             return (self.m / 2) * (outputs[:, 0] - targets).square()
 
         return Trainer(
@@ -120,9 +120,9 @@ class LeastSquares:
 
 
 class ClosedForm(TrainerDefaults):
-    """A block trainer that knows where the steps of `LeastSquares.trainer` end.
+    """A block trainer that computes the result of `LeastSquares.trainer` in closed form.
 
-    It sends the rows of `LeastSquares.update`, all clients at once: a thousandth of the time.
+    It sends the rows of `LeastSquares.update`, all clients at once, in a thousandth of the time.
     """
 
     def __init__(self, problem: LeastSquares, *, lr: float, steps: int) -> None:
@@ -136,7 +136,7 @@ class ClosedForm(TrainerDefaults):
         return self._problem.n
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """One block of all that are asked."""
+        """One block with the updates of all sampled clients."""
         w, U = vector.double().numpy(), self._U[client_ids]
         along = np.einsum("ndm,nd->nm", U, w - self._problem.optima[client_ids])
         rows = np.einsum("ndm,nm->nd", U, self._shrunk[client_ids] * along)
@@ -148,17 +148,17 @@ class ClosedForm(TrainerDefaults):
         )
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """Nothing: nobody evaluates."""
+        """No blocks: clients do not evaluate."""
         return iter(())
 
 
 class Watched(TrainerDefaults):
-    """A block trainer that keeps what its updates' bounded norms are, round by round.
+    """A block trainer that records the mean bounded norm of its updates in each round.
 
     Attributes
     ----------
     bounded : list of float
-        Mean over the clients of a round of ``||bound(update)||``.
+        Mean of ``||bound(update)||`` over the clients, for each round.
     """
 
     def __init__(self, trainer: Trainer | ClosedForm, mechanism: Mechanism) -> None:
@@ -172,7 +172,7 @@ class Watched(TrainerDefaults):
         return self._trainer.population
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """As the trainer's own; `bounded` gets one number more."""
+        """Blocks of the wrapped trainer; appends one number to `bounded`."""
         total, count = 0.0, 0
         for block in self._trainer.train(vector, client_ids, round):
             assert block.rows is not None
@@ -183,7 +183,7 @@ class Watched(TrainerDefaults):
         self.bounded.append(total / count)
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """As the trainer's own."""
+        """Blocks of the wrapped trainer."""
         return self._trainer.evaluate(vector, client_ids, round)
 
 

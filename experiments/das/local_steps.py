@@ -1,4 +1,4 @@
-"""Das et al.: one local step against many, at one price of privacy."""
+"""Das et al.: one local step against many, at the same privacy cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedsim.privacy import calibrate
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
 PANELS = {"rate": "One rate", "path": "One path length"}
-"""What is the same at every number of steps: eta, or E eta."""
+"""Panels, by the quantity that is equal at every number of steps: eta, or E eta."""
 
 
 TICKS = (0.5, 1, 2, 5, 10)
@@ -41,14 +41,14 @@ class LocalStepsSettings(Settings):
     Attributes
     ----------
     rate : float
-        eta, with ``reference_steps`` local steps; the path length is their product.
+        The rate eta with ``reference_steps`` local steps; the path length is their product.
     local_steps : list of int
         Values of E, ascending.
     lengths : list of float
-        Values of eta C, the largest change of the model that a client sends. Each method takes
-        the one that ends at the lowest f, at every E, with the tuning seeds.
+        Grid of eta C, the largest change of the model that a client sends. At every E, each
+        method takes the value with the lowest final f on the tuning seeds.
     tuning_seeds : int
-        Seeds 1 to this choose the lengths; the ``seeds`` after them judge.
+        Number of seeds (1, 2, ...) by which lengths are chosen; the ``seeds`` after them judge.
     """
 
     seeds: int = Field(5, ge=1)
@@ -69,7 +69,7 @@ class LocalStepsSettings(Settings):
 
 
 class Point(NamedTuple):
-    """A method with so many local steps of a rate."""
+    """A method with a number of local steps and their rate."""
 
     method: str
     steps: int
@@ -92,7 +92,7 @@ class LocalSteps(Experiment):
         ]
 
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
-        """Fresh seeds of every point at its best length."""
+        """Fresh seeds at every point, with its best length."""
         return [
             self._member(point, self._choice(results, point).value, seed)
             for seed in self._fresh
@@ -181,7 +181,7 @@ class LocalSteps(Experiment):
         return ExperimentMember(_name(point, length, seed), settings)
 
     def _choice(self, results: Mapping[str, Result], point: Point) -> BestOfGrid:
-        """The length of the lowest f; scores are decibels below a gap of 1."""
+        """Choice of the length with the lowest f; scores are in decibels below a gap of 1."""
         scores = {
             length: over_seeds(
                 [
@@ -201,7 +201,7 @@ class LocalSteps(Experiment):
         return [math.log10(results[_name(point, length, seed)]["end-gap"]) for seed in self._fresh]
 
     def _more(self, results: Mapping[str, Result], panel: str, method: str) -> PaperClaim:
-        """Whether the paper's number of steps ends lower than one."""
+        """Claim that the paper's number of steps ends at a lower f than one step."""
         points = {point.steps: point for point in self._along(panel, [method])}
         one, many = (
             points[k] for k in (self.settings.local_steps[0], self.settings.reference_steps)

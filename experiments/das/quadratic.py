@@ -34,12 +34,15 @@ from fedsim.strategies import DPFedAvg
 
 METHODS = ("clipping", "normalization")
 COLUMNS = ("||w-w*||", "f-f*", "no noise")
-TAIL = 25  # rounds that a final distance is the mean of
-EVERY = 5  # rounds from one that is kept to the next
+TAIL = 25  # last rounds over which a final distance is averaged
+EVERY = 5  # rounds between two stored values
 
 
 class Case(Section):
-    """One panel: where clients start, how far they step, and what bounds them."""
+    """One case: heterogeneity and start of the problem, rate, and clip norm.
+
+    ``panel`` says whether it is a panel of the pictures and claims.
+    """
 
     name: str
     heterogeneity: float = Field(0.1, ge=0)
@@ -64,13 +67,13 @@ class QuadraticSettings(Settings):
 
 
 class Quadratic(Experiment):
-    """Runs through `DPFedAvg`; the clients' steps are taken in closed form."""
+    """Runs of `DPFedAvg` in which the clients' steps are computed in closed form."""
 
     settings: QuadraticSettings
     settings_type: ClassVar[type[Settings]] = QuadraticSettings
 
     def members(self) -> list[ExperimentMember]:
-        """Each case and method: without noise (seed 0), then one run a seed."""
+        """Each case and method: without noise (seed 0), then one run per seed."""
         common = self.settings.model_dump(by_alias=True, exclude={"cases", "seeds", "experiment"})
         z = self.noise_multiplier
         return [
@@ -91,7 +94,7 @@ class Quadratic(Experiment):
 
     @property
     def noise_multiplier(self) -> float:
-        """z of full participation in all rounds."""
+        """Noise multiplier z for full participation in all rounds."""
         return calibrate(
             target_epsilon=self.settings.epsilon,
             cohort=FullCohort(),
@@ -100,7 +103,7 @@ class Quadratic(Experiment):
         )
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Distances to w*, gaps of f and SNRs of some rounds, from round 0 on."""
+        """Distances to w*, gaps of f and SNRs, for every fifth round from 0."""
         return descend(settings)
 
     def report(self, results: Mapping[str, Result]) -> Report:
@@ -147,7 +150,7 @@ class Quadratic(Experiment):
         return [results[f"{case.name} {method} seed={seed}"] for seed in seeds]
 
     def _nearer(self, results: Mapping[str, Result], end: str) -> list[Difference]:
-        """How much further from the optimum clipping ends, panel by panel."""
+        """Clipping's value of ``end`` minus normalisation's, panel by panel."""
         return [
             paired(*([run[end] for run in self._runs(results, case, method)] for method in METHODS))
             for case in self._panels
@@ -202,7 +205,7 @@ class Quadratic(Experiment):
 
 
 def descend(settings: Mapping[str, Any]) -> Result:
-    """What one run of `DPFedAvg` on the problem goes through; see `Quadratic.run`."""
+    """Run `DPFedAvg` on the problem once; see `Quadratic.run` for the result."""
     case = Case.model_validate(settings["case"])
     problem = LeastSquares(
         settings["clients"],
@@ -211,8 +214,8 @@ def descend(settings: Mapping[str, Any]) -> Result:
         case.heterogeneity,
         settings["problem-seed"],
     )
-    # Clients send w_E - w = -lr u: a bound of C on u is one of lr C on what they send, and
-    # a server that adds the mean has beta = lr.
+    # The paper bounds u by C, but clients send w_E - w = -lr u: so the bound here is lr C, and a
+    # server that adds the mean update corresponds to the paper's beta = lr.
     bound = case.lr * case.clip_norm
     mechanism: Mechanism = (
         Clipping(bound) if settings["method"] == "clipping" else Normalization(bound)
@@ -247,7 +250,10 @@ def _measures(
     bound: float,
     settings: Mapping[str, Any],
 ) -> Result:
-    """What a path ``[rounds + 1, d]`` went through."""
+    """Result of a run from its path of parameters ``[rounds + 1, d]``.
+
+    "along" and "off" are the components of ``w - w*`` along the initial one and orthogonal to it.
+    """
     away = path - problem.optimum
     ahead = away[0] / np.linalg.norm(away[0])
     along = away @ ahead

@@ -1,4 +1,4 @@
-"""Pictures of the quadratic problem: distance and SNR by round, and the way through space."""
+"""Pictures of the quadratic problem: distance and SNR by round, and trajectories."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 Panels = Sequence[tuple[str, str]]
 Runs = Mapping[tuple[str, str], Sequence[Result]]
 METHODS = ("clipping", "normalization")
-WIDTHS = {"clipping": 2.4, "normalization": 1.2}  # where the two agree, both are seen
+WIDTHS = {"clipping": 2.4, "normalization": 1.2}  # both stay visible where the curves agree
 
 
 def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
-    """Distance to w*, and below it the SNR of the clients' updates, by round."""
+    """Draw the distance to w*, and below it the SNR of the clients' updates, by round."""
     figure, axes = grid(
         2,
         len(panels),
@@ -45,7 +45,7 @@ def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
 
 
 def trajectories(panels: Panels, runs: Runs) -> Figure:
-    """Where the iterates go, a line a seed: along the line from w_0 to w*, and off it."""
+    """Draw the iterates, one line per seed: distance along the line from w_0 to w*, and off it."""
     figure, axes = grid(
         1,
         len(panels),
@@ -75,7 +75,7 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
 
 
 def _band(axes: Axes, runs: Sequence[Result], quantity: str, method: str) -> None:
-    """Mean over seeds with the range of all of them."""
+    """Draw the mean over seeds with a band of their range."""
     values = np.array([run[quantity] for run in runs])
     rounds = runs[0]["rounds"][: values.shape[1]]
     axes.plot(

@@ -27,16 +27,16 @@ from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.runs.metrics import Row
 
 METHODS = ("clipping", "normalization")
-SAME = 0.2  # points that "agree" allows
+SAME = 0.2  # percentage points within which two methods agree
 FEDAVG = "fedavg"
 
 
 class DasSettings(ConfigRunsSettings):
-    """Keys of ``experiment.toml``; ``run.toml`` beside it is the run that they vary.
+    """Keys of ``experiment.toml``; they vary the run of ``run.toml`` in the same directory.
 
-    ``clip-norms``, the one grid of both methods, are in the paper's space, of
-    ``u = (w - w_E) / eta``. With ``features`` the runs read features.npz: the user's own where
-    there is one beside the data, or else one that is made first, once.
+    ``clip-norms``, the common grid of both methods, bound the paper's ``u = (w - w_E) / eta``.
+    With ``features`` the runs read features.npz: the user's own from the data folder, or else one
+    that is computed once, before the runs.
     """
 
     epsilons: list[float]
@@ -45,14 +45,14 @@ class DasSettings(ConfigRunsSettings):
 
 
 class Das(ConfigRuns):
-    """Every member is one run of ``run.toml`` with some keys set."""
+    """Each member is one run of ``run.toml`` with some keys set."""
 
     settings: DasSettings
     settings_type: ClassVar[type[Settings]] = DasSettings
     last: ClassVar[int] = 5
 
     def prepare(self, out: Path) -> None:
-        """Make the features that there are none of."""
+        """Compute the features, unless the user or an earlier call has."""
         super().prepare(out)
         extractor = self.settings.features
         if extractor is None or (self.context.data / FILE).is_file():
@@ -64,14 +64,14 @@ class Das(ConfigRuns):
         self.context = replace(self.context, data=made)
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
-        """What the run's config says, and whose the features are."""
+        """Settings of the run's config, and of the features' extractor."""
         settings = super().member_settings(changes)
         if self.settings.features is not None:
             settings["features"] = self.settings.features.model_dump()
         return settings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """FedAvg, then every epsilon, C and method."""
+        """FedAvg, then every combination of epsilon, C and method."""
         plans: dict[str, dict[str, Scalar]] = {
             FEDAVG: {
                 "mechanism.name": "none",
@@ -91,7 +91,7 @@ class Das(ConfigRuns):
         return plans
 
     def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the clients' epsilon where there is one."""
+        """Test accuracy by round, and the client-level epsilon if there is one."""
         return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
 
     def report(self, results: Mapping[str, Result]) -> Report:

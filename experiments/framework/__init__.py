@@ -1,4 +1,4 @@
-"""What an experiment is, how it is run, and how its figures are judged."""
+"""Framework of experiments: define them, run them, and judge their figures."""
 
 from __future__ import annotations
 

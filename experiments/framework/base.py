@@ -1,10 +1,10 @@
-"""What an experiment is: members that run on their own, and a report of all of them.
+"""Base classes of experiments: independent members, and a report of all of them.
 
 A member is one training run or one computation, a function of its settings alone. Its result
-is a small mapping of JSON values that is kept on disk, so that an experiment that was
-interrupted goes on where it stopped. The report turns the results of all members into the
-paper's table or picture, into figures that stand beside those in the paper, and into claims of
-the paper, each of which is reproduced here, not reproduced, or not decided.
+is a small mapping of JSON values that is kept on disk, so that an interrupted experiment can be
+continued. The report turns the results of all members into the paper's table or picture, into
+figures to compare with those in the paper, and into claims of the paper, each of which is
+reproduced here, not reproduced, or not decided.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from experiments.framework.schema import Section
 from fedsim.config import Scalar
 
 Result = dict[str, Any]
-"""What a member leaves: names to numbers or lists of numbers, as JSON has them."""
+"""Result of a member, as JSON values: numbers or lists of numbers by name."""
 
 FLAT = 0.5
-"""Points of accuracy, or decibels of an error, that are a difference in practice."""
+"""Smallest difference that matters in practice: percentage points, or decibels of an error."""
 
 Verdict = Literal["reproduced", "not reproduced", "not decided"]
 _VERDICTS: dict[bool | None, Verdict] = {
@@ -39,7 +39,15 @@ S = TypeVar("S", bound="Settings")
 
 
 class Settings(Section):
-    """The keys that every ``experiment.toml`` has."""
+    """The keys that every ``experiment.toml`` has.
+
+    Attributes
+    ----------
+    experiment : str
+        The kind of experiment, a key of `directories.KINDS`.
+    seeds : int
+        Number of seeds.
+    """
 
     experiment: str
     seeds: int = Field(3, ge=1)
@@ -47,17 +55,16 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Context:
-    """Where an experiment finds things.
+    """Paths of an experiment, and the engine that it uses.
 
     Attributes
     ----------
     directory : Path
-        The experiment's own: ``experiment.toml``, configs, ``judgement.toml``, stored results.
+        The experiment's directory: ``experiment.toml``, configs, judgement, stored results.
     data : Path
-        Where data sets are kept.
+        Folder of data sets.
     engine : mapping of str to scalar
-        Keys ``engine.*`` of members that are runs of a config: where they run, which no result
-        depends on.
+        Keys ``engine.*`` for members that are runs of a config; no result depends on them.
     """
 
     directory: Path
@@ -72,12 +79,12 @@ class ExperimentMember:
     Attributes
     ----------
     name : str
-        Unique; names its file.
+        Unique name; its file is named by it.
     settings : mapping of JSON values
-        Everything that the result is a function of, beside the code and the data.
+        Everything that the result depends on, except the code and the data.
     cell : str, optional
-        The cell of a table that it is for; by default its name without its seed. A member's name
-        is that of its cell, or goes on after a space.
+        The cell of a table to which it belongs; by default its name without the seed. A member's
+        name equals its cell's name, or starts with it and a space.
     """
 
     name: str
@@ -91,15 +98,20 @@ class ExperimentMember:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for the terminal and, under ``name``, for a CSV.
+    """A table for the terminal and for a CSV file.
 
     Attributes
     ----------
+    name : str
+        Name of the CSV file, without its ending.
+    title : str
     columns : sequence of str
     rows : sequence of rows
         Texts and numbers; None is an empty cell.
     digits : int
-        Of numbers in the terminal; a CSV has all of them.
+        Digits of numbers in the terminal; a CSV has all of them.
+    shown : bool
+        Whether it is printed on the terminal.
     """
 
     name: str
@@ -112,15 +124,20 @@ class Table:
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """Something that a paper says, put so that a run can decide it.
+    """A claim of a paper, stated so that runs can decide it.
 
     Attributes
     ----------
+    name : str
     panel : str
         The paper's figure or table that it is about.
+    says : str
+        The claim, as a sentence.
     reproduced : bool or None
-        None where it is not decided: by the spread over seeds, or since it turns with a setting
-        that the paper does not give.
+        None if it is not decided, because of the spread over seeds or because it depends on a
+        setting that the paper does not give.
+    measured : str
+        What was measured here.
     """
 
     name: str
@@ -131,20 +148,20 @@ class PaperClaim:
 
     @property
     def verdict(self) -> Verdict:
-        """In words."""
+        """The verdict in words."""
         return _VERDICTS[self.reproduced]
 
 
 @dataclass(frozen=True)
 class BestOfGrid:
-    """The best value of a grid, by what each gave.
+    """The choice of the best value of a grid.
 
     Attributes
     ----------
     of : str
-        What was chosen for whom.
+        What was chosen, and for which method.
     scores : mapping of float to float
-        Accuracies (%) by the grid's values.
+        Score of each value of the grid, higher is better: accuracies (%), or decibels.
     """
 
     of: str
@@ -152,34 +169,37 @@ class BestOfGrid:
 
     @property
     def value(self) -> float:
-        """The best; the smallest of equal ones."""
+        """The value with the highest score; the smallest of several."""
         return max(sorted(self.scores), key=self.scores.__getitem__)
 
     @property
     def at_edge(self) -> bool:
-        """Whether the grid ends at the best, and what lies beyond might be better.
+        """Whether the best value is an end of the grid, so that values beyond it may be better.
 
-        However flat the grid is: a method that nothing changes on a grid may change beyond it.
+        This also holds for a flat grid: scores that hardly change on the grid may change beyond it.
         """
         return len(self.scores) > 1 and self.value in (min(self.scores), max(self.scores))
 
     @property
     def flat_ends(self) -> list[float]:
-        """Ends within `FLAT` of the best, beyond which a value may be as good."""
+        """Ends whose score is within `FLAT` of the best, so that values beyond may be as good."""
         ends = sorted({min(self.scores), max(self.scores)})
         return [end for end in ends if self.scores[self.value] - self.scores[end] <= FLAT]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of an experiment.
+    """The evaluated results of an experiment.
 
     Attributes
     ----------
+    tables : sequence of Table
     figures : mapping of name to float
-        Numbers that a paper's may stand beside.
+        Numbers to compare with the paper's.
+    claims : sequence of PaperClaim
+    pictures : mapping of name to Figure
     choices : sequence of BestOfGrid
-        Every best value that a claim rests on.
+        Every choice from a grid on which a claim is based.
     """
 
     tables: Sequence[Table]
@@ -190,30 +210,30 @@ class Report:
 
 
 class Experiment(ABC):
-    """Subclasses declare `settings_type`, and annotate ``settings`` with it."""
+    """Base class; subclasses declare `settings_type`, and annotate ``settings`` with it."""
 
     settings_type: ClassVar[type[Settings]]
     partial: ClassVar[bool] = False
-    """Whether `followers` and `report` take the results of some of the members."""
+    """Whether `followers` and `report` accept the results of only some of the members."""
 
     def __init__(self, settings: Settings, context: Context) -> None:
         self.settings = settings
         self.context = context
 
     def prepare(self, out: Path) -> None:  # noqa: B027 - most experiments need nothing
-        """Make what all members need, below ``out``; called before the first one is run."""
+        """Prepare what all members need, below ``out``; called before the first one is run."""
 
     @abstractmethod
     def members(self) -> list[ExperimentMember]:
-        """All members; their order is that of the work."""
+        """All members, in the order in which they are run."""
 
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
-        """Members that the results of `members` ask for, such as fresh seeds at chosen rates."""
+        """Members that depend on the results of `members`, such as fresh seeds at chosen rates."""
         return []
 
     @property
     def has_followers(self) -> bool:
-        """Whether there are members that `members` does not know of."""
+        """Whether there may be members beyond those of `members`."""
         return type(self).followers is not Experiment.followers
 
     @abstractmethod
@@ -224,7 +244,7 @@ class Experiment(ABC):
     def report(self, results: Mapping[str, Result]) -> Report:
         """Report of the results of all members and followers, by their names.
 
-        Where it is `partial`, of those that there are: a cell that lacks a seed is not judged.
+        With `partial`, some results may be missing: a cell that lacks a seed is not judged.
         """
 
 

@@ -1,8 +1,8 @@
-"""DP-SGD on one machine's examples: the mechanisms and accounting of fedsim, rows being examples.
+"""Central DP-SGD with fedsim's mechanisms and accounting, in which a row is an example's gradient.
 
 One step is a round of DP-FedAvg in which every client has one example and takes one step of
 rate 1: the cohort is the batch, drawn by Poisson sampling, and a row is an example's negative
-gradient. Here the rows of dense layers are never written down (`OuterRows`).
+gradient. The rows of dense layers are never materialised (`OuterRows`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer
 
-LOOKS = 10  # steps from one look at the distortion to the next
+LOOKS = 10  # steps between two measurements of the distortion
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DenseNet:
         return Layout.of(arrays)
 
     def start(self, seed: int) -> Tensor:
-        """Initial parameters ``[d]``: zero for one layer, else uniform as in PyTorch's own."""
+        """Initial parameters ``[d]``: zero for one layer, else uniform as in PyTorch's layers."""
         layout = self.layout
         if len(self.widths) == 2:
             return torch.zeros(layout.d, dtype=torch.float64)
@@ -74,12 +74,14 @@ class DenseNet:
         return values
 
     def logits(self, vector: Tensor, x: Tensor) -> Tensor:
-        """``[B, K]`` of ``x [B, inputs]``."""
+        """Logits ``[B, K]`` for ``x [B, inputs]``."""
         return self._forward(vector, x)[-1]
 
     def descents(self, vector: Tensor, x: Tensor, y: Tensor) -> OuterRows:
-        """Negative gradients of the examples' losses, ``[B, d]``, never written down."""
+        """Negative gradients of the examples' losses, ``[B, d]``, not materialised."""
         values = self._forward(vector, x)
+        # Backpropagation: delta is the negative gradient of each example's loss with respect to a
+        # layer's outputs, and an example's row for the layer is the outer product with its inputs.
         delta = F.one_hot(y, self.widths[-1]) - torch.softmax(values[-1], dim=1)
         parts: list[LinearPart] = []
         for k, (weight, _) in reversed(list(enumerate(self._layers(vector)))):
@@ -91,17 +93,19 @@ class DenseNet:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left.
+    """Result of a training run.
 
     Attributes
     ----------
     vector : Tensor ``[d]``
+        Final parameters.
     accuracy : list of float
-        On the test examples after every epoch.
+        Accuracy on the test examples after every epoch.
     distortion : float
-        Mean over every tenth step of ``||g - g~||``, g being the batch's mean gradient.
+        Mean of ``||g - g~||`` over every tenth step, g being the batch's mean gradient and g~ the
+        released one.
     clipped : float
-        Share of the examples that were longer than their bound.
+        Share of rows whose norm exceeded the bound.
     ledger : Ledger
         Every release, at example level.
     """
@@ -128,24 +132,24 @@ def train(
     ledger: Ledger,
     randomness: Randomness | None = None,
 ) -> Run:
-    """Private SGD: Poisson batches, one bounded and noisy sum a step, a fixed denominator.
+    """Private SGD: Poisson batches, one bounded and noisy sum per step, a fixed denominator.
 
     Parameters
     ----------
     inputs : callable
-        From indices int64 ``[B]`` to float64 inputs ``[B, d_in]`` of training examples.
+        Maps indices int64 ``[B]`` to float64 inputs ``[B, d_in]`` of training examples.
     labels : int64 Tensor ``[N]``
     test : inputs ``[M, d_in]`` and labels ``[M]``
     batch : float
-        Expected batch size; the rate is ``batch / N``.
+        Expected batch size; the sampling rate is ``batch / N``.
     epochs : int
-        Of ``N / batch`` steps.
+        Number of epochs, of ``N / batch`` steps each.
     optimizer : ServerOptimizer
-        Moves the parameters along the noisy mean of the descents.
+        Applies the noisy mean of the negative gradients.
     ledger : Ledger
-        Takes every release before it is made.
+        Records every release before it is made.
     randomness : Randomness, optional
-        Where batches and noise come from; the seed, by default.
+        Source of batches and noise; derived from the seed by default.
     """
     cohort = PoissonCohort(batch / len(labels), len(labels), adjacency="zero-out")
     randomness, layout = randomness or Randomness(seed), net.layout

@@ -1,4 +1,4 @@
-"""Judge an experiment's stored results again, and write the page and pictures of them."""
+"""Judge an experiment's stored results again, and write its page and pictures from them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from fedsim.reports.plots import save
 
 @dataclass(frozen=True)
 class Checked:
-    """What stored results say now.
+    """Evaluation of the stored results.
 
     Attributes
     ----------
     report : Report or None
-        None where too little is stored for one.
+        None if too few results are stored for one.
     faults : list of str
-        Sentences; none where results, judgement and page agree.
+        Sentences; empty if results, judgement and page agree.
     page : str
         README.md as it should be.
     unrun : str
-        In Markdown: which runs are missing, why, and what they would take; empty where none is.
+        Markdown text on the missing runs, why they are missing and how long they would take; empty
+        if none is missing.
     """
 
     report: Report | None
@@ -71,7 +72,7 @@ def keep(directory: Path) -> None:
 
 
 def _judged(directory: Path, data: Path) -> Checked:
-    """What stored results and judgement say, whatever page and pictures there are."""
+    """Check stored results against the judgement; the page and pictures are not looked at."""
     experiment, judgement = load(directory, data=data), Judgement.load(directory)
     everything = Stored.load(directory)
     results, members = gathered(experiment, everything.get)
@@ -108,7 +109,7 @@ def _seconds(
     stored: Stored,
     judgement: Judgement,
 ) -> float | None:
-    """What a run is likely to take: the mean of its cell's, of all, or what judgement.toml says."""
+    """Expected seconds of a run: the mean of its cell's or of all runs, or judgement.toml's."""
     alike = [other.name for other in members if other.cell == member.cell]
     times = [
         seconds

@@ -1,8 +1,8 @@
 """Experiments whose members are runs of one config, each with some keys changed.
 
-The config is ``run.toml`` in the experiment's directory, and a member does what ``fedsim run``
-would do with it: it has a run's directory, below ``--out``, is resumed there from its checkpoint,
-and its ledger is verified before its result counts.
+The config is ``run.toml`` in the experiment's directory, and a member is run as ``fedsim run``
+would run it: it has a run's directory below ``--out``, is resumed there from its checkpoint, and
+its ledger is verified before its result is accepted.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class ConfigRunsSettings(Settings):
     Attributes
     ----------
     rounds, max_examples : int
-        Change the run where they are not 0.
+        Replace the run's own values, unless 0.
     pretraining : str
-        A config beside ``run.toml``: members start from the model that its run leaves
-        (`model.weights`), which is trained first, once.
+        A config in the directory of ``run.toml``. Its run is trained first, once, and members
+        start from its model (`model.weights`).
     """
 
     rounds: int = 0
@@ -66,10 +66,11 @@ class Score:
     Attributes
     ----------
     finals : tuple of float
-        Of the seeds, in their order.
+        Final accuracy of each seed, in their order.
     curve, deviation : float64 ``[points]``
         Mean and standard deviation over seeds, by round.
     rounds : int64 ``[points]``
+        The rounds of the curve's points.
     """
 
     finals: tuple[float, ...]
@@ -79,27 +80,27 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Final accuracy."""
+        """Mean of the final accuracies."""
         return over_seeds(self.finals)[0]
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the final accuracy."""
+        """Standard deviation of the final accuracies."""
         return over_seeds(self.finals)[1]
 
     @property
     def text(self) -> str:
-        """For a table's cell."""
+        """Mean and standard deviation as text, for a table's cell."""
         return mean_text(self.finals)
 
 
 class ConfigRuns(Experiment):
-    """Subclasses say which keys change (`plans`), and what a run leaves beside accuracy."""
+    """Base class; subclasses define the changed keys (`plans`), and a run's result (`summary`)."""
 
     settings: ConfigRunsSettings
     settings_type: ClassVar[type[Settings]] = ConfigRunsSettings
     last: ClassVar[int] = 1
-    """Rounds that a final accuracy is the mean of."""
+    """Number of last evaluated rounds over which a final accuracy is averaged."""
 
     def __init__(self, settings: ConfigRunsSettings, context: Context) -> None:
         super().__init__(settings, context)
@@ -117,7 +118,7 @@ class ConfigRuns(Experiment):
         self.runs = Path("runs")
 
     def prepare(self, out: Path) -> None:
-        """Train the model that members start from, unless an earlier call has."""
+        """Train the model that members start from, unless an earlier call did."""
         self.runs = out / "runs"
         if self.pretraining is not None:
             self.weights = _trained(self.pretraining, self.context.data, out)
@@ -136,7 +137,7 @@ class ConfigRuns(Experiment):
         ]
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
-        """What the run's config says, but for where data lie: that changes no result."""
+        """Keys of the run's config, without the data's folder, on which no result depends."""
         settings = {"run": chosen(self.base.replace(**changes))}
         if self.pretraining is not None:
             settings["run"].pop("model.weights", None)
@@ -144,15 +145,15 @@ class ConfigRuns(Experiment):
         return settings
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Run the member's config, or resume it, and keep what `summary` does.
+        """Run the member's config, or resume it; returns the `summary` of its metrics.
 
-        A private run's result has, as ``ledger``, the final hash of its ledger, or a digest of
-        those of its clients' ledgers.
+        A private run's result also has ``ledger``: the final hash of its ledger, or a digest of
+        several ledgers' final hashes.
 
         Raises
         ------
         KeyboardInterrupt
-            If the run was asked to end, by Ctrl-C or SIGTERM: what it has reached is no result.
+            If the run was interrupted by Ctrl-C or SIGTERM, so that it has no result.
         FedsimError
             If the run's files do not agree with its ledger.
         """
@@ -163,7 +164,7 @@ class ConfigRuns(Experiment):
         return self.summary(result.metrics) | _verified(directory)
 
     def resolve(self, settings: Mapping[str, Any]) -> Resolved:
-        """What a member runs."""
+        """The resolved config of a member."""
         return resolve(self.config_of(settings))
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
@@ -171,14 +172,14 @@ class ConfigRuns(Experiment):
         changes: dict[str, Scalar] = {"data.dir": str(self.context.data)}
         changes |= self.context.engine
         if "engine.name" not in self.context.engine:
-            # Members are processes of their own: one that forked workers would have too many.
+            # Members run in parallel processes already: workers within each would be too many.
             changes.setdefault("engine.workers", 1)
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
         return RunConfig.from_run_config({**settings["run"], **changes})
 
     def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the example-level epsilon where there is one."""
+        """Test accuracy by round, and the example-level epsilon if there is one."""
         measured = [row for row in rows if "test-accuracy" in row]
         return {
             "rounds": [int(row["round"]) for row in measured],
@@ -187,19 +188,19 @@ class ConfigRuns(Experiment):
         }
 
     def scores(self, results: Mapping[str, Result]) -> dict[str, Score]:
-        """Of every plan, over the seeds."""
+        """Score of every plan over its seeds."""
         by_plan = {name: self.of_plan(results, name) for name in self.plans()}
         return {name: self._score(of_plan) for name, of_plan in by_plan.items() if of_plan}
 
     def of_plan(self, results: Mapping[str, Result], name: str) -> list[Result]:
-        """Results of one plan, seed by seed: all, or those that there are if this is `partial`."""
+        """Results of one plan, seed by seed; with `partial`, only those that exist."""
         members = (f"{name} seed={seed}" for seed in range(1, self.settings.seeds + 1))
         if self.partial:
             return [results[member] for member in members if member in results]
         return [results[member] for member in members]
 
     def where(self, examples: str, rounds: str) -> str:
-        """Data and scale in a few words: ``examples`` and ``rounds`` name their units."""
+        """Short text on data and scale; ``examples`` and ``rounds`` name the units."""
         base, seeds = self.base, self.settings.seeds
         count = f"{base.partition.max_examples:,}" if base.partition.max_examples else "all"
         over = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
@@ -213,20 +214,20 @@ class ConfigRuns(Experiment):
 
 
 def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOfGrid]:
-    """The value whose score is highest, that score, and the choice for the judge."""
+    """The value with the highest score, that score, and the choice for the report."""
     choice = BestOfGrid(of, {value: score.mean for value, score in by_value.items()})
     return choice.value, by_value[choice.value], choice
 
 
 def chosen(config: RunConfig) -> dict[str, Scalar]:
-    """The keys that differ from their defaults, but for where the data lie."""
+    """The keys that differ from their defaults, without the data's folder."""
     defaults = {**dict(_defaults(config)), "data.dir": config.data.dir}
     flat = config.to_run_config()
     return {key: value for key, value in flat.items() if value != defaults.get(key)}
 
 
 def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
-    """Each dotted key of a table, and of what it names, with its default."""
+    """Each dotted key of a table and of its tables and choices, with its default."""
     own = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
     for setting in (*settings_of(table), *own):
         value = getattr(table, setting.name)
@@ -237,7 +238,7 @@ def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
 
 
 def _verified(directory: Path) -> Result:
-    """The final hash of a run's ledgers, once all of its files agree; nothing without privacy."""
+    """Verify a private run's files; returns its ledgers' final hash. Empty without privacy."""
     record = RunRecord.read(directory)
     if not record.private:
         return {}
@@ -252,7 +253,10 @@ def _verified(directory: Path) -> Result:
 
 
 def _trained(config: RunConfig, data: Path, out: Path) -> Path:
-    """The model that a run leaves in ``out``: its file is there only if the run has finished."""
+    """Train a config once below ``out``; returns its model's file.
+
+    The run's directory gets its final name only when the run has finished.
+    """
     digest = hashlib.sha256(repr(sorted(chosen(config).items())).encode()).hexdigest()
     directory = out.absolute() / f"{config.name}-{digest[:8]}"
     if not directory.is_dir():

@@ -30,10 +30,10 @@ class Curve:
     Attributes
     ----------
     label : str
-        Empty to keep it out of the legend.
+        Label in the legend; empty for none.
     score : Score
     style : str
-        A style's name; "other" is a line in the background.
+        Name of a style; "other" is a line in the background.
     """
 
     label: str
@@ -49,9 +49,9 @@ def curves(
     width: float = 0.0,
     first: int = 0,
 ) -> Figure:
-    """Test accuracy by round from the ``first`` on, one panel beside another on one scale.
+    """Draw test accuracy by round, from the ``first`` on, in panels with a common scale.
 
-    Bands are a standard deviation over seeds to both sides; lines in the background have none.
+    Bands are one standard deviation over seeds to both sides; lines in the background have none.
     """
     figure, axes = grid(
         1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
@@ -84,7 +84,7 @@ def curves(
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.sharey(axes[0])
         if differ or panel is axes[0]:
-            # Lines in the background may be anywhere, and a legend would lie on one of them.
+            # With many lines, a legend inside the panel would cover one of them.
             if len(lines) > 5:
                 panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             else:
@@ -100,7 +100,7 @@ def sweeps(
     xlabel: str,
     log: bool = False,
 ) -> Figure:
-    """Final accuracy against a setting, with the standard deviation over seeds."""
+    """Draw final accuracy against a setting, with the standard deviation over seeds."""
     figure, axes = grid(1, 1, title=title, width=7.5, height=4.4)
     panel = axes[0]
     for label, points, style in lines:

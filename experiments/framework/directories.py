@@ -1,4 +1,4 @@
-"""Experiments of this checkout, or a directory of the user's own, read into objects."""
+"""Find and load experiments, those of this checkout or in a user's own directory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ KINDS = {
     "koskela-rate": "experiments.koskela.rate:KoskelaRate",
     "koskela-scale": "experiments.koskela.scale:KoskelaScale",
 }
-"""Values of the key ``experiment``, and the class behind each."""
+"""Class of each value of the key ``experiment``."""
 
 
 def find(name: str) -> Path:
-    """Directory of an experiment: a name, or a path to a directory of the user's own.
+    """Directory of an experiment, given by name or as a path to a user's own directory.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def find(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """Experiments of this checkout."""
+    """Names of this checkout's experiments."""
     return sorted(_directories())
 
 
@@ -74,18 +74,19 @@ def load(
     quick: bool = False,
     engine: Iterable[str] = (),
 ) -> Experiment:
-    """The experiment that a directory describes.
+    """Load the experiment of a directory.
 
     Parameters
     ----------
+    directory : path
     data : path
-        Where data sets are kept.
+        Folder of data sets.
     seeds : int, optional
-        Instead of the file's own.
+        Replaces the file's own number of seeds.
     quick : bool
         Apply the table ``[quick]``: a small version, to see that everything works.
     engine : iterable of str
-        ``engine.KEY=VALUE``: where members run that are runs of a config.
+        ``engine.KEY=VALUE``: the engine of members that are runs of a config.
 
     Raises
     ------
@@ -111,7 +112,7 @@ def _make(tree: dict[str, Any], context: Context) -> Experiment:
         raise FedsimError(f"experiment = {key!r}; it must be one of {', '.join(KINDS)}.")
     module, _, name = KINDS[key].partition(":")
     experiment: type[Experiment] = getattr(import_module(module), name)
-    allowed_code.allow([experiments.__name__])  # what their configs name is theirs
+    allowed_code.allow([experiments.__name__])  # their configs name code of this package
     if context.engine and not issubclass(experiment, ConfigRuns):
         raise FedsimError(
             f"--set {', '.join(context.engine)}; it must be left out: the members of "
@@ -121,12 +122,12 @@ def _make(tree: dict[str, Any], context: Context) -> Experiment:
 
 
 def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
-    """Keys of ``engine.KEY=VALUE``.
+    """Parse ``engine.KEY=VALUE`` to the config keys that it changes.
 
     Raises
     ------
     FedsimError
-        If it is of another table: every other key is the experiment's own.
+        If it is a key of another table, which only the experiment's directory may set.
     """
     for text in overrides:
         if not text.startswith("engine."):

@@ -1,4 +1,4 @@
-"""What is said about an experiment beside its numbers, and whether the two agree."""
+"""The written judgement of an experiment, and checks that it agrees with the results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Panel(Section):
     Attributes
     ----------
     name : str
-        As the paper numbers it.
+        Its name in the paper, such as "Fig. 2".
     shows : str
-        What the paper shows there and says of it.
+        What the paper shows there and says about it.
     setting : str
-        Ours, and how it differs from the paper's.
+        The setting here, and how it differs from the paper's.
     pictures, tables : list of str
-        Of the report, that stand beside it.
+        Names of the report's pictures and tables that belong to it.
     """
 
     name: str
@@ -51,11 +51,13 @@ class Claimed(Section):
     ----------
     verdict : "reproduced", "not reproduced" or "not decided"
     cause : str
-        Of what is not reproduced or not decided. Readings, which no run here shows: "setting"
-        (ours), "scale" (ours is smaller), "printed" (the algorithm as printed). Facts: "unit" (it
-        turns with the unit of a rate that the paper does not give), "seeds" (their spread),
-        "paper" (a calculation shows that it is the paper's), "unrun" (runs are missing).
+        Why a claim is not reproduced or not decided. Conjectures, which no run here shows:
+        "setting" (the setting here), "scale" (the smaller scale here), "printed" (the algorithm as
+        printed). Facts: "unit" (it depends on the unit of a rate, which the paper does not give),
+        "seeds" (the spread over seeds), "paper" (a calculation shows that the cause is in the
+        paper), "unrun" (runs are missing).
     why : str
+        An explanation in words.
     """
 
     verdict: Verdict
@@ -64,24 +66,29 @@ class Claimed(Section):
 
 
 class Judgement(Section):
-    """``judgement.toml``: prose and verdicts, and the numbers that a paper prints.
+    """``judgement.toml``: text, verdicts, and the numbers that a paper prints.
 
-    In all sentences but the paper's ``{name}`` or ``{name:.2f}`` is where a figure of the report
-    stands, and ``{seeds}`` their number, so that no sentence disagrees with what was measured.
+    In all sentences but those on the paper (``shows``), ``{name}`` or ``{name:.2f}`` is replaced
+    by a figure of the report, and ``{seeds}`` by the number of seeds, so that no sentence
+    contradicts the results.
 
     Attributes
     ----------
     about : str
         What is run, and how; a paragraph of Markdown.
     not_run : str
-        Why runs are missing; empty where none is.
+        Why runs are missing; empty if none is.
     run_seconds : float
-        Of one core, of one run, where none is stored to estimate hours from; 0 if unknown.
+        Expected seconds of a run on one core, used if no run is stored; 0 if unknown.
     remarks : list of str
+    panels : list of Panel
+    claims : mapping of str to Claimed
+        Judgements by the claim's name.
     paper : mapping of str to float
-        Figures as printed in the paper, by the name of ours.
+        Figures printed in the paper, by the name of the report's figure.
     earlier : mapping of str to float
-        Of a run whose results are not kept, where there are none that are: no verdict is of them.
+        Figures of an earlier run whose single results are not kept, shown if no others are stored;
+        no verdict is based on them.
     """
 
     title: str
@@ -97,7 +104,7 @@ class Judgement(Section):
 
     @classmethod
     def load(cls, directory: Path) -> Judgement:
-        """Read an experiment's.
+        """Read an experiment's ``judgement.toml``.
 
         Raises
         ------
@@ -113,14 +120,14 @@ class Judgement(Section):
             raise FedsimError(f"{path}: {error}") from None
 
     def sentences(self) -> Iterator[str]:
-        """Those in which figures may stand."""
+        """The sentences in which figures may be inserted."""
         yield from (self.about, *self.remarks)
         yield from (panel.setting for panel in self.panels)
         yield from (claimed.why for claimed in self.claims.values())
 
 
 def filled(sentence: str, figures: Mapping[str, float]) -> str:
-    """A sentence with figures in the places that name them; other places are left."""
+    """Insert figures into a sentence; places that name no figure are left unchanged."""
     return _PLACE.sub(
         lambda place: (
             format(figures[place[1]], place[2] or "g") if place[1] in figures else place[0]
@@ -130,10 +137,10 @@ def filled(sentence: str, figures: Mapping[str, float]) -> str:
 
 
 def faults(experiment: Experiment, report: Report, judgement: Judgement | None) -> list[str]:
-    """Why a report cannot stand as it is, in sentences; none where it can.
+    """Reasons why a report is not valid, as sentences; empty if it is.
 
-    A best value at its grid's edge, a verdict from too few seeds, and, beside a judgement, claims
-    that came out otherwise, differences without a cause, and names that do not exist.
+    These are: a best value at its grid's edge, a verdict from too few seeds, and, with a judgement,
+    claims with another verdict, claims without a cause, and names that do not exist.
     """
     seeds = experiment.settings.seeds
     wrong = [
@@ -148,7 +155,7 @@ def faults(experiment: Experiment, report: Report, judgement: Judgement | None) 
 
 
 def _places(judgement: Judgement) -> list[str]:
-    """Names of the figures that its sentences want, but for the number of seeds."""
+    """Names of the figures that the judgement's sentences use, without the number of seeds."""
     names = [place[1] for text in judgement.sentences() for place in _PLACE.finditer(text)]
     return [name for name in names if name != "seeds"]
 

@@ -1,4 +1,4 @@
-"""One page of every figure and table of the four papers, beside what each paper says."""
+"""One page with every figure and table of the papers, next to what each paper says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markdown of an experiment, and of all panels of the papers: from results and judgement alone."""
+"""Markdown pages of experiments and panels, made from results and judgement alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Missing:
     Attributes
     ----------
     seconds : float or None
-        Of one core, that it is likely to take; None where no run like it is stored.
+        Expected seconds on one core; None if no similar run is stored.
     """
 
     member: ExperimentMember
@@ -83,9 +83,14 @@ class Missing:
 def unrun(
     name: str, judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool
 ) -> str:
-    """Which of so many members are missing and why, a row a cell: hours, and the command.
+    """Markdown on the missing members: why they are missing, and per cell the hours and command.
 
-    There are ``more`` where some follow from the results of those that are missing.
+    Parameters
+    ----------
+    total : int
+        Number of known members.
+    more : bool
+        Whether further members will follow from the results of the missing ones.
     """
     following = ", not counting those that follow from their results" if more else ""
     says = f"{len(missing):,} of {total:,} runs are missing{following}"
@@ -115,7 +120,7 @@ def readme(
     seeds: int,
     missing: str = "",
 ) -> str:
-    """README.md of an experiment; without results it says that there are none."""
+    """README.md of an experiment; without results it states that there are none."""
     checked = "judges the stored results again" if stored.members else "says what it would take"
     blocks = [
         f"# {judgement.title}",
@@ -153,12 +158,12 @@ def _ledgers(stored: Stored) -> str:
 
 
 def about(judgement: Judgement, report: Report | None, seeds: int) -> str:
-    """What is run, and how."""
+    """The paragraph on what is run and how."""
     return filled(judgement.about.strip(), _figures(report, seeds))
 
 
 def _figures(report: Report | None, seeds: int) -> dict[str, float]:
-    """What may stand in a sentence."""
+    """Figures that can be inserted into sentences."""
     return {"seeds": seeds, **(report.figures if report is not None else {})}
 
 
@@ -172,20 +177,20 @@ def sections(
     pictures: str = "",
     missing: str = "",
 ) -> list[str]:
-    """Every panel, the remarks, and the numbers that the paper prints, each under a heading.
+    """Markdown of every panel, the remarks, and the paper's numbers, each under a heading.
 
     Parameters
     ----------
     seeds : int
-        For ``{seeds}`` in the judgement's sentences.
+        Value of ``{seeds}`` in the judgement's sentences.
     heading : str
-        The marks of a heading, such as ``##``.
+        Markdown prefix of a heading, such as ``##``.
     of : str
-        What follows a heading's words.
+        Text appended to each heading.
     pictures : str
-        What precedes a picture's file name in a link.
+        Prefix of a picture's file name in a link.
     missing : str
-        What `unrun` says of members that have not been run.
+        Text of `unrun` on members that have not been run.
     """
     figures = _figures(report, seeds)
     if report is None:
@@ -213,7 +218,7 @@ def sections(
 
 
 def _settings(panel: Panel, figures: Mapping[str, float], between: str = " ") -> str:
-    """The paper's and ours."""
+    """Text on the paper's setting and the setting here."""
     return f"*In the paper:* {panel.shows}{between}*Here:* {filled(panel.setting, figures)}"
 
 
@@ -224,7 +229,7 @@ def _panel_text(
     figures: Mapping[str, float],
     pictures: str,
 ) -> str:
-    """One figure or table: the paper's, our setting, verdicts, tables and pictures."""
+    """Markdown of one figure or table: both settings, verdicts, tables and pictures."""
     blocks = [_settings(panel, figures, between="\n\n")]
     claims = [claim for claim in report.claims if claim.panel == panel.name]
     if claims:
@@ -238,14 +243,14 @@ def _panel_text(
 
 
 def _picture(says: str, file: str) -> str:
-    """A picture that leads to itself in its own size, for columns too narrow for it."""
+    """A picture that links to itself in full size, as columns may be too narrow for it."""
     return f"[![{says}]({file})]({file})"
 
 
 def _verdicts(
     claims: Sequence[PaperClaim], judged: Mapping[str, Claimed], figures: Mapping[str, float]
 ) -> str:
-    """A claim a line: the verdict, its cause, and what was measured."""
+    """One line per claim: the verdict, its cause, and what was measured."""
     lines = []
     for claim in claims:
         claimed = judged.get(claim.name)
@@ -257,7 +262,7 @@ def _verdicts(
 
 
 def _flat_ends(choices: Sequence[BestOfGrid]) -> str:
-    """Which grids end where their method has hardly changed."""
+    """Sentence on grids with an end whose score is close to the best; empty if none has."""
     ends = [
         f"{choice.of} (best {choice.value:g}, end {end:g})"
         for choice in choices
@@ -272,7 +277,7 @@ def _flat_ends(choices: Sequence[BestOfGrid]) -> str:
 
 
 def _earlier(judgement: Judgement) -> str:
-    """Figures of a run that is not kept, and that they judge nothing."""
+    """Table of figures of an earlier run, with a note that no verdict is based on them."""
     rows: list[list[str | float | None]] = list(map(list, judgement.earlier.items()))
     return f"{EARLIER}\n\n{markdown_table(['figure', 'then'], rows, 3)}"
 
@@ -292,7 +297,7 @@ def _table(table: Table) -> str:
 def markdown_table(
     columns: Sequence[str], rows: Sequence[Sequence[str | float | None]], digits: int
 ) -> str:
-    """Rows under columns, with so many digits of a number."""
+    """A Markdown table, with numbers rounded to ``digits``."""
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(value, digits) for value in row] for row in rows]
     return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)

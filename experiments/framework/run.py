@@ -1,4 +1,4 @@
-"""Run an experiment: members that are missing, as many as are wanted now, then the report."""
+"""Run an experiment: its missing members, or a portion of them, then the report."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from fedsim.reports.plots import save
 _MARKER = ".fedsim-experiment"
 
 Observer = Callable[[str, int, int], None]
-"""Called with a member's name, how many are done, and how many there are."""
+"""Called with a member's name, the number of finished members, and the number of all."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Which members run now.
+    """Selection of the members to run now.
 
     Attributes
     ----------
     only : str
-        Those whose names match this pattern, as file names do.
+        Shell pattern that a member's name must match.
     limit : int or None
-        At most so many.
+        Most members to run.
     again : bool
-        Also those whose results the experiment's directory stores.
+        Whether to run members whose results the experiment's directory already stores.
     """
 
     only: str = "*"
@@ -59,7 +59,7 @@ class Portion:
     def of(
         self, members: Sequence[ExperimentMember], done: Mapping[str, StoredResult], store: Store
     ) -> list[ExperimentMember]:
-        """Members to run, in their order."""
+        """The members to run, in their order."""
         return [
             member
             for member in members
@@ -70,20 +70,24 @@ class Portion:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A report, where its files are, and why it cannot stand where it cannot.
+    """Outcome of `run_experiment`.
 
     Attributes
     ----------
     report : Report or None
-        None where too few members have been run for one.
+        None if too few members have been run for one.
     stored : Stored
-        Results so far, as `keep` writes them.
+        Results so far, to be saved with `Stored.save`.
     missing : int
-        How many members are known that have not been run.
+        Number of known members that have not been run.
     judgement : Judgement or None
-        What the experiment's directory says of it.
+        The judgement in the experiment's directory; None for a quick run or another seed number.
     faults : list of str
-        See `judgement.faults`.
+        Reasons why the report is not valid; see `judgement.faults`.
+    files : list of Path
+        The tables and pictures that were written.
+    quick : bool
+        Whether this was the quick version.
     """
 
     report: Report | None
@@ -107,26 +111,29 @@ def run_experiment(
     engine: Iterable[str] = (),
     observer: Observer | None = None,
 ) -> Outcome:
-    """Run what neither the directory nor ``out`` has, and write tables, pictures and figures.
+    """Run members without results in the directory or ``out``; write tables, pictures and figures.
 
     Parameters
     ----------
     directory : path
-        With an ``experiment.toml``, and perhaps stored results; see `find`.
+        Directory with an ``experiment.toml``, and perhaps stored results; see `find`.
     out : path
         Results of members are kept in ``out/members``.
+    data, seeds, quick
+        See `load`.
     workers : int
-        Processes; 0 is one a core.
+        Number of processes; 0 for one per core.
     portion : Portion, optional
-        Which members run; all that are missing, by default.
+        Which members to run; by default all that are missing.
     engine : iterable of str
-        ``engine.KEY=VALUE``: where members run.
+        ``engine.KEY=VALUE``: the engine of members.
     observer : callable, optional
+        Called after each member.
 
     Raises
     ------
     FedsimError
-        If anything in the file is wrong, or ``out`` holds what no experiment has left.
+        If anything in the file is wrong, or ``out`` holds files that are not an experiment's.
     """
     experiment = load(directory, data=data, seeds=seeds, quick=quick, engine=engine)
     _claim(out)
@@ -147,7 +154,7 @@ def run_experiment(
             tell(member.name, len(done), len(members))
         if portion.limit is not None:
             left -= len(work)
-        # Followers are members once the results that they follow from are known.
+        # New results may have made followers known: look again.
         done, members = gathered(experiment, result_of)
     missing = len(members) - len(done)
     report = None
@@ -168,7 +175,7 @@ def run_experiment(
 
 
 def _claim(out: Path) -> None:
-    """Mark a new or empty directory as an experiment's; refuse one that is somebody's own."""
+    """Mark a new or empty directory as an experiment's; refuse one with other files."""
     marker = out / _MARKER
     if marker.exists():
         return
@@ -184,7 +191,7 @@ def _claim(out: Path) -> None:
 def _work(
     experiment: Experiment, missing: list[ExperimentMember], workers: int, store: Store
 ) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
-    """Members as they finish."""
+    """Run members; yields each with its result and seconds as it finishes."""
     count = min(workers or os.cpu_count() or 1, len(missing))
     if count <= 1:
         for member in missing:
@@ -202,7 +209,8 @@ def _work(
                 "finished is kept: run it again, with --workers 1 where memory is short."
             ) from None
         except BaseException as error:
-            # Ctrl-C has reached a terminal's every process; of all else this one alone knows.
+            # On Ctrl-C the terminal has signalled the workers too; any other error (a SIGTERM, a
+            # failed member) is known to this process only, so it must end them.
             if type(error) is not KeyboardInterrupt:
                 _end_workers()
             raise
@@ -221,20 +229,21 @@ def _as_completed(
     members: list[ExperimentMember],
     count: int,
 ) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
-    """Members as they finish.
+    """Yield members as they finish.
 
-    The pool is given no more than its ``count`` processes take: it begins what it has queued, after
-    Ctrl-C too.
+    Never more than ``count`` members are submitted: the pool starts every queued one, even after
+    Ctrl-C.
     """
     left = iter(members)
-    # Processes begin here. They ignore Ctrl-C but in a member: one that ended between members would
-    # break the pool, whose others are then terminated in a round, and wait for work for ever.
+    # The processes start here and inherit SIG_IGN: they must ignore Ctrl-C except within a member
+    # (see `_in_worker`). A process that ended between members would break the pool, which then
+    # terminates the others in the middle of a round, and they wait for work for ever.
     with _ctrl_c(signal.SIG_IGN):
         futures = {pool.submit(run, m): m for m in islice(left, count)}
     while futures:
         ended = wait(futures, return_when=FIRST_COMPLETED).done
-        # Results before failures: those of a process that was killed are every other member's too,
-        # and the pool takes no more.
+        # Results before failures: if a process was killed, all pending futures fail with it, and
+        # raising that first would lose the results that are already there.
         for future in sorted(ended, key=lambda each: each.exception() is not None):
             yield (futures.pop(future), *future.result())
         futures |= {pool.submit(run, m): m for m in islice(left, len(ended))}
@@ -242,7 +251,7 @@ def _as_completed(
 
 @contextmanager
 def _ctrl_c(handler: signal.Handlers | Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """With another handler of Ctrl-C."""
+    """Replace the handler of Ctrl-C within the context."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -260,7 +269,7 @@ def _in_worker(
 def _timed(
     experiment: Experiment, member: ExperimentMember, store: Store
 ) -> tuple[Result, float | None]:
-    """A result, and the seconds of one core that it took; None of them if a GPU computed it."""
+    """Run a member: its result, and the seconds of one core it took (None if it used a GPU)."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start = time.process_time()
@@ -272,7 +281,7 @@ def _timed(
     try:
         return experiment.run(member.settings), seconds()
     except BaseException as error:
-        # What a run took that may be resumed counts with what it will take then.
+        # The attempt's seconds are added to those of the attempt that resumes it.
         with suppress(OSError):
             store.interrupted(member, seconds())
         if isinstance(error, FedsimError):

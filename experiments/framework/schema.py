@@ -1,4 +1,4 @@
-"""Tables of ``experiment.toml`` and ``judgement.toml``: lists and tables of tables, by pydantic."""
+"""Base class of the tables in ``experiment.toml`` and ``judgement.toml``, validated by pydantic."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Self:
-        """A table from what TOML has.
+        """Validate a table that was read from TOML.
 
         Raises
         ------
         FedsimError
-            By the first key that is not allowed.
+            Naming the first key that is not allowed.
         """
         try:
             return cls.model_validate(tree)

@@ -1,4 +1,4 @@
-"""What seeds say: means with their spread, and differences with an interval."""
+"""Statistics over seeds: means with standard deviations, and differences with intervals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences, and its interval at 95 %.
+    """The mean of paired differences, with its confidence interval at 95 %.
 
     Attributes
     ----------
     mean : float
     error : float
-        Its standard error; infinite where there is one pair only.
+        Standard error of the mean; infinite if there is only one pair.
     pairs : int
+        Number of pairs.
     """
 
     mean: float
@@ -28,7 +29,7 @@ class Difference:
     pairs: int
 
     def interval(self, of: int = 1) -> tuple[float, float]:
-        """Student's interval, at 95 % for all of so many intervals together (Bonferroni)."""
+        """Student's interval, at 95 % for ``of`` such intervals jointly (Bonferroni)."""
         if self.pairs < 2:
             return -np.inf, np.inf
         quantile = float(stats.t.ppf(1 - (1 - LEVEL) / (2 * of), self.pairs - 1))
@@ -41,22 +42,22 @@ class Difference:
 
     @property
     def high(self) -> float:
-        """Upper end of it."""
+        """Upper end of the interval of this difference alone."""
         return self.interval()[1]
 
     @property
     def positive(self) -> bool | None:
-        """Whether the difference is above 0; None where the interval has 0 inside."""
+        """Whether the difference is above 0; None if the interval contains 0."""
         return all_ahead([self])
 
     @property
     def text(self) -> str:
-        """The mean and the interval."""
+        """The mean and the interval as text."""
         return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
 def mean_text(values: Sequence[float]) -> str:
-    """The mean and, of several, the standard deviation."""
+    """The mean and, if there are several values, the standard deviation, as text."""
     mean, deviation = over_seeds(values)
     return f"{mean:.2f} ± {deviation:.2f}" if len(values) > 1 else f"{mean:.2f}"
 
@@ -73,7 +74,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     Parameters
     ----------
     first, second : sequence of float
-        Of the same seeds in the same order.
+        Values of the same seeds in the same order.
     """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     mean, spread = over_seeds(differences)
@@ -82,12 +83,12 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def within(differences: Sequence[Difference], low: float, high: float) -> bool | None:
-    """Whether k differences all lie between low and high, with an error of 5 % either way.
+    """Whether k differences all lie between low and high, with at most 5 % error for either answer.
 
-    Yes if all k intervals at 95 % lie inside: whichever difference is really outside, its own
-    interval alone would have to miss it. No if one interval lies outside, and for that the k
-    intervals must hold together: each is at ``1 - 5 % / k``, since one of k intervals at 95 %
-    misses its true value more often than one interval does. Otherwise not decided.
+    True if all k intervals at 95 % lie inside: if some difference is really outside, its own
+    interval would have to miss it. False if one interval lies outside; here the k intervals must
+    hold jointly, so each is at ``1 - 5 % / k``, since the chance that one of k intervals at 95 %
+    misses its true value is larger than 5 %. Otherwise None, not decided.
     """
     together = [difference.interval(len(differences)) for difference in differences]
     if any(end < low or start > high for start, end in together):
@@ -96,20 +97,20 @@ def within(differences: Sequence[Difference], low: float, high: float) -> bool |
 
 
 def all_ahead(differences: Sequence[Difference]) -> bool | None:
-    """Whether all are above 0; see `within`."""
+    """Whether all differences are above 0; see `within`."""
     return within(differences, 0.0, np.inf)
 
 
 def agreed(verdicts: Sequence[bool | None]) -> bool | None:
-    """The verdict that all readings of a setting come to; not decided where they differ."""
+    """The common verdict of all readings of a setting; None, not decided, if they differ."""
     return verdicts[0] if len(set(verdicts)) == 1 else None
 
 
 def listed(differences: Sequence[Difference], names: Iterable[str]) -> str:
-    """Each with what it is of: ``eps 1: +0.07 [+0.02, +0.13]``.
+    """List differences with their names as text: ``eps 1: +0.07 [+0.02, +0.13]``.
 
-    Where an interval of several is below 0 by itself, and not with all of them together, the
-    latter stands beside it.
+    If an interval is below 0 by itself but not as one of several joint intervals, the joint
+    interval is appended: it explains why `all_ahead` does not decide.
     """
     count = len(differences)
     return "; ".join(

@@ -1,4 +1,4 @@
-"""Members' results on disk, so that a finished member is not run again."""
+"""Results of members on disk, so that a finished member is not run again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedsim import regular_files
 
 
 class Store:
-    """A directory of results, a JSON file a member.
+    """A directory of results, with one JSON file per member.
 
-    A result counts only for the settings that it was made with: a file of other settings, or
-    one that cannot be read, is as good as none.
+    A result is valid only for the settings that it was made with: a file with other settings, or
+    one that cannot be read, is ignored.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,27 +31,27 @@ class Store:
         return self.directory / f"{slug[:80]}-{digest}.json"
 
     def get(self, member: ExperimentMember) -> StoredResult | None:
-        """What a finished member left."""
+        """Stored result of a finished member; None if there is none for its settings."""
         content = self._content(member)
         if "result" not in content:
             return None
         return StoredResult(digest(member.settings), content["result"], content["seconds"])
 
     def put(self, member: ExperimentMember, result: Result, seconds: float | None) -> None:
-        """Keep a result, and the seconds of one core with those of interrupted attempts."""
+        """Store a result, with the seconds of one core that all attempts took."""
         self._write(member, {"seconds": self._total(member, seconds), "result": result})
 
     def interrupted(self, member: ExperimentMember, seconds: float | None) -> None:
-        """Keep the seconds of an attempt that left no result, and may be resumed."""
+        """Store the seconds of an attempt without a result, which may be resumed."""
         self._write(member, {"seconds": self._total(member, seconds)})
 
     def _total(self, member: ExperimentMember, seconds: float | None) -> float | None:
-        """Seconds of all attempts, of which the last took so many; None if one was on a GPU."""
+        """Seconds of all attempts, given those of the last one; None if any was on a GPU."""
         before = self._content(member).get("seconds", 0.0)
         return None if seconds is None or before is None else round(before + seconds, 2)
 
     def _content(self, member: ExperimentMember) -> dict[str, Any]:
-        """What is kept of a member with these settings."""
+        """Content of the member's file if it is of the member's settings; otherwise empty."""
         try:
             content = json.loads(regular_files.read_text(self.path(member)))
         except (OSError, ValueError):
@@ -60,7 +60,7 @@ class Store:
         return content if matches else {}
 
     def _write(self, member: ExperimentMember, content: dict[str, object]) -> None:
-        """Write a member's file: it is there whole or not at all."""
+        """Write a member's file atomically."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(member)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -73,5 +73,5 @@ class Store:
 
 
 def _plain(settings: object) -> object:
-    """Settings as they come back from JSON."""
+    """Settings after a round trip through JSON, for comparison with stored ones."""
     return json.loads(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Results beside an experiment's settings, of all members or of some: one small file of JSON."""
+"""Results stored in an experiment's directory, of all or some members, in one small JSON file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedsim.errors import FedsimError
 
 FILE = "results.json"
 DIGITS = 6
-"""Significant digits of a stored number; every judgement is of the stored ones."""
+"""Significant digits of a stored number; results are judged as stored."""
 
 
 @dataclass(frozen=True)
 class StoredResult:
-    """What one member left.
+    """Stored result of one member.
 
     Attributes
     ----------
     settings : str
-        Of which settings; see `digest`.
+        Fingerprint of the member's settings; see `digest`.
     result : Result
     seconds : float or None
-        Of one core; None for a run on a GPU, or where only those of all members together are known.
+        Seconds of one core; None for a run on a GPU, or if only the total of all members is known.
     """
 
     settings: str
@@ -38,14 +38,14 @@ class StoredResult:
 
 @dataclass(frozen=True)
 class Stored:
-    """Results of members, of all or of those that have been run so far.
+    """Results of all members, or of those that have been run so far.
 
     Attributes
     ----------
     members : mapping of str to StoredResult
-        By the member's name.
+        Results by the member's name.
     untimed : float
-        Seconds of one core that the members without seconds of their own took together.
+        Total seconds of one core of the members without seconds of their own.
     """
 
     members: Mapping[str, StoredResult] = field(default_factory=dict)
@@ -53,28 +53,28 @@ class Stored:
 
     @property
     def seconds(self) -> float:
-        """Of one core, all members together."""
+        """Total seconds of one core."""
         return self.untimed + sum(member.seconds or 0.0 for member in self.members.values())
 
     @property
     def on_gpu(self) -> int:
-        """How many runs were on a GPU, whose seconds are no core's."""
+        """Number of runs on a GPU, which have no seconds of a core."""
         return 0 if self.untimed else sum(one.seconds is None for one in self.members.values())
 
     @property
     def mean_seconds(self) -> float | None:
-        """Of one core, of one member; None where none was run on one."""
+        """Mean seconds of one core per member; None if all were run on a GPU."""
         on_cores = len(self.members) - self.on_gpu
         return self.seconds / on_cores if on_cores else None
 
     @property
     def ledgers(self) -> int:
-        """How many runs have a ledger, which was verified before the result was stored."""
+        """Number of runs with a ledger, which was verified before the result was stored."""
         return sum("ledger" in member.result for member in self.members.values())
 
     @classmethod
     def load(cls, directory: Path) -> Stored:
-        """What is stored in an experiment's directory.
+        """Read the results stored in an experiment's directory; empty if there are none.
 
         Raises
         ------
@@ -93,14 +93,14 @@ class Stored:
 
     @property
     def fingerprint(self) -> str:
-        """Of all results and what settings they are of, in twelve digits."""
+        """Hash of all results and their settings, in twelve digits."""
         results = {name: member.result for name, member in self.members.items()}
         digests = {name: member.settings for name, member in self.members.items()}
         content = [shortened(results), digests]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def save(self, directory: Path) -> None:
-        """Write the file, a line a member."""
+        """Write the file, with one line per member."""
         lines = [
             f"  {json.dumps(name)}: " + json.dumps(_written(member), separators=(",", ":"))
             for name, member in sorted(self.members.items())
@@ -109,7 +109,7 @@ class Stored:
         (directory / FILE).write_text(text, encoding="utf-8")
 
     def get(self, member: ExperimentMember) -> StoredResult | None:
-        """What a member left with the settings that it has now."""
+        """Stored result of a member; None if there is none for its present settings."""
         stored = self.members.get(member.name)
         return stored if stored and stored.settings == digest(member.settings) else None
 
@@ -117,9 +117,9 @@ class Stored:
 def gathered(
     experiment: Experiment, result_of: Callable[[ExperimentMember], StoredResult | None]
 ) -> tuple[dict[str, StoredResult], list[ExperimentMember]]:
-    """Results of an experiment's members, and all members that are known.
+    """Existing results of an experiment's members, and all members that are known.
 
-    Followers are known once the members that they follow from have been run.
+    Followers are known once the members on which they depend have been run.
     """
     members = experiment.members()
     results = {m.name: result for m in members if (result := result_of(m)) is not None}
@@ -141,7 +141,7 @@ def digest(settings: Mapping[str, Any]) -> str:
 
 
 def shortened(value: Any) -> Any:
-    """Numbers with few digits, in lists and mappings of any depth."""
+    """Round all numbers to `DIGITS` significant digits, in lists and mappings of any depth."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Koskela and Honkela (arXiv 1809.03832): what their experiments here have in common."""
+"""Koskela and Honkela (arXiv 1809.03832): common code of the experiments on their paper."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedsim.runs.metrics import Row
 
 
 class Koskela(ConfigRuns):
-    """Runs whose rates are kept."""
+    """Runs of a config whose results include ADADP's rates."""
 
     def summary(self, rows: Sequence[Row]) -> Result:
-        """With ADADP's rate by round, and the share of its iterations that were rejected."""
+        """Also ADADP's rate by round, and the share of its iterations that were rejected."""
         adaptive = [row for row in rows if "train-eta" in row]
         accepted = sum(row["train-accepted"] for row in adaptive)
         rejected = sum(row["train-rejected"] for row in adaptive)
@@ -26,14 +26,14 @@ class Koskela(ConfigRuns):
 
 
 def optimiser(name: str, rate: float, largest: float = 0.0) -> dict[str, Scalar]:
-    """Keys that turn an ``adadp-lr`` run into one of another rate or local algorithm.
+    """Keys that turn an ``adadp-lr`` run into one with another rate or local algorithm.
 
-    ``largest`` is the run's own ``client.eta-max``, of ADADP; a larger start is its own limit.
+    ``largest`` is the run's own ``client.eta-max`` for ADADP, raised to ``rate`` if that is larger.
     """
     if name == "adadp-lr":
         above: dict[str, Scalar] = {"client.eta-max": rate} if rate > largest > 0 else {}
         return {"client.lr": rate, **above}
-    # Keys that only ADADP has must not be left behind.
+    # Keys of ADADP alone must be unset, or the config is refused.
     return {
         "client.name": name,
         "client.lr": rate,
@@ -43,7 +43,7 @@ def optimiser(name: str, rate: float, largest: float = 0.0) -> dict[str, Scalar]
 
 
 def units(start: float, batch: int) -> dict[str, float]:
-    """What a start is on the scale of a batch's mean gradient, by the unit that it is given in.
+    """A starting rate converted to multiply a batch's mean gradient, for both possible units of it.
 
     The paper does not say whether its eta_0 multiplies the sum or the mean of a batch's gradients.
     """

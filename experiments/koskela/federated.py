@@ -22,13 +22,13 @@ class KoskelaFederatedSettings(ConfigRunsSettings):
     mixed : float
         Randomness of the clients' data in figures 1a, 2b and 3.
     randomness : list of float
-        Figure 2a's, ascending.
+        Values of randomness in figure 2a, ascending.
     batches : list of int
-        Figure 1b's; every client goes through its examples once a round whatever the batch.
+        Batch sizes in figure 1b; a client makes one pass over its examples per round in any case.
     starts : list of float
-        eta_0 of ADADP in figure 2b, at every randomness.
+        Values of eta_0 for ADADP in figure 2b, at every randomness.
     rates, adam_rates : list of float
-        Constant rates that SGD and Adam choose among by their final test accuracy.
+        Grids of constant rates for SGD and Adam; the best by final test accuracy is chosen.
     """
 
     mixed: float = 0.33
@@ -40,14 +40,14 @@ class KoskelaFederatedSettings(ConfigRunsSettings):
 
 
 class KoskelaFederated(Koskela):
-    """Federated averaging of ADADP, of SGD and of Adam."""
+    """Federated averaging with ADADP, SGD and Adam as the clients' optimiser."""
 
     settings: KoskelaFederatedSettings
     settings_type: ClassVar[type[Settings]] = KoskelaFederatedSettings
     last: ClassVar[int] = 5
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """Everything that some figure shows, once."""
+        """All runs that the figures show, each once."""
         s, batch = self.settings, self._batch
         shown = [(rho, batch) for rho in (s.mixed, *s.randomness)]
         shown += [(0.0, batch) for batch in s.batches]
@@ -77,7 +77,7 @@ class KoskelaFederated(Koskela):
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """A table and a picture a figure, and what the paper says about each."""
+        """A table and a picture per figure, and the paper's claims about each."""
         s = self.settings
         scores = FederatedScores(
             self.scores(results),
@@ -116,13 +116,13 @@ class KoskelaFederated(Koskela):
         return self.base.client.batch_size
 
     def _rejected(self, results: Mapping[str, Result], reading: str) -> float:
-        """Share of rejected iterations at figure 1a's setting."""
+        """Share of rejected iterations, in figure 1a's setting."""
         name = plan_name(reading, self._start, self.settings.mixed, self._batch)
         shares = [float(result["rejected"]) for result in self.of_plan(results, name)]
         return sum(shares) / len(shares)
 
     def _changes(self, method: str, rate: float) -> dict[str, Scalar]:
-        """Keys of a run with this method."""
+        """Config keys of a run with this method and rate."""
         if method not in READINGS:
             return optimiser(method, rate)
         state = "client" if method.endswith("kept") else "reset"

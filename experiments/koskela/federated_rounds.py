@@ -24,13 +24,13 @@ from experiments.koskela.federated_scores import (
 
 
 def over_rounds(scores: FederatedScores, mixed: float, rates: Sequence[float]) -> Report:
-    """Figure 1a: ADADP beside SGD at every rate, clients' data ``mixed`` so far."""
+    """Figure 1a: ADADP against SGD at every rate, with randomness ``mixed`` of clients' data."""
     title = f"Fig. 1a: {100 * mixed:g} % random\n{scores.where}"
     return _against(scores, "1a", title, SGD, mixed, rates)
 
 
 def with_adam(scores: FederatedScores, mixed: float, rates: Sequence[float]) -> Report:
-    """Figure 3: ADADP beside Adam at every rate."""
+    """Figure 3: ADADP against Adam at every rate."""
     title = f"Fig. 3: Adam, {100 * mixed:g} % random\n{scores.where}"
     return _against(scores, "3", title, ADAM, mixed, rates)
 
@@ -39,7 +39,7 @@ def _against(
     scores: FederatedScores, figure: str, title: str, other: str, mixed: float,
     rates: Sequence[float],
 ) -> Report:  # fmt: skip
-    """ADADP beside another method at each of its rates."""
+    """ADADP against another method at each of its rates."""
     word, digits = {SGD: ("SGD", "{:g}".format), ADAM: ("Adam", _power)}[other]
     adadp = {unit: scores.adadp(mixed, unit=unit) for unit in UNITS}
     rate, tuned, chosen = scores.tuned(other, rates, mixed)
@@ -83,7 +83,7 @@ def _against(
 def _tuned(
     method: str, by_rate: Mapping[float, Score], best: float, text: Callable[[float], str]
 ) -> list[Curve]:
-    """The best rate, before the others in the background."""
+    """Curves of a method: its other rates in the background, then the best one."""
     others = [rate for rate in by_rate if rate != best]
     label = f"{method}, {text(min(others))} to {text(max(others))}" if others else ""
     lines = [Curve("" if k else label, by_rate[rate], "other") for k, rate in enumerate(others)]
@@ -95,7 +95,7 @@ def _power(rate: float) -> str:
 
 
 def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequence[float]) -> Report:
-    """Figure 1b: a pair of classes a client, a panel a batch."""
+    """Figure 1b: clients with a pair of classes each; one panel per batch size."""
     title = f"Fig. 1b: every client its own classes\n{scores.where}"
     rows: list[list[str | float | None]] = []
     panels = []

@@ -1,4 +1,4 @@
-"""Scores of federated runs by method, rate, randomness and batch, and claims of both readings."""
+"""Scores of federated runs by method, rate, randomness and batch, and claims for both readings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from experiments.koskela.common import units
 
 SGD, ADAM = "sgd", "adam"
 READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
-"""Clients start from eta_0 every round, or keep their eta: the paper does not say which."""
+"""Two readings of the paper, with labels: clients restart from eta_0 each round, or keep eta."""
 UNITS = {"mean": "eta_0 of the mean gradient", "sum": "of the sum"}
-"""What eta_0 multiplies, which the paper does not say either; see `units`."""
+"""What eta_0 multiplies, with labels; the paper does not say this either. See `units`."""
 STYLES = {"adadp": "adadp", "adadp kept": "kept"}
 
 
@@ -25,13 +25,13 @@ class FederatedScores:
     Attributes
     ----------
     by_plan : mapping of str to Score
-        By `plan_name`.
+        Scores by `plan_name`.
     start : float
         The run's own eta_0.
     batch : int
-        The run's own batch.
+        The run's own batch size.
     where : str
-        Data and scale, for titles.
+        Text on data and scale, for titles.
     """
 
     by_plan: Mapping[str, Score]
@@ -42,19 +42,19 @@ class FederatedScores:
     def over(
         self, method: str, rates: Sequence[float], rho: float, batch: int | None = None
     ) -> dict[float, Score]:
-        """Of a method, by its rate."""
+        """Scores of a method at a randomness ``rho``, by its rate."""
         batch = batch or self.batch
         return {rate: self.by_plan[plan_name(method, rate, rho, batch)] for rate in rates}
 
     def adadp(self, rho: float, batch: int | None = None, unit: str = "mean") -> dict[str, Score]:
-        """Both readings, from the run's own eta_0 in a unit: of the batch's mean, or of its sum."""
+        """ADADP's scores from the run's own eta_0 in a unit ("mean" or "sum"), by reading."""
         start = units(self.start, batch or self.batch)[unit]
         return {reading: self.over(reading, [start], rho, batch)[start] for reading in READINGS}
 
     def tuned(
         self, method: str, rates: Sequence[float], rho: float, batch: int | None = None
     ) -> tuple[float, Score, BestOfGrid]:
-        """The rate that ends highest, its score, and the choice for the judge."""
+        """The rate with the highest final accuracy, its score, and the choice for the report."""
         of = f"rate of {method} at {100 * rho:g} % random, |B| = {batch or self.batch}"
         return best(of, self.over(method, rates, rho, batch))
 
@@ -67,12 +67,12 @@ def plan_name(method: str, rate: float, rho: float, batch: int) -> str:
 def in_both_units(
     judge: Callable[[str, str], tuple[bool | None, str]],
 ) -> dict[str, tuple[bool | None, str]]:
-    """A verdict and what was measured, by reading: what both units of eta_0 agree on.
+    """Verdict and measured text by reading; not decided if the units of eta_0 disagree.
 
     Parameters
     ----------
     judge : callable
-        From a reading and a unit to a verdict and what was measured.
+        Maps a reading and a unit to a verdict and a text on what was measured.
     """
     judged = {reading: {unit: judge(reading, unit) for unit in UNITS} for reading in READINGS}
     return {
@@ -85,7 +85,7 @@ def in_both_units(
 
 
 def ahead(differences: Sequence[Difference], names: Sequence[str] = ()) -> tuple[bool | None, str]:
-    """Whether all are above 0, and what they are, by name where they have any."""
+    """Whether all differences are above 0, and a text that lists them."""
     text = listed(differences, names) if names else differences[0].text
     return all_ahead(differences), text
 
@@ -93,12 +93,14 @@ def ahead(differences: Sequence[Difference], names: Sequence[str] = ()) -> tuple
 def claims_of_readings(
     name: str, says: str, verdicts: Mapping[str, tuple[bool | None, str]]
 ) -> list[PaperClaim]:
-    """One claim for each reading of what becomes of eta.
+    """One claim for each reading of `READINGS`.
 
     Parameters
     ----------
     name : str
         Begins with the figure's number.
+    says : str
+        The claim, as a sentence.
     verdicts : mapping of str to pair
         Whether the claim is reproduced and what was measured, by reading.
     """

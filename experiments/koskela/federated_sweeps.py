@@ -23,7 +23,7 @@ from experiments.koskela.federated_scores import (
 )
 
 DIVERGED = 15.0
-"""A final accuracy (%) of ten classes below which a rate has not learnt."""
+"""Final accuracy (%) on ten classes up to which a rate counts as diverged."""
 
 
 def over_rates(
@@ -32,7 +32,7 @@ def over_rates(
     starts: Sequence[float],
     rates: Sequence[float],
 ) -> Report:
-    """Figure 2b, a picture for every randomness of ``levels``."""
+    """Figure 2b, with a picture for every randomness of ``levels``."""
     rows: list[list[str | float | None]] = []
     figures: dict[str, float] = {}
     pictures = {}
@@ -157,11 +157,11 @@ def _line(reading: str, unit: str) -> str:
 def _lost_more(
     lost: list[float], drops: Mapping[str, list[float]], reading: str, unit: str
 ) -> tuple[bool | None, str]:
-    """Whether SGD has lost more than ADADP of one reading and unit."""
+    """Whether SGD lost more accuracy than ADADP, with one reading and unit of eta_0."""
     return ahead([paired(lost, drops[_line(reading, unit)])])
 
 
 def _ranges(scores: Sequence[Score]) -> list[float]:
-    """From the lowest to the highest final accuracy, seed by seed."""
+    """Range from the lowest to the highest final accuracy, seed by seed."""
     finals = np.array([score.finals for score in scores])
     return [float(width) for width in np.ptp(finals, axis=0)]

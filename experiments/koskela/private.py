@@ -27,15 +27,15 @@ class KoskelaPrivateSettings(ConfigRunsSettings):
     sigmas : list of float
         Noise multipliers; SGD's rate is tuned at the first.
     adam_sigmas : list of float
-        Those of them at which there is Adam, figure 4's.
+        The noise multipliers of figure 4, at which Adam is run.
     starts : list of float
-        More values of eta_0 for ADADP, beside the run's own; both stand on the scale of a batch's
-        mean gradient. A verdict must be the same from all.
+        Values of eta_0 for ADADP in addition to the run's own, as multipliers of a batch's mean
+        gradient. A verdict must be the same from all of them.
     rates, adam_rates : list of float
-        Constant rates that SGD and Adam choose among by their final test accuracy. Without
-        rates of SGD there is no figure 5.
+        Grids of constant rates for SGD and Adam; the best by final test accuracy is chosen.
+        Without rates of SGD there is no figure 5.
     margin : float
-        Points that "as good as" allows in figure 4.
+        Percentage points within which ADADP counts as good as another method in figure 4.
     """
 
     sigmas: list[float]
@@ -47,13 +47,13 @@ class KoskelaPrivateSettings(ConfigRunsSettings):
 
 
 class KoskelaPrivate(Koskela):
-    """One client that holds all data, one round an epoch: example-level privacy."""
+    """One client that holds all data, with one round per epoch and example-level privacy."""
 
     settings: KoskelaPrivateSettings
     settings_type: ClassVar[type[Settings]] = KoskelaPrivateSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """ADADP and every rate of SGD at every sigma, and Adam where figure 4 has it."""
+        """ADADP and every rate of SGD at every sigma, and Adam at the sigmas of figure 4."""
         s = self.settings
         points = [(ADADP, start, sigma) for sigma in s.sigmas for start in self._starts]
         points += [(SGD, rate, sigma) for sigma in s.sigmas for rate in s.rates]
@@ -108,7 +108,7 @@ class KoskelaPrivate(Koskela):
         adadp: Mapping[float, Score],
         epsilons: Mapping[float, float],
     ) -> Report:
-        """Figure 4."""
+        """Figure 4: ADADP against the two best rates of Adam."""
         s = self.settings
         title = f"Fig. 4: ADADP against Adam\n{self._where}"
         rows: list[list[str | float | None]] = []
@@ -158,9 +158,10 @@ class KoskelaPrivate(Koskela):
         self, name: str, panel: str, says: str, scores: Mapping[str, Score], sigma: float,
         other: Score, least: float = 0.0,
     ) -> PaperClaim:  # fmt: skip
-        """Whether ADADP is ahead by at least so much, from every eta_0 alike.
+        """Claim that ADADP is ahead by more than ``least``, from every eta_0.
 
-        The unit of the paper's eta_0 is not known, so that a verdict that turns with it is none.
+        The unit of the paper's eta_0 is unknown, so the claim is not decided if its verdict
+        depends on eta_0.
         """
         gaps = {
             start: paired(scores[_name(ADADP, start, sigma)].finals, other.finals)
@@ -175,7 +176,7 @@ class KoskelaPrivate(Koskela):
         )
 
     def _over_starts(self, scores: Mapping[str, Score]) -> Report:
-        """What ADADP reaches from each eta_0."""
+        """Table of ADADP's accuracy from each eta_0, and claims on the differences."""
         s = self.settings
         rows: list[list[str | float | None]] = []
         figures, claims = {}, []
@@ -207,7 +208,7 @@ class KoskelaPrivate(Koskela):
         adadp: Mapping[float, Score],
         epsilons: Mapping[float, float],
     ) -> Report:
-        """Figure 5."""
+        """Figure 5: ADADP against SGD at the rate tuned at the first sigma."""
         s = self.settings
         first = s.sigmas[0]
         once = _best(scores, SGD, s.rates, first)[0]

@@ -1,4 +1,4 @@
-"""The rate that private ADADP settles at: from several starting rates, and by formula."""
+"""The rate at which private ADADP settles, from several starting rates and by formula."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ class KoskelaRateSettings(ConfigRunsSettings):
     Attributes
     ----------
     starts : list of float
-        eta_0.
+        Values of eta_0.
     sigmas : list of float
         Noise multipliers.
     settled : int
-        The iteration from which all rates are expected to be the same; that many or more are
-        run.
+        The iteration after which all rates are expected to be equal; at least so many are run.
     within : float
-        How much they may differ, relatively.
+        Relative difference from the formula that counts as equal.
     """
 
     starts: list[float]
@@ -39,11 +38,11 @@ class KoskelaRateSettings(ConfigRunsSettings):
 
 
 def settled_rate(config: RunConfig, parameters: int) -> float:
-    """``sqrt(2) tol |B| / (sigma C sqrt(d))``: where err is tol if noise dominates.
+    """Rate at which ADADP's err is tol under noise alone: ``sqrt(2) tol |B| / (sigma C sqrt(d))``.
 
     The two half steps differ from the full one by ``eta/2 (G2 - G1)``, whose noise has standard
-    deviation ``sqrt(2) sigma C / |B|`` in each of d coordinates; while ``|theta| <= 1`` its norm
-    is err.
+    deviation ``sqrt(2) sigma C / |B|`` in each of d coordinates (before the factor ``eta/2``); as
+    long as ``|theta| <= 1``, the norm of the difference is err.
     """
     client = config.client
     tol = 1.0 if client.tol is None else client.tol
@@ -52,7 +51,7 @@ def settled_rate(config: RunConfig, parameters: int) -> float:
 
 
 class KoskelaRate(Koskela):
-    """Rounds of a few iterations, after each of which the client reports its rate."""
+    """Runs with rounds of a few iterations, after each of which the client reports its rate."""
 
     settings: KoskelaRateSettings
     settings_type: ClassVar[type[Settings]] = KoskelaRateSettings
@@ -69,7 +68,7 @@ class KoskelaRate(Koskela):
         }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """As any run, with the number of parameters."""
+        """The result of the run, with the number of parameters."""
         return {**super().run(settings), "parameters": self.resolve(settings).trainer.layout.d}
 
     def report(self, results: Mapping[str, Result]) -> Report:
@@ -122,7 +121,7 @@ class KoskelaRate(Koskela):
 
     @property
     def _iterations(self) -> int:
-        """Of a round: two gradients each."""
+        """Iterations per round, of two gradients each."""
         return self.base.client.steps // 2
 
     def _picture(

@@ -1,4 +1,4 @@
-"""How ADADP's gap to rate-tuned SGD moves with rounds, images a client and the network's width."""
+"""ADADP's gap to rate-tuned SGD by number of rounds, images per client and network width."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     Attributes
     ----------
     rates : list of float
-        Of SGD.
+        Grid of rates for SGD.
     horizons : list of int
-        Rounds at which the two are compared; the longest is run.
+        Rounds at which the two are compared; runs have the largest number.
     images, widths : list of int
-        Examples a client, and hidden units, compared at the first horizon; the run's own are taken
-        from the beginning of the longest run. The most images are followed to every horizon.
+        Examples per client, and hidden units, compared at the first horizon; for the run's own
+        values, the beginning of the longest run is used. The largest number of images is compared
+        at every horizon.
     """
 
     rates: list[float]
@@ -45,13 +46,13 @@ class KoskelaScaleSettings(ConfigRunsSettings):
 
 
 class KoskelaScale(Koskela):
-    """One axis at a time, from the small experiment's setting."""
+    """Varies one scale at a time from the small experiment's setting."""
 
     settings: KoskelaScaleSettings
     settings_type: ClassVar[type[Settings]] = KoskelaScaleSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """ADADP, its eta kept, and every rate of SGD, at every scale."""
+        """ADADP (eta kept by clients) and every rate of SGD, at every scale."""
         return {
             f"{scale} {method}": {**keys, **changes}
             for scale, changes in self._scales().items()
@@ -72,13 +73,13 @@ class KoskelaScale(Koskela):
 
     @property
     def _by_images(self) -> dict[int, str]:
-        """Names of the runs with so many examples a client."""
+        """Names of the runs, by the number of examples per client."""
         base_images = self.base.partition.max_examples
         return {n: _BASE if n == base_images else f"images={n}" for n in self.settings.images}
 
     @property
     def _by_width(self) -> dict[int, str]:
-        """Names of the runs with so many hidden units."""
+        """Names of the runs, by the number of hidden units."""
         base_widths = parse_widths(self.base.model.widths)
         return {n: _BASE if (n,) == base_widths else f"width={n}" for n in self.settings.widths}
 
@@ -138,9 +139,9 @@ class KoskelaScale(Koskela):
     def _claims(
         self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool
     ) -> list[PaperClaim]:
-        """What becomes of the gap over the rounds, at the run's own or at ``more`` images.
+        """Claims on the gap over the rounds, with the run's own number of images or with ``more``.
 
-        By unit of eta_0, whose verdicts must agree.
+        Both units of eta_0 must agree on a verdict.
         """
         s = self.settings
         images = max(s.images) if more else self.base.partition.max_examples
@@ -179,7 +180,7 @@ class KoskelaScale(Koskela):
         return self.where("examples a client", "rounds")
 
     def _finals(self, results: Mapping[str, Result], plan: str, horizon: int) -> list[float]:
-        """Accuracies (%) of the seeds around a round."""
+        """Accuracy (%) of each seed, averaged over the `WINDOW` rounds up to a horizon."""
         finals = []
         for result in self.of_plan(results, plan):
             rounds, accuracy = np.array(result["rounds"]), np.array(result["accuracy"])
@@ -212,7 +213,7 @@ class KoskelaScale(Koskela):
 def _draw(
     panel: Axes, values: Sequence[int], gaps: Sequence[Difference], colour: str, label: str = ""
 ) -> None:
-    """Gaps with their intervals against a scale."""
+    """Draw gaps with their intervals against a scale."""
     panel.errorbar(
         values,
         [gap.mean for gap in gaps],
@@ -227,10 +228,10 @@ def _draw(
 
 
 def _of_most(horizon: int, images: int) -> str:
-    """Name of a point of the runs with the most images."""
+    """Name of a point in the comparison with the most images."""
     return f"{horizon} rounds of {images} images"
 
 
 def _grown(before: Difference, after: Difference) -> bool | None:
-    """Whether a difference has grown; None where the intervals overlap."""
+    """Whether a difference has grown; None if the intervals overlap."""
     return True if after.low > before.high else False if after.high < before.low else None

@@ -1,1 +1,1 @@
-"""A map of private methods: which of them ends highest, by data, clients and epsilon."""
+"""A map of private methods: which is the most accurate, by data, clients and epsilon."""

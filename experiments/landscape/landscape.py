@@ -1,4 +1,4 @@
-"""Private methods on several federations and at several epsilons: a map of which ends highest."""
+"""Compare private methods on several federations and epsilons, as a map of the most accurate."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
 
 
 class FederationKeys(Section):
-    """Data, how they are split, and whose privacy is kept: the run's keys that it changes.
+    """A federation (data, partition, level of privacy): the keys of the run that it changes.
 
-    ``seed`` is that of the runs by which bounds are chosen.
+    ``seed`` is the seed of the runs by which bounds are chosen.
     """
 
     name: str
@@ -46,10 +46,10 @@ class FederationKeys(Section):
 
 
 class LandscapeMethod(Section):
-    """A method: the run's keys that it changes, and what its noise and cohort are called.
+    """A method: the keys of the run that it changes, and a name for its noise and cohort.
 
-    At example level its bound and noise are those of clients; one that changes the cohort is of
-    the client level alone.
+    At example level, its keys of bound and noise apply to the clients' own mechanism; a method
+    that changes the cohort exists at client level only.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LandscapeMethod(Section):
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
     def at(self, level: str) -> dict[str, Scalar] | None:
-        """Its keys at a level; None where it is of the other level alone."""
+        """Its keys at a level; None if it does not exist at that level."""
         if level == "client":
             return self.keys
         if any(key.startswith("cohort.") for key in self.keys):
@@ -70,7 +70,7 @@ class LandscapeMethod(Section):
 
 
 class Contest(Section):
-    """A claim: one method ends above another in these federations at these epsilons."""
+    """A claim: one method is more accurate than another in these federations at these epsilons."""
 
     name: str
     says: str
@@ -86,9 +86,9 @@ class LandscapeSettings(ConfigRunsSettings):
     Attributes
     ----------
     clip_norms : list of float
-        The grid that each method's C is chosen from; empty where C is the method's own.
+        Grid from which each method's C is chosen; empty if the methods' keys set C.
     seeds : int
-        Those that are shown: fresh ones, where another has chosen C.
+        Number of seeds that are shown; if C is chosen, they are fresh ones.
     """
 
     title: str
@@ -101,14 +101,14 @@ class LandscapeSettings(ConfigRunsSettings):
 
 
 class Landscape(ConfigRuns):
-    """One seed chooses a method's bound by validation examples; fresh seeds are what is shown."""
+    """A method's bound is chosen with one seed, on validation examples; fresh seeds are shown."""
 
     settings: LandscapeSettings
     settings_type: ClassVar[type[Settings]] = LandscapeSettings
     partial: ClassVar[bool] = True
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """Every federation, epsilon and method that is of its level, with the keys it changes."""
+        """Changed keys for every federation, epsilon, and method that exists at its level."""
         settings = self.settings
         return {
             _cell(federation.name, epsilon, method.name): {
@@ -122,14 +122,14 @@ class Landscape(ConfigRuns):
         }
 
     def _in_turn(self, keys: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Groups that take turns are as large as Poisson cohorts, where nothing says otherwise."""
+        """Keys with a default for cyclic groups: as large as the mean Poisson cohort."""
         if keys.get("cohort.name") != "cyclic" or "cohort.groups" in keys:
             return keys
         rate = keys.get("cohort.rate", self.base.to_run_config()["cohort.rate"])
         return keys | {"cohort.groups": round(1 / float(rate)), "cohort.rate": ""}
 
     def members(self) -> list[ExperimentMember]:
-        """All cells, seed by seed; or what a choice costs, and every cell's grid with one seed."""
+        """All cells, seed by seed; if C is chosen, the choice's cost and each cell's grid."""
         plans = self.plans()
         if not self.settings.clip_norms:
             return [
@@ -149,7 +149,7 @@ class Landscape(ConfigRuns):
 
     @property
     def has_followers(self) -> bool:
-        """Where bounds are chosen."""
+        """Whether bounds are chosen."""
         return bool(self.settings.clip_norms)
 
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
@@ -165,7 +165,7 @@ class Landscape(ConfigRuns):
         ]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """A run, or what the best of a random number of such runs costs."""
+        """The result of a run, or the privacy cost of the best of a random number of such runs."""
         if PRICE not in settings:
             return super().run(settings)
         config, count = self.config_of(settings[PRICE]), len(self.settings.clip_norms)
@@ -178,7 +178,7 @@ class Landscape(ConfigRuns):
         return result
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
-        """The config of a member: it starts from the pretrained model where it names its layers."""
+        """Config of a member; only with ``weights-for`` does it start from the pretrained model."""
         config = super().config_of(settings)
         return config if config.model.weights_for else config.replace(**{"model.weights": ""})
 
@@ -195,7 +195,7 @@ class Landscape(ConfigRuns):
         """The map as a table and a picture, the chosen bounds, what choosing costs, and claims."""
         tests = {name: self._tests(results, name) for name in self.plans()}
         choices = {name: self._choice(results, name) for name in tests}
-        # Until fresh seeds are run, what the seed that chose C reached is shown, and not judged.
+        # Until fresh seeds have been run, the accuracy of the choosing seed is shown, not judged.
         chosen = {
             name: results[self._trial(name, choice.value)]["test"]
             for name, choice in choices.items()
@@ -222,15 +222,15 @@ class Landscape(ConfigRuns):
         return range(first, first + self.settings.seeds)
 
     def _federation(self, name: str) -> FederationKeys:
-        """A cell's."""
+        """The federation of a cell."""
         return next(f for f in self.settings.federations if name.startswith(f"{f.name}, "))
 
     def _bound(self, name: str, value: float) -> dict[str, Scalar]:
-        """The key of a cell's bound."""
+        """Key and value that set a cell's bound."""
         return {f"{_table(self._federation(name))}mechanism.clip-norm": value}
 
     def _trial(self, name: str, bound: float) -> str:
-        """The run of a cell by which a bound is chosen or not."""
+        """Name of a cell's run at one bound of the grid."""
         return f"{name} C={bound:g} seed={self._federation(name).seed}"
 
     def _prices(self) -> list[ExperimentMember]:
@@ -245,14 +245,14 @@ class Landscape(ConfigRuns):
         ]
 
     def _settings_of(self, keys: dict[str, Scalar], seed: int) -> dict[str, Any]:
-        """Of a run; only those of frozen features depend on the model that these come from."""
+        """Settings of a run; only runs with frozen features depend on the pretrained model."""
         settings = self.member_settings({**keys, "seed": seed})
         if "model.weights-for" not in settings["run"]:
             settings.pop("pretraining", None)
         return settings
 
     def _choice(self, results: Mapping[str, Result], name: str) -> BestOfGrid | None:
-        """A cell's bounds by validation accuracy; None before all have been run."""
+        """Choice of a cell's bound by validation accuracy; None before all have been run."""
         members = {bound: self._trial(name, bound) for bound in self.settings.clip_norms}
         if not members or any(member not in results for member in members.values()):
             return None
@@ -260,7 +260,7 @@ class Landscape(ConfigRuns):
         return BestOfGrid(f"C of {name}", scores)
 
     def _tests(self, results: Mapping[str, Result], name: str) -> list[float]:
-        """Test accuracies of a cell's seeds, of those that have been run."""
+        """Test accuracies of a cell's seeds that have been run."""
         members = [f"{name} seed={seed}" for seed in self._seeds]
         return [results[member]["test"] for member in members if member in results]
 
@@ -270,7 +270,7 @@ class Landscape(ConfigRuns):
         return [(f.name, epsilon) for f in settings.federations for epsilon in settings.epsilons]
 
     def _rows(self, name: str, title: str, cell_text: Mapping[str, str | None]) -> Table:
-        """A table of a row a federation and epsilon, and a column a method."""
+        """A table with a row per federation and epsilon, and a column per method."""
         methods = [method.name for method in self.settings.methods]
         rows: list[list[str | float | None]] = [
             [
@@ -306,7 +306,7 @@ class Landscape(ConfigRuns):
     def _misset(
         self, results: Mapping[str, Result], choices: Mapping[str, BestOfGrid | None]
     ) -> Table:
-        """What a C that is two values of the grid away from the best costs in test accuracy."""
+        """Table of the test accuracy lost with a C two values of the grid away from the best."""
         bounds = self.settings.clip_norms
         cells: dict[str, str | None] = {}
         for name, choice in choices.items():
@@ -323,7 +323,7 @@ class Landscape(ConfigRuns):
         return self._rows("misset", title, cells)
 
     def _price(self, results: Mapping[str, Result]) -> Table:
-        """Epsilon of a run, of the honest choice among as many as the grid has, and of all."""
+        """Table of epsilon: of one run, of a random-stopping choice, and of all runs together."""
         rows: list[list[str | float | None]] = []
         for member in self._prices():
             if member.name in results:
@@ -361,7 +361,7 @@ class Landscape(ConfigRuns):
         for federation, epsilon in columns:
             cells = [_cell(federation, epsilon, method) for method in methods]
             complete = [v for c in cells if len(v := tests.get(c, [])) == self.settings.seeds]
-            # Nothing is the best of a column before all of it has been run.
+            # A column has no best method before all of it has been run.
             whole = len(complete) == sum(cell in tests for cell in cells)
             top = max(complete, key=lambda values: over_seeds(values)[0]) if whole else None
             squares.append(
@@ -377,7 +377,7 @@ class Landscape(ConfigRuns):
         top: Sequence[float] | None,
         methods: int,
     ) -> Square:
-        """A cell beside the best one of its column, of so many methods."""
+        """Square of a cell, compared with the best of the ``methods`` in its column."""
         if values is None:
             return Square("")
         if not values:
@@ -386,13 +386,13 @@ class Landscape(ConfigRuns):
         if top is None:
             return Square(f"{mean:.1f}\n({seeds_text(len(values))})")
         behind = paired(top, values)
-        # The best of several is compared with each of the others: the intervals hold together.
+        # The best is compared with each of the others, so the intervals must hold jointly.
         level = behind.mean == 0 or behind.interval(max(methods - 1, 1))[0] <= 0
         return Square(f"{mean:.1f}", behind.mean, level)
 
 
 def _table(federation: FederationKeys) -> str:
-    """The table that a federation's bound and noise are in."""
+    """Prefix of the config keys of a federation's bound and noise."""
     return "" if federation.level == "client" else "client."
 
 

@@ -1,4 +1,4 @@
-"""A map of methods: a square for each of them and each federation."""
+"""Picture of the map of methods, with a square for each method and federation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from matplotlib.patches import Rectangle
 from fedsim.reports.plots import COLOURS, grid
 
 DARKEST = 10.0
-"""Points behind the best at which the colour ends."""
+"""Percentage points behind the best at which the colour scale ends."""
 
 
 @dataclass(frozen=True)
 class Square:
-    """What one method reaches in one federation.
+    """Result of one method in one federation.
 
     Attributes
     ----------
     text : str
         The accuracy, or why there is none.
     behind : float or None
-        Points behind the best of the federation; None where nothing is compared.
+        Percentage points behind the federation's best method; None if it is not compared.
     level : bool
-        Whether the seeds cannot tell it from the best.
+        Whether its difference from the best is within the spread over seeds.
     """
 
     text: str
@@ -37,12 +37,12 @@ class Square:
 def map_picture(
     title: str, methods: Sequence[str], columns: Sequence[str], squares: Sequence[Sequence[Square]]
 ) -> Figure:
-    """Methods downwards, federations to the right: darker is further behind the column's best.
+    """Draw methods as rows and federations as columns; darker is further behind the column's best.
 
     Parameters
     ----------
     squares : sequence of columns
-        Each with a square a method.
+        Each column has one square per method.
     """
     values = np.array(
         [[np.nan if s.behind is None else s.behind for s in column] for column in squares]
@@ -86,5 +86,5 @@ def map_picture(
 
 
 def _lines(name: str) -> str:
-    """A federation's name with a line for each of its parts."""
+    """A federation's name, with each of its parts on a line of its own."""
     return name.replace(", ", "\n")

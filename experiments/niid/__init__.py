@@ -1,1 +1,1 @@
-"""NIID-Bench: federated averaging and its variants on clients that differ."""
+"""NIID-Bench: federated averaging and its variants on heterogeneous clients."""

@@ -15,7 +15,7 @@ from fedsim.partitions.base import require_enough
 __all__ = ["CappedDirichlet", "NiidNetwork", "TwoClasses"]
 
 FEWEST = 10
-"""Examples that each client has at least; until then the split is drawn again."""
+"""Least number of examples per client; a split with fewer is drawn again."""
 
 
 class NiidNetwork(nn.Module):
@@ -49,13 +49,13 @@ class NiidNetwork(nn.Module):
 class CappedDirichlet(Partition):
     """Classes dealt one after another, each by a Dirichlet draw among clients that are not full.
 
-    A client is full once it has its even share of all examples, so that sizes differ less than
-    under `fedsim.partitions.Dirichlet`.
+    A client is full once it has an equal share of all examples, so that sizes differ less than
+    with `fedsim.partitions.Dirichlet`.
 
     Parameters
     ----------
     clients : int
-        `FEWEST` of them must fit into the examples.
+        Number of clients; there must be at least `FEWEST` examples for each.
     """
 
     words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g}), capped"
@@ -84,7 +84,10 @@ class CappedDirichlet(Partition):
 
 @dataclass(frozen=True)
 class TwoClasses(Partition):
-    """Client k has class k (modulo the classes) and one other; those who share a class split it."""
+    """Client k has class k (modulo the number of classes) and a random other one.
+
+    The examples of a class are split evenly among the clients that have it.
+    """
 
     clients: int = 10
     seed: int = 0

@@ -1,4 +1,4 @@
-"""A table of NIID-Bench: methods on ten clients that differ, beside what was published."""
+"""A table of NIID-Bench: methods on ten heterogeneous clients, against the published figures."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fedsim.config import Scalar
 
 STYLES = ("adadp", "sgd", "second", "fifth")
 WILD = 5.0
-"""Percentage points: a published cell whose seeds spread further is reported, and not judged."""
+"""Published standard deviation, in percentage points, above which a cell is not judged."""
 
 
 class PublishedMethod(Section):
-    """A method: the run's keys that it changes, and its published accuracy (%)."""
+    """A method: the keys of the run that it changes, and its published accuracy (%)."""
 
     name: str
     keys: dict[str, Scalar] = Field(default_factory=dict)
@@ -47,10 +47,10 @@ class NiidSettings(ConfigRunsSettings):
 
 
 class Niid(ConfigRuns):
-    """Every method with the published settings; nothing is chosen here.
+    """Every method with the published settings, without tuning.
 
-    What is published is the best of all rounds on the test examples, so that the best round here
-    is judged; the last stands beside it.
+    The published accuracies are the best of all rounds on the test examples, so the best round is
+    judged here too; the last one is also reported.
     """
 
     settings: NiidSettings
@@ -58,11 +58,11 @@ class Niid(ConfigRuns):
     partial: ClassVar[bool] = True
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """A run of each method."""
+        """The changed keys of each method."""
         return {method.name: method.keys for method in self.settings.methods}
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Best and last accuracies beside the published, and a claim for each judged cell."""
+        """Best and last accuracies next to the published ones, and a claim for each judged cell."""
         settings, scores = self.settings, self.scores(results)
         judged = sum(method.deviation <= WILD for method in settings.methods)
         rows: list[list[str | float | None]] = []
@@ -95,7 +95,10 @@ class Niid(ConfigRuns):
     def _judged(
         self, method: PublishedMethod, best: Sequence[float], claims: int
     ) -> tuple[bool | None, str]:
-        """Whether the best rounds are what is published, of so many claims; and the difference."""
+        """Verdict on whether the best rounds agree with the published ones, and the difference.
+
+        ``claims`` is the number of claims whose intervals must hold jointly.
+        """
         missing = self.settings.seeds - len(best)
         if not best:
             return None, "not run"
@@ -115,9 +118,9 @@ class Niid(ConfigRuns):
 def welch(
     ours: Sequence[float], mean: float, deviation: float, seeds: int, *, of: int = 1
 ) -> tuple[float, float]:
-    """Interval of the difference of two means, ours less the published (Welch 1947).
+    """Confidence interval of the difference of two means, ours minus the published (Welch 1947).
 
-    At 95 % for all of so many intervals together (Bonferroni).
+    At 95 % for ``of`` such intervals jointly (Bonferroni).
     """
     if len(ours) < 2:
         return -math.inf, math.inf

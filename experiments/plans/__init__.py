@@ -1,1 +1,1 @@
-"""Plans of rounds: correlated noise and random allocation, beside independent noise."""
+"""Release plans: correlated noise and random allocation, compared with independent noise."""

@@ -1,4 +1,4 @@
-"""Ways to spend one epsilon over all rounds: kinds of noise and of cohorts, at fixed C and rate."""
+"""Compare ways to spend one epsilon: kinds of noise and cohorts, at a fixed C and rate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FREE = "without noise"
 
 
 class Way(Section):
-    """One way: the run's keys that it changes."""
+    """One way to spend epsilon: its name, and the keys of the run that it changes."""
 
     name: str
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
 
 class EpsilonsClaim(Section):
-    """A claim: one way ends above another at these epsilons."""
+    """A claim: one way is more accurate than another at these epsilons."""
 
     name: str
     panel: str
@@ -64,7 +64,7 @@ class Plans(ConfigRuns):
         return plans
 
     def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the clients' epsilon where there is one."""
+        """Test accuracy by round, and the client-level epsilon if there is one."""
         return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
 
     def report(self, results: Mapping[str, Result]) -> Report:

@@ -38,7 +38,7 @@ METHODS = {
 _CONSTANTS = (1.5, 2.25, 2.625)
 
 
-EVERY = 5  # steps from a distance that is kept to the next
+EVERY = 5  # steps between two stored distances
 
 
 def beale(x: Any, y: Any) -> Any:
@@ -59,7 +59,7 @@ def gradient(w: Floats) -> Floats:
 
 
 def descend(settings: Mapping[str, Any]) -> Result:
-    """Iterates of RMSProp on released gradients; one gradient is one row, one release a step.
+    """Run RMSProp on released gradients; a gradient is one row, and each step one release.
 
     The paper's step: ``E <- (1 - gamma) E + gamma g~^2``, ``w <- w - eta g~ / sqrt(E + eps0)``.
     """
@@ -104,7 +104,7 @@ def _mechanism(settings: Mapping[str, Any]) -> tuple[Mechanism, float]:
 
 
 def draw(space: Axes, curves: Axes, runs: Mapping[str, list[Result]]) -> None:
-    """One way of each method over the function's contours, and distances of all seeds."""
+    """Draw each method's path of the first seed over the contours, and distances of all seeds."""
     x, y = np.meshgrid(np.linspace(-0.5, 4.5, 220), np.linspace(-1.5, 2.4, 200))
     levels = np.geomspace(0.05, 2e3, 16)
     space.contour(x, y, beale(x, y), levels=levels, colors="#cccccc", linewidths=0.6)

@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def constraint(s: Floats, sigma: Floats) -> float:
-    """``sum_i s_i^2 / sigma_i^2``, which Lemma 1 wants to be at most ``1 / sigma_*^2``."""
+    """``sum_i s_i^2 / sigma_i^2``, which Lemma 1 requires to be at most ``1 / sigma_*^2``."""
     return float(np.sum((s / sigma) ** 2))
 
 
@@ -21,7 +21,7 @@ def proportional_noise(s: Floats, noise_multiplier: float = 1.0) -> Floats:
 
 
 def optimal_noise(s: Floats, noise_multiplier: float = 1.0) -> Floats:
-    """The least total variance that Lemma 1 allows: ``sigma_i^2 = sigma_*^2 s_i sum(s)``."""
+    """Noise of the least total variance under Lemma 1: ``sigma_i^2 = sigma_*^2 s_i sum(s)``."""
     return np.asarray(noise_multiplier * np.sqrt(s * s.sum()))
 
 
@@ -39,16 +39,16 @@ def theorem_1(
     """Epsilon of Theorem 1 as printed, at one order.
 
     It is the bound of Wang, Balle and Kasiviswanathan (2019) for sampling *without*
-    replacement and replace-one, though the algorithm samples by Poisson.
+    replacement and replace-one adjacency, although the algorithm uses Poisson sampling.
 
     Parameters
     ----------
     noise_multiplier : float
-        sigma_*.
+        The paper's sigma_*.
     rate : float
-        L / N.
+        Sampling rate L / N.
     alpha : int
-        At least 2.
+        Renyi order, at least 2.
     """
 
     def alternating(order: int) -> float:
@@ -71,7 +71,7 @@ def paper_rdp(
 ) -> float:
     """Epsilon at one integer order of the Poisson-sampled Gaussian, with the conversion of 2017.
 
-    ``R + log(1 / delta) / (alpha - 1)``; this is what the paper's (4.0, 1e-5) comes from.
+    It is ``R + log(1 / delta) / (alpha - 1)``, from which the paper's (4.0, 1e-5) follows.
     """
     moment = sum(
         math.comb(alpha, k)

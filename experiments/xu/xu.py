@@ -1,4 +1,4 @@
-"""Xu et al.: Lemma 1's example, Theorem 1's epsilon and Fig. 1, as they really come out."""
+"""Xu et al.: Lemma 1's example, Theorem 1's epsilon and Fig. 1, recomputed."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ PRINTED = {
     "isotropic (13.5, 13.5)": 0.36,
     "reversed (12.4, 24.8)": 0.28,
 }
-"""Cosines that the paper gives for the first three."""
+"""Cosines that the paper gives for the first three noises."""
 
 
 class XuSettings(Settings):
-    """Keys of ``experiment.toml``; ``seeds`` is of the Beale function's noise.
+    """Keys of ``experiment.toml``; ``seeds`` is the number of seeds for the Beale function's noise.
 
     Attributes
     ----------
     digits : int
-        Of Lemma 1's cosines. They are means of so many draws that a standard error is at most half
-        a unit of the last digit whatever their law, as a cosine's standard deviation is at most 1.
+        Digits of Lemma 1's cosines, which sets the number of draws: their standard error is at most
+        half a unit of the last digit, since a cosine's standard deviation is at most 1.
     """
 
     digits: int = Field(ge=1, le=3)
@@ -75,12 +75,12 @@ class XuSettings(Settings):
 
     @property
     def draws(self) -> int:
-        """Of each noise in Lemma 1's example, by the rule above."""
+        """Number of draws of each noise in Lemma 1's example, by the rule above."""
         return int((2 * 10**self.digits) ** 2)
 
 
 class Xu(Experiment):
-    """Formulas and a two-dimensional toy; the mechanism is fedsim's own."""
+    """Formulas and a two-dimensional example, with fedsim's own mechanisms."""
 
     settings: XuSettings
     settings_type: ClassVar[type[Settings]] = XuSettings
@@ -100,7 +100,7 @@ class Xu(Experiment):
         ]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """One of the three parts."""
+        """Compute one of the three parts."""
         match settings["part"]:
             case "lemma":
                 return {
@@ -118,7 +118,7 @@ class Xu(Experiment):
                 return {"runs": [descend({**settings, "seed": seed}) for seed in seeds]}
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Two tables, and the trajectories."""
+        """Two tables, the picture of trajectories, and the claims."""
         lemma, theorem = results["lemma 1"], results["theorem 1"]
         runs = {method: results[f"beale {method}"]["runs"] for method in METHODS}
         final = {m: float(np.median([run["end"] for run in r])) for m, r in runs.items()}
@@ -172,7 +172,7 @@ def _epsilons() -> Result:
         "Poisson RDP of 2017, alpha = 6": paper_rdp(**plan, alpha=6),  # type: ignore[arg-type]
         "Poisson RDP": float(poisson.rdp_epsilon or np.inf),
         "Poisson PLD": poisson.epsilon,
-        # Half the sensitivity is twice the multiplier.
+        # With half the sensitivity, the same noise is twice the multiplier.
         "without replacement, sensitivity C": cost(
             noise_multiplier=1.8, cohort=fixed, rounds=1800, delta=1e-5
         ).epsilon,
@@ -235,13 +235,16 @@ def _claims(lemma: Result, theorem: Result, draws: int) -> list[PaperClaim]:
 
 
 def _less(first: Sequence[float], second: Sequence[float], draws: int) -> Difference:
-    """A noise's mean cosine less another's; correlated draws would only narrow it."""
+    """A noise's mean cosine minus another's, with the standard error of independent draws.
+
+    The draws are the same for both, and their correlation would only narrow the interval.
+    """
     error = math.hypot(first[4], second[4]) / math.sqrt(draws)
     return Difference(first[2] - second[2], error, draws)
 
 
 def _printed(lemma: Result, draws: int) -> PaperClaim:
-    """Whether what is printed are the expectations, to two digits."""
+    """Claim that the printed cosines are the expectations, to two digits."""
     away = [
         Difference(printed - lemma[name][2], lemma[name][4] / math.sqrt(draws), draws)
         for name, printed in PRINTED.items()
@@ -256,7 +259,7 @@ def _printed(lemma: Result, draws: int) -> PaperClaim:
 
 
 def _beale(runs: Mapping[str, list[Result]]) -> list[PaperClaim]:
-    """Whether adaptive noise ends nearer to the minimum, seed by seed."""
+    """Claims that adaptive noise ends nearer to the minimum, paired by seed."""
 
     def nearer(method: str) -> Difference:
         uniform, adaptive = ([run["end"] for run in runs[name]] for name in ("uniform", method))

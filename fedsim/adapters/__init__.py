@@ -1,4 +1,4 @@
-"""Adapters: a few weights that are trained in a model that is not."""
+"""Adapters: a few weights that are trained inside a frozen model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter is: settings that map a model to one of which only a few weights are trained."""
+"""Base class of adapters, which map a model to one with only a few trained weights."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ class Adapter(ABC):
         Parameters
         ----------
         model : nn.Module
-            With its weights. What it gives must not change by being adapted.
+            With its initial weights. The adapted model must have the same outputs.
         seed : int
-            Of what the adapter draws, which depends on nothing else.
+            Seed of the adapter's random draws, which depend on nothing else.
 
         Returns
         -------
         nn.Module
-            ``requires_grad`` holds of the adapter's parameters and of no other. Those of the model
-            that stay what they were have their names.
+            ``requires_grad`` is true for the adapter's parameters only. Parameters of the model
+            that are not adapted keep their names.
         """
 
     def alternation(self, model: nn.Module) -> Alternation | None:
-        """Which parameters of an adapted model rest in which rounds; None where none ever does."""
+        """Which parameters of an adapted model are frozen in which rounds; None if never any."""
         return None
 
     def merged(self, model: nn.Module) -> nn.Module:
-        """The model without adapters that gives what the adapted one does; it is changed in place.
+        """Merge the adapters into the weights, in place: a plain model with the same outputs.
 
         Raises
         ------
         FedsimError
-            If there is no such model.
+            If this kind of adapter cannot be merged.
         """
         raise FedsimError(f"a {type(self).__name__} (adapter.name) cannot be merged into a model.")
 
     def files(self, model: nn.Module) -> Mapping[str, bytes]:
-        """An adapted model's trained weights in peft's format, by the names of its files.
+        """Files in peft's format with an adapted model's trained weights: contents by file name.
 
         Raises
         ------
@@ -65,12 +65,12 @@ class Adapter(ABC):
         raise FedsimError(f"a {type(self).__name__} (adapter.name) has no form in peft's format.")
 
     def load(self, model: nn.Module, directory: Path) -> None:
-        """Give an adapted model the weights of such files.
+        """Load the weights of a folder in peft's format into an adapted model.
 
         Raises
         ------
         FedsimError
-            If they are of another model or adapter, or damaged.
+            If the files are of another model or adapter, or damaged.
         """
         raise FedsimError(f"a {type(self).__name__} (adapter.name) does not read {directory}.")
 
@@ -78,7 +78,7 @@ class Adapter(ABC):
 def adapted(
     adapter: Adapter, model: nn.Module, seed: int, trainable: str = "", weights: str = ""
 ) -> nn.Module:
-    """A model with an adapter, of which nothing else is trained but what is named.
+    """Adapt a model; only the adapter and the parameters named in ``trainable`` are trained.
 
     Parameters
     ----------
@@ -86,21 +86,20 @@ def adapted(
     model : nn.Module
         Changed in place.
     seed : int
-        Of what the adapter draws.
+        Seed of the adapter's random draws.
     trainable : str
-        Shell patterns of parameters that are trained besides, by their names in ``model`` as it
-        is given.
+        Shell patterns of further parameters to train, by their names before adapting.
     weights : str
-        A folder in peft's format whose weights the adapter starts from; empty for fresh ones.
+        Folder in peft's format with the adapter's initial weights; empty for random ones.
 
     Raises
     ------
     FedsimError
-        If the adapter does not fit the model, or takes what is to be trained besides.
+        If the adapter does not fit the model, or adapts a layer of the parameters in ``trainable``.
     """
     if not isinstance(adapter, Adapter):
         raise FedsimError(f"adapter is {shown(adapter)}; it must be a fedsim.adapters.Adapter.")
-    # Only now: settings are read without torch.
+    # Imported here so that reading settings does not load torch.
     from fedsim.models import matching, refuse_unusable_parameters
 
     names = [name for name, _ in model.named_parameters()]

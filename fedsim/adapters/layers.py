@@ -1,4 +1,4 @@
-"""A linear layer with a low-rank adapter, put into a model and merged into its weight again."""
+"""A linear layer with a low-rank adapter: insert it into a model, and merge it into the weight."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ FACTORS = ("lora_A", "lora_B")
 
 
 class LowRankLinear(nn.Module):
-    """``base_layer(x) + scaling * lora_B(lora_A(x))``; its parts are called as in peft.
+    """``base_layer(x) + scaling * lora_B(lora_A(x))``, with peft's names for its parts.
 
-    It has no ``weight``, on purpose: code that multiplies by a layer's weight without calling the
-    layer would leave the adapter out without a word, and fails instead.
+    It deliberately has no attribute ``weight``: code that multiplies by a layer's weight without
+    calling the layer would silently leave out the adapter, and so fails instead.
 
     Parameters
     ----------
     base_layer : nn.Linear
-        Frozen.
+        Frozen here.
     rank : int
     scaling : float
+        Factor of the low-rank product.
 
     Notes
     -----
-    Its forward has a ``torch.fx`` graph of linear layers, a product with a constant and a sum, so
-    that a model is read with adapters as it was without.
+    The ``torch.fx`` graph of its forward consists of linear layers, a product with a constant and
+    a sum, so that a model that can be analysed without adapters still can be with them.
     """
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
         super().__init__()
         self.base_layer, self.scaling = base_layer.requires_grad_(False), scaling
         self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-        # On "meta" nothing is drawn: torch's global generator is the user's.
+        # Layers on "meta" draw no initial weights, so that torch's global generator (which is the
+        # user's) does not advance; `adapt` sets the weights.
         dtype, meta = base_layer.weight.dtype, torch.device("meta")
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, dtype=dtype, device=meta)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, dtype=dtype, device=meta)
@@ -45,13 +47,13 @@ class LowRankLinear(nn.Module):
             factor.to_empty(device=base_layer.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., inputs]`` to ``[..., outputs]``."""
+        """Map ``[..., inputs]`` to ``[..., outputs]``."""
         outputs: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * self.scaling
         return outputs
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The base layer, whose weight is changed to do what this layer does."""
+        """The base layer, with the adapter added to its weight (computed in float64)."""
         weight = self.base_layer.weight
         product = self.lora_B.weight.double() @ self.lora_A.weight.double()
         weight.copy_(weight.double() + self.scaling * product)
@@ -62,7 +64,7 @@ class LowRankLinear(nn.Module):
 def adapt(
     model: nn.Module, targets: str, rank: int, scaling: float, seed: int, *, frozen_a: bool
 ) -> nn.Module:
-    """Put adapters into a model, in place, and freeze all else.
+    """Insert adapters into a model, in place, and freeze all other parameters.
 
     Parameters
     ----------
@@ -71,16 +73,16 @@ def adapt(
         Shell patterns of names of linear layers, separated by commas.
     rank : int
     scaling : float
-        What the product is multiplied by.
+        Factor of the low-rank product.
     seed : int
-        Of the first factors.
+        Seed of the initial A factors.
     frozen_a : bool
-        Whether they stay as they are drawn.
+        Whether the A factors are not trained.
 
     Raises
     ------
     FedsimError
-        Before anything is changed.
+        If the targets or the rank do not fit the model, which is then unchanged.
     """
     refuse_adapted(model)
     layers = _targets(targets, model)
@@ -107,7 +109,7 @@ def adapt(
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Take adapters out of a model, in place, and let their layers' weights do the same.
+    """Merge a model's adapters into their layers' weights, in place.
 
     Raises
     ------
@@ -133,7 +135,7 @@ def factor_names(model: nn.Module, factor: str) -> tuple[str, ...]:
 
 
 def refuse_adapted(model: nn.Module) -> None:
-    """Refuse a model that has adapters, of ours or of peft's.
+    """Refuse a model that already has adapters, fedsim's or peft's.
 
     Raises
     ------
@@ -148,12 +150,12 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers that patterns name, in the model's order.
+    """The linear layers that patterns match, by name, in the model's order.
 
     Raises
     ------
     FedsimError
-        If a pattern names none, or what it names cannot be adapted.
+        If a pattern matches none, or a layer that cannot be adapted.
     """
     places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -203,10 +205,12 @@ def _obstacle(name: str, layer: nn.Module, places: list[str], model: nn.Module) 
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put another module in the place of the one of this name."""
+    """Replace the module of this name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
-    # In evaluation these compute by their layers' weights, without calling the layers.
+    # In evaluation, TransformerEncoder and its layers have a fast path that reads the weights of
+    # their linear layers without calling these. Switch it off in every module that contains this
+    # one; otherwise evaluation fails, as a LowRankLinear has no weight.
     while True:
         above = model.get_submodule(parent)
         if isinstance(above, nn.TransformerEncoderLayer):

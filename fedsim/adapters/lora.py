@@ -1,4 +1,4 @@
-"""LoRA: the product of two narrow matrices beside each chosen linear layer."""
+"""LoRA: the product of two narrow matrices, added to each chosen linear layer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class LoRA(Adapter):
     """``x W' + b + alpha/rank (x A') B'``: A and B are trained, W and b stay (Hu et al. 2022).
 
-    A starts uniform on ``+-1/sqrt(inputs)`` and B at zero, so that the model is at first what it
-    was. The mean of clients' products ``B A`` is no product of their means, unless one of the
-    factors was the same for all: with A frozen (Sun et al. 2024, "FFA-LoRA"), or with B and A
-    trained in turns (Chen et al. 2025, "RoLoRA"), averages are exact.
+    A starts uniform on ``+-1/sqrt(inputs)`` and B at zero, so that the model's initial outputs do
+    not change. The mean of the clients' products ``B A`` differs from the product of the mean
+    factors, unless one factor is the same for all clients: averages are exact with A frozen (Sun
+    et al. 2024, "FFA-LoRA"), or with B and A trained in turns (Chen et al. 2025, "RoLoRA").
     """
 
     rank: Annotated[int, Ge(1), Le(65536), Doc("Rows of A, and columns of B.")] = 8
@@ -44,12 +44,12 @@ class LoRA(Adapter):
     ] = "both"
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
-        """The model with an adapter in the place of each layer that ``targets`` names.
+        """Replace each layer that ``targets`` matches by one with an adapter.
 
         Raises
         ------
         FedsimError
-            If a pattern names no linear layer, or one that cannot be adapted.
+            If a pattern matches no linear layer, or one that cannot be adapted.
         """
         from fedsim.adapters.layers import adapt
 
@@ -57,7 +57,7 @@ class LoRA(Adapter):
         return adapt(model, self.targets, self.rank, scaling, seed, frozen_a=frozen_a)
 
     def alternation(self, model: nn.Module) -> Alternation | None:
-        """B's parameters and A's, where they are trained in turns."""
+        """The B and A parameters, if they are trained in turns; otherwise None."""
         from fedsim.adapters.layers import factor_names
 
         if self.factors != "alternating":
@@ -66,7 +66,7 @@ class LoRA(Adapter):
         return Alternation((b, a)) if a else None
 
     def merged(self, model: nn.Module) -> nn.Module:
-        """The model with ``W + alpha/rank B A`` for each W, under the names that it had."""
+        """The model with each W replaced by ``W + alpha/rank B A``, under its original names."""
         from fedsim.adapters.layers import merge
 
         return merge(model)
@@ -78,7 +78,7 @@ class LoRA(Adapter):
         return written(model, self.rank, self.alpha)
 
     def load(self, model: nn.Module, directory: Path) -> None:
-        """Give an adapted model the weights of such a folder; all of them, or none."""
+        """Load the weights of such a folder into an adapted model; all of them, or none."""
         from fedsim.adapters.peft import load
 
         load(model, directory, self.rank, self.alpha)

@@ -1,4 +1,4 @@
-"""No adapter: the model as it is."""
+"""No adapter: the model unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 @register("adapter", "none")
 @dataclass(frozen=True)
 class NoAdapter(Adapter):
-    """None: all that `model.trainable` names is trained."""
+    """No adapter: the parameters that `model.trainable` names are trained."""
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
-        """The same model."""
+        """Return the model unchanged."""
         return model

@@ -1,8 +1,8 @@
-"""Adapters in the files of Hugging Face's peft, which read them as its own.
+"""Write and read adapters in the file format of Hugging Face's peft.
 
 ``adapter_model.safetensors`` has ``base_model.model.LAYER.lora_A.weight`` and ``...lora_B.weight``
-for each adapted layer, and every tensor of a module some parameter of which is trained besides
-(peft's ``modules_to_save``), as ``base_model.model.MODULE.weight``.
+for each adapted layer. For each other module with a trained parameter (peft's ``modules_to_save``)
+it has every tensor of that module, as ``base_model.model.MODULE.weight``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsim.models.parameters import require_finite
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
-# With these set an adapter computes something else.
+# Settings of peft's config that change what an adapter computes; LoRA here has none of them.
 _OTHERWISE = (
     "use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias", "rank_pattern",
     "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
@@ -34,12 +34,12 @@ _OTHERWISE = (
 
 
 def written(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
-    """The two files of an adapted model.
+    """Contents of the config and weights files of an adapted model, by file name.
 
     Raises
     ------
     FedsimError
-        If a parameter is trained besides that peft cannot save.
+        If a further parameter is trained that peft cannot save.
     """
     saved = _saved_modules(model)
     tensors = {key: value.detach().cpu().contiguous() for key, value in _entries(model).items()}
@@ -64,12 +64,12 @@ def written(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
 
 
 def load(model: nn.Module, directory: Path, rank: int, alpha: float) -> None:
-    """Give an adapted model what such files hold; all of it, or nothing.
+    """Load the weights of such files into an adapted model; all of them, or none.
 
     Raises
     ------
     FedsimError
-        If a file is missing or damaged, or of another rank, scaling, kind of adapter or model.
+        If a file is missing or damaged, or its rank, scaling, kind of adapter or model differs.
     """
     where = f"adapter.weights = '{directory}'"
     config = _read_config(where, directory / CONFIG)
@@ -130,7 +130,7 @@ def _read_config(where: str, path: Path) -> dict[str, Any]:
 
 
 def _entries(model: nn.Module) -> dict[str, Tensor]:
-    """What the file of weights holds, by its names there: the model's own tensors."""
+    """The model's own tensors that the file of weights holds, by their names in the file."""
     entries: dict[str, Tensor] = {}
     for name, layer in low_rank_layers(model).items():
         for factor in FACTORS:
@@ -142,12 +142,13 @@ def _entries(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _saved_modules(model: nn.Module) -> list[str]:
-    """Modules that have a parameter which is trained and no adapter's.
+    """Names of the modules with a trained parameter that is not an adapter's.
 
     Raises
     ------
     FedsimError
-        If the model itself has one, or peft would take other modules for one of them.
+        If the model itself has such a parameter, or peft (which matches the ends of names) would
+        confuse one of the modules with another.
     """
     adapters = low_rank_layers(model)
     inside = tuple(f"{name}." for name in adapters)
@@ -167,7 +168,10 @@ def _saved_modules(model: nn.Module) -> list[str]:
 
 
 def _target_modules(model: nn.Module) -> list[str] | str:
-    """What peft calls the adapted layers: their names or, where others end alike, a pattern."""
+    """peft's ``target_modules``: names of the adapted layers, or a pattern if names are ambiguous.
+
+    peft matches a name against the ends of module names, but a pattern against whole names.
+    """
     adapted = sorted(low_rank_layers(model))
     others = [name for name, _ in model.named_modules() if name not in adapted]
     if any(other.endswith(f".{name}") for name in adapted for other in [*others, *adapted]):

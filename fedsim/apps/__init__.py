@@ -1,1 +1,1 @@
-"""fedsim.apps"""
+"""The ClientApp and ServerApp for Flower's runtimes, and a loader for users' Flower apps."""

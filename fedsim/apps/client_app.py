@@ -1,7 +1,7 @@
 """The ClientApp that Flower's runtimes load.
 
-Flower's simulation imports it in every worker, so torch is imported only where there is something
-to train: saying who one is takes a tenth of the time.
+Flower's simulation imports it in every worker, so torch is imported only when something is trained:
+without it, answering which client a node is takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = ClientApp()
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Say which client this node is."""
+    """Answer which client this node is."""
     metrics = MetricRecord({"client-id": client_id(context.node_config)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -42,7 +42,7 @@ def train(message: Message, context: Context) -> Message:
 
             config = RunConfig.from_run_config(context.run_config)
             stage = stage_of(message)
-            # Only one stage of secure aggregation has anything of the client's data.
+            # Of the stages of secure aggregation, only "masked" sends anything of the client data.
             if stage in (None, "masked"):
                 policy.check_masked(masked=stage is not None, config=config)
                 policy.check_share(share_entries(message), config)
@@ -75,7 +75,10 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @contextmanager
 def _admitted(context: Context) -> Iterator[Policy | None]:
-    """This node's policy, which has let the run in; only code that it allows is imported within."""
+    """Check a run against this node's policy, and yield the policy (None if the node has none).
+
+    Within the context, a config can name only code that the node's owner allows.
+    """
     from fedsim import allowed_code
     from fedsim.config import RunConfig
     from fedsim.deploy.policy import Policy

@@ -1,4 +1,4 @@
-"""What one node of Flower's runtimes trains: a client with its own data."""
+"""Set up one node of Flower's runtimes: a client with its own data."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ Scalar = bool | int | float | str
 
 
 def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
-    """`resolve`, with the data of one client only.
+    """`resolve` a config with the data of one client only.
 
     Parameters
     ----------
     config : RunConfig
     client : int
-        Its id.
+        The client's id.
     file : str
-        Path to an ``.npz`` all of whose training examples are this client's; empty for the
+        Path to the client's own data, whose training examples are all its own; empty for the
         client's part of the run's data set.
 
     Raises
     ------
     FedsimError
-        If there are none, or noise would have to be calibrated without knowing all clients.
+        If there is no usable data, or calibrating noise would need the data of all clients.
     """
     if not file:
         everybody = resolve_data(config)
@@ -67,8 +67,8 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
         data = _of_one(config, client, replace(whole, train=train, test=test), sizes)
         return resolve(config, data=data)
     settings = config.data
-    # What a config declares of files holds for every client's: of arrays all but how they are
-    # saved.
+    # Settings of data.name = "files" apply to each client's file, except the columns and types of
+    # a table if this client's file holds arrays.
     declared = settings.own if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
@@ -85,7 +85,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
         )
     train, test = dataset.train, dataset.test
     tests = dealer.test_indices(train.columns, test.columns)
-    # All of a file's training examples have one owner, who is the first client there.
+    # All training examples of a file have one owner, so this client is number 0 of the file.
     test = test[:0] if tests is None else test[torch.from_numpy(tests[0])]
     data = _of_one(config, client, replace(dataset, train=train, test=test), ())
     return resolve(config, data=data)
@@ -94,7 +94,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
 def _of_one(
     config: RunConfig, client: int, dataset: datasets.Dataset, sizes: Collection[int]
 ) -> RunData:
-    """All examples are the client's; everybody else has none here."""
+    """Data of a run in which one client has all examples, and the others have none."""
 
     def its_own(count: int) -> list[Indices]:
         no_examples = np.zeros(0, dtype=np.int64)
@@ -111,16 +111,16 @@ def _of_one(
 
 
 def trainer_for(context: Context) -> Trainer:
-    """Trainer of a node: from the run's config, its own node config and its policy.
+    """Trainer of a node, from the run's config, the node's config and its policy.
 
-    The node config's ``partition-id`` says which client the node is. With ``data``, there or in
-    the policy, the client has a file of examples, and otherwise they are its part of the run's
-    data set, as in a simulation. What a node's client keeps goes where its policy says.
+    The node config's ``partition-id`` says which client the node is. If the node config or the
+    policy has ``data``, it is a file with the client's examples; otherwise the client gets its
+    part of the run's data set, as in a simulation. A client's state is kept where the policy says.
 
     Raises
     ------
     FedsimError
-        If the node is no client of this run.
+        If the node is not a client of this run.
     """
     use_one_thread()
     config = RunConfig.from_run_config(context.run_config)
@@ -135,7 +135,7 @@ def trainer_for(context: Context) -> Trainer:
 
 
 def mechanism_for(context: Context) -> Mechanism:
-    """The mechanism with which a node bounds its own update, where it is asked to."""
+    """The mechanism with which a node bounds its own update, when the server requests that."""
     bound: Mechanism = mechanism(RunConfig.from_run_config(context.run_config).mechanism)
     return bound
 
@@ -168,17 +168,17 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
     Parameters
     ----------
     path_of : callable
-        Where the ``.npz`` of a client goes.
+        Maps a client's id to the path of its ``.npz``.
 
     Returns
     -------
     list of Path
-        One a client, readable by their owner only.
+        One file per client, readable by the file's owner only.
     """
     data = resolve_data(config.replace(**{"engine.device": "cpu"}))
     dataset, owned = data.dataset, data.test_parts
     images = getattr(config.data, "layout", "auto") == "auto"
-    # A client need not have examples of every class or token: the file says how many there are.
+    # A client may lack examples of some classes or tokens, so the file declares their numbers.
     sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
     about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}
     for name, values in (("mean", dataset.mean), ("std", dataset.std)):
@@ -188,7 +188,7 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
     for client, rows in enumerate(data.parts):
         content = io.BytesIO()
         arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
-        # Its own test examples; or one of another client, which shows their shape and type.
+        # The client's own test examples; if it has none, one example for the shape and dtype.
         tests = np.zeros(0, np.int64) if owned is None else owned[client]
         shown = torch.from_numpy(tests) if len(tests) else slice(0, 1)
         arrays |= _arrays(dataset.test[shown], "test", images) | about
@@ -199,7 +199,7 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
 
 
 def _arrays(split: Split, part: str, images: bool) -> dict[str, Any]:
-    """Arrays of a split by the names that they have in a file."""
+    """Arrays of a split, by their names in a file."""
     x = split.x.numpy()
     if x.ndim == 4 and (images or x.dtype == np.uint8):
         x = x.transpose(0, 2, 3, 1)  # channels last, as images are written

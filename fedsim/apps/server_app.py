@@ -1,4 +1,4 @@
-"""The ServerApp that Flower's runtimes load: the same run, over their grid."""
+"""The ServerApp that Flower's runtimes load, which executes a run over their grid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the config that came with the run, and leave its artefacts on this machine."""
+    """Execute the run-config, and write the run's artefacts to this machine."""
     _show_our_log()
     use_one_thread()
     with allowed_code.use(SuperLink.code_here()):
@@ -45,7 +45,7 @@ def _run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_run_config(context.run_config)
     if config.engine.name == "simulation":
         replace_dead_actors()
-    # The process that set OUT has claimed the directory, and waits for what comes into it.
+    # If OUT is set, the process that set it has claimed the directory and reads the results there.
     claimed = OUT in os.environ
     earlier = None
     if config.checkpoint.resume and not claimed:
@@ -93,12 +93,12 @@ def _runs() -> Path:
 
 
 def roster_for(config: RunConfig) -> dict[str, int] | None:
-    """Client id of each registered key; None where nodes have none and are asked.
+    """Client id of each registered key; None without a roster, where nodes are queried for ids.
 
     Raises
     ------
     FedsimError
-        In a deployment, if no roster says which key is which client.
+        In a deployment without a roster.
     """
     path = os.environ.get(CLIENTS)
     if path is None and config.engine.name == "deployment":
@@ -110,7 +110,7 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
 
 
 class _Log(Callback):
-    """Tells the run's log of each row."""
+    """Writes each round's metrics to the log."""
 
     def on_round(self, status: RunStatus) -> None:
         row = status.row
@@ -119,7 +119,7 @@ class _Log(Callback):
 
 
 def _show_our_log() -> None:
-    # Ours only: a root handler would show every HTTP request, the log's own uploads included.
+    # Only fedsim's logger: a root handler would show every HTTP request, even the log's uploads.
     if not _log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("fedsim: %(message)s"))

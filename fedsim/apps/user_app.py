@@ -1,4 +1,4 @@
-"""Running a Flower app in this process: its ServerApp, its ClientApp, its config."""
+"""Load a user's Flower app (its ServerApp, ClientApp and config) and run it in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SERVER_NODE_ID = 0
 
 @dataclass(frozen=True)
 class FlowerApp:
-    """A directory with a Flower app, loaded.
+    """A Flower app loaded from a directory.
 
     Attributes
     ----------
@@ -48,12 +48,12 @@ class FlowerApp:
         Parameters
         ----------
         overrides : iterable of ``key=value``
-            Of keys that the app's config has, as with Flower's ``--run-config``.
+            Overrides of keys in the app's config, as with Flower's ``--run-config``.
 
         Raises
         ------
         FedsimError
-            If it is no Flower app, a component cannot be found, or an override names no key.
+            If it is no Flower app, a component cannot be found, or an override has an unknown key.
         """
         table = _app_table(directory)
         run_config = _overridden(_flattened(table.get("config", {})), overrides)
@@ -70,7 +70,7 @@ def run_app(app: FlowerApp, nodes: int) -> None:
     """Run the ServerApp over a `LocalGrid` of ``nodes`` ClientApps.
 
     Node ``i`` has ``partition-id`` i and ``num-partitions`` in its node config, as in Flower's
-    simulation. What the ServerApp raises comes through.
+    simulation. Exceptions of the ServerApp are passed on.
     """
     run_config = dict(app.run_config)
     grid = LocalGrid(app.client, num_nodes=nodes, run_config=run_config)

@@ -1,4 +1,4 @@
-"""The `fedsim` command: a file a subject, most of them one subcommand."""
+"""The `fedsim` command: one file per subject, most of them one subcommand."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Parameters
     ----------
     arguments : sequence of str, optional
-        The process's own if unset.
+        Those of the process if unset.
     """
-    # Before Flower and torch are imported: neither may phone home, and one process uses one
-    # thread for each operation.
+    # These must be set before Flower and torch are imported: Flower must not send telemetry or
+    # look for updates, and each process must use one thread.
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         status = guarded(lambda: _command(words))
     except KeyboardInterrupt:
-        status = 130  # a second Ctrl-C, before the first was answered
+        status = 130  # a second Ctrl-C, while the first was being handled
     sys.exit(status)
 
 
 def _announce_imports(arguments: Sequence[str]) -> None:
-    """Say on a terminal why a run does not start at once; the next output overwrites it."""
+    """Print "importing" on a terminal, as imports take seconds; the next output overwrites it."""
     silent = {"-q", "--quiet", "--json", "-h", "--help"}
     if not arguments or arguments[0] != "run" or silent & set(arguments):
         return
-    with suppress(OSError, ValueError):  # the run reports output that is lost
+    with suppress(OSError, ValueError):  # lost output is reported at the end of the command
         if sys.stdout.isatty():
             sys.stdout.write("importing\r")
             sys.stdout.flush()
@@ -54,7 +54,7 @@ def _announce_imports(arguments: Sequence[str]) -> None:
 
 @cache
 def _subcommands() -> Command:
-    """All of them, read from their functions' signatures: a tenth of a second, once a process."""
+    """All subcommands, built from their functions' signatures; cached, as it takes 0.1 seconds."""
     import typer
 
     from fedsim.cli.app import app
@@ -77,7 +77,7 @@ def _command(arguments: Sequence[str]) -> int:
     except ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context else ""
-        # Both typer and click suggest names.
+        # Both typer and click append a suggestion of similar names: keep one of equal sentences.
         sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
         raise FedsimError(" ".join(sentences) + hint) from None
     return status if isinstance(status, int) else 0

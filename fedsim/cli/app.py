@@ -49,7 +49,7 @@ def options(
 
 
 def _experiment() -> tuple[Callable[..., Any], dict[str, Any]]:
-    """`fedsim experiment` and its settings; the experiments are not in the installed package."""
+    """`fedsim experiment` and its click settings; a stub if the experiments are not installed."""
     try:
         return importlib.import_module("experiments.command").experiment, {}
     except ModuleNotFoundError as error:

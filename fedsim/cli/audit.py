@@ -158,8 +158,8 @@ def _audit_config(
 
     console = Output()
     if not quiet:
-        # As docs/audit.md measures: ten seconds of whole runs, and as many of the default
-        # federations.
+        # Measured in docs/audit.md: ten seconds for whole runs, and ten for the adversarial
+        # federations at the default --runs and --rounds.
         expected = duration(10 + 10 * runs / 300 * max(rounds, 1) / 2)
         console.print(f"Takes about {expected} of one core; larger --runs and --rounds, longer.")
     hidden = quiet or not console.is_terminal

@@ -1,4 +1,4 @@
-"""The boundary of the command: every end of it has a status, and a sentence if it is a bad one.
+"""The boundary of the command: maps every way it can end to a status, and errors to a sentence.
 
 =====  =================================================================
 0      done
@@ -10,8 +10,8 @@
 =====  =================================================================
 
 An error in the user's own code (a loss, an algorithm, a function that makes a model) is shown with
-a traceback of the user's frames alone; an error of a model that is tried on an example before a run
-is a sentence with its line.
+a traceback of the user's frames alone. An error of a model when it is tried on an example before a
+run is shown as a sentence with the line of code.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fedsim.process import TerminatedError
 Handler = Callable[[int, FrameType | None], object]
 
 EndListener = Callable[[int, str], object]
-"""Takes the command's exit status and, of a bad end, its sentence."""
+"""Called with the command's exit status and, if it failed, the error's sentence."""
 
 _listeners: list[EndListener] = []
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The status of ``command``, or of the exception or signal that ended it.
+    """Run ``command``; return its status, or that of the exception or signal that ended it.
 
     Raises
     ------
     Exception
-        A defect of fedsim, with its traceback.
+        If it is a defect of fedsim, so that its traceback is shown.
     """
     terminated = False
 
@@ -60,6 +60,8 @@ def guarded(command: Callable[[], int]) -> int:
     before = _on_termination(terminate)
     try:
         try:
+            # Listeners may print (the last JSON line), so they come before the output is flushed;
+            # output that was lost is then an error of its own.
             status = by_signal(command())
             _notify(status, "")
             _finish_output()
@@ -85,12 +87,12 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def notify_of_end(listener: EndListener) -> None:
-    """Call ``listener`` once when the running command ends, however it ends."""
+    """Call ``listener`` once when the running command ends, for whatever reason."""
     _listeners.append(listener)
 
 
 def _on_termination(handler: Handler) -> Handler | int | None:
-    """End on SIGTERM as on Ctrl-C; the handler before, None outside the main thread."""
+    """Install a SIGTERM handler; return the previous one, or None outside the main thread."""
     try:
         return signal.signal(signal.SIGTERM, handler)
     except ValueError:
@@ -103,7 +105,7 @@ def _notify(status: int, sentence: str) -> None:
 
 
 def _ending_of(error: BaseException) -> tuple[int, str] | None:
-    """Status and sentence of an error that is a fault neither of fedsim nor of the user's code."""
+    """Status and sentence of an expected error; None for a defect of fedsim or the user's code."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted."
     if isinstance(error, BrokenPipeError):
@@ -117,16 +119,16 @@ def _ending_of(error: BaseException) -> tuple[int, str] | None:
     sentence = _machine_failure(error)
     if sentence is None or users_place(error.__traceback__):
         return None
-    # The notes say what is in the run's directory by then.
+    # The exception's notes describe what the run's directory contains.
     return 1, " ".join([sentence, *getattr(error, "__notes__", ())])
 
 
 def _machine_failure(error: BaseException) -> str | None:
-    """What the machine could not do, in a sentence; None for an error of another sort."""
+    """A sentence for an error of the machine (files, memory); None for other errors."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{error.filename}: {reason}." if error.filename else f"{reason}."
-    # The system's words where a library finds no room, and no other fault.
+    # The dynamic linker's messages if memory is short, as opposed to other import errors.
     if isinstance(error, ImportError) and re.search("map segment|allocate memory", str(error)):
         return (
             f"a library could not be loaded ({error}): the memory, or the limit that `ulimit -v` "
@@ -146,7 +148,7 @@ def _finish_output() -> None:
     Raises
     ------
     OSError
-        If that fails, or if something printed before was lost.
+        If that fails, or if earlier output was lost.
     """
     from fedsim.cli.console import lost_output
 
@@ -161,7 +163,7 @@ def _finish_output() -> None:
 
 
 def _flush_or_drop() -> None:
-    """Leave nothing in the buffer that could not be written when the interpreter ends."""
+    """Empty the output buffer, which the interpreter would otherwise fail to flush at exit."""
     from fedsim.cli.console import drop_output
 
     try:
@@ -171,10 +173,12 @@ def _flush_or_drop() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
+    """Open descriptors 0 to 2 if they are closed, so that no file of a run gets one of them.
 
-    A character that the output's encoding lacks is replaced, not an error.
+    Otherwise a print would write into that file. A character that the output's encoding lacks is
+    replaced instead of raising an error.
     """
+    # os.open returns the lowest free descriptor, so this fills the gaps among 0, 1 and 2.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

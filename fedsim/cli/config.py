@@ -1,4 +1,4 @@
-"""`fedsim config`: what may be in a config, and what is in one."""
+"""`fedsim config`: explain the keys and choices of configs, and show a config."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def explain(
         fedsim config explain mechanism
         fedsim config explain mechanism.adaclip
 
-    Of one key it says the type, the default, what is allowed, and whether a
+    For a single key it shows the type, the default, the allowed values, and whether a
     resumed run may change it.
     """
     every = keys()
@@ -101,7 +101,7 @@ def _unknown(key: str, every: list[Key]) -> FedsimError:
 
 
 def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
-    """The keys that a table always has, a line each, and the names of those of its choices."""
+    """One line per key that a table always has, and the names of its choices' own keys."""
     parts: list[RenderableType] = [_lines([k for k in of_table if not k.belongs_to])]
     choices: dict[str, list[str]] = {}
     for entry in of_table:
@@ -194,7 +194,7 @@ def show(
         ),
     ] = False,
 ) -> None:
-    """Show a config with every key, those that it leaves at their defaults included.
+    """Show a config with every key, including those left at their defaults.
 
     For example:
 

@@ -1,7 +1,7 @@
 """The console of every command, and the arguments and checks that several commands share.
 
-What is printed is plain text: names and paths are no markup, and a pipe or a file gets no boxes. A
-run does not stop because nobody reads its output any more.
+Output is plain text: markup in names and paths is not interpreted, and a pipe or a file gets no
+boxes. A run does not stop when the reader of its output goes away.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Overrides = Annotated[
 
 
 def panel_option(panel: str, help_: str, *flags: str, metavar: str | None = None) -> Any:
-    """An option that ``--help`` shows in a panel of this title."""
+    """An option that ``--help`` shows in a panel with this title."""
     return typer.Option(*flags, help=help_, metavar=metavar, rich_help_panel=panel)
 
 
 def check_out(path: Path, suffix: str) -> None:
-    """Refuse, before the work that makes it, a file that could not be written.
+    """Refuse an output file that cannot be written, before the work that produces it.
 
     Raises
     ------
     FedsimError
-        If ``path`` has another suffix, is a directory, or is in one that cannot be written.
+        If ``path`` has another suffix, is a directory, or its directory cannot be written.
     """
     if path.suffix.lower() != suffix or path.is_dir():
         raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
@@ -68,11 +68,11 @@ def check_out(path: Path, suffix: str) -> None:
 
 
 class Output(Console):
-    """A console that takes no markup from names and paths.
+    """A console that does not interpret markup in names and paths.
 
     Output that cannot be written, because its reader has closed it or the disk is full, is dropped
-    and the command continues: a run is worth more than its progress line. `lost_output` has the
-    error afterwards.
+    and the command continues, so that a run is not lost for its progress line. `lost_output` then
+    returns the error.
     """
 
     def __init__(self) -> None:
@@ -103,15 +103,15 @@ _lost: list[OSError] = []
 
 
 def lost_output() -> OSError | None:
-    """The error by which something printed since the last call was lost; None if nothing was."""
+    """The first error that lost output since the last call; None if no output was lost."""
     error = _lost[0] if _lost else None
     _lost.clear()
     return error
 
 
 def drop_output() -> None:
-    """Redirect the standard output to nowhere, so that flushing it cannot fail any more."""
-    # There may be no standard output, or one without a descriptor.
+    """Redirect the standard output to /dev/null, so that flushing it cannot fail any more."""
+    # sys.stdout may be None, or have no descriptor.
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -119,7 +119,7 @@ def drop_output() -> None:
 
 
 class _DroppingStream:
-    """A stream that notes its first failure, and drops all that is written after it."""
+    """A stream that records a failed write, and drops all output after it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -146,10 +146,10 @@ class _DroppingStream:
 
 
 class _NamedPath(PathType):
-    """A path that is named: `Path("")`, of a variable that is unset, is the current directory."""
+    """A path that must not be empty: an unset variable must not mean the current directory."""
 
     def convert(self, value: Any, param: Parameter | None, ctx: Context | None) -> Any:
-        """The path."""
+        """Convert a non-empty string to a path."""
         if value == "":
             name = (param.opts[0] if param is not None else "").replace("_", "-")
             name = name if name.startswith("-") else name.upper()
@@ -158,10 +158,10 @@ class _NamedPath(PathType):
 
 
 class Command(TyperCommand):
-    """A command that shows the help of each `typer.Argument`, and takes no path without a name.
+    """A command that shows the help of each `typer.Argument`, and refuses empty paths.
 
-    Click 8.5 has a help of its own for arguments, and overwrites with it the one that typer 0.20
-    noted; Flower allows no newer typer.
+    Click 8.5 sets a help of its own on arguments and so overwrites the one that typer 0.20 set;
+    it is restored here, since Flower allows no newer typer.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Command(TyperCommand):
 
 
 class ConfigCommand(Command):
-    """A command that may import code which a config, or a run's config, names."""
+    """A command that may import the code that a config names, with the option --allow-code."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         super().__init__(name, **settings)
@@ -205,10 +205,10 @@ def _allow_code(_context: Context, _parameter: Parameter, names: tuple[str, ...]
 
 
 class Group(TyperGroup):
-    """A group that leaves Ctrl-C to `fedsim.cli.boundary`; typer would end without a sentence."""
+    """A group that leaves Ctrl-C to `fedsim.cli.boundary`; typer would exit without a message."""
 
     def invoke(self, ctx: Context) -> Any:
-        """Run a subcommand."""
+        """Run a subcommand; convert KeyboardInterrupt to click's Abort."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -216,7 +216,7 @@ class Group(TyperGroup):
 
 
 class JsonLines:
-    """The output of ``--json``: an object a line.
+    """The output of ``--json``: one object per line.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ class JsonLines:
     Attributes
     ----------
     end_values : dict
-        What the last line will say beside its status, as far as it is known yet.
+        Values of the last line that are known so far, other than its status.
     """
 
     def __init__(self, console: Console) -> None:
@@ -233,14 +233,14 @@ class JsonLines:
         self.end_values: dict[str, object] = {"directory": None}
 
     def line(self, event: str, values: Mapping[str, object]) -> None:
-        """Print an object; JSON has no NaN and no infinity, for which it says null."""
+        """Print an object, with null for NaN and infinite numbers, which JSON lacks."""
         from fedsim.runs.metrics import finite_json
 
         line = json.dumps({"event": event, **finite_json(values)})
         self._console.print(line, soft_wrap=True)
 
     def result(self, result: RunResult) -> None:
-        """Note how a run ended; of an interrupted one the rows say what it has spent."""
+        """Record how a run ended; if interrupted, without privacy: its rows have what it spent."""
         self.end_values |= {"ended": result.ended, "why": result.why}
         if result.directory is not None:
             self.end_values["directory"] = str(result.directory.path)
@@ -249,7 +249,7 @@ class JsonLines:
             self.end_values["example-privacy"] = _guarantee(result.example_privacy)
 
     def end(self, status: int, sentence: str) -> None:
-        """Print the last line, of a command that ends with this status and sentence."""
+        """Print the last line, for a command that ends with this status and sentence."""
         ended = {0: "finished", 130: "interrupted", 143: "interrupted"}.get(status, "failed")
         last: dict[str, Any] = {"ended": ended, "why": sentence, **self.end_values}
         if ended == "failed":

@@ -1,4 +1,4 @@
-"""`fedsim deploy`: keys and files of a federation, its processes, and a rehearsal here."""
+"""`fedsim deploy`: make a federation's keys and files, run its processes, and rehearse it."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ def _run_services(services: Sequence[Service], logs: Path, message: str) -> None
 
 @contextmanager
 def _until_interrupted(console: Console) -> Iterator[None]:
-    """End on Ctrl-C and on SIGTERM in good order, which for these commands is no failure."""
-    # `fedsim.cli.boundary` makes a KeyboardInterrupt of SIGTERM.
+    """Shut down cleanly on Ctrl-C and SIGTERM, which is no failure for these commands."""
+    # `fedsim.cli.boundary` turns SIGTERM into a KeyboardInterrupt.
     with suppress(KeyboardInterrupt):
         yield
     console.print("Down.")

@@ -22,25 +22,25 @@ from fedsim.reports.plots import SERIES, curve_style, grid, save
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """A config's plan with one kind of noise, at the config's epsilon."""
+    """A config's release plan with one kind of noise, calibrated to the config's epsilon."""
 
     name: str
     plan: ReleasePlan[Any]
 
     @property
     def errors(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Standard deviation of the noise in the first t rounds' sums together, in units of C."""
+        """Standard deviation, over C, of the noise in the sum of rounds 1 .. t, for each t."""
         deviations = np.sqrt(self.plan.noise.variances(self.plan.rounds or 1))
         return np.asarray(self.plan.noise.multiplier * deviations)
 
     @property
     def error(self) -> float:
-        """Root mean square of `errors`."""
+        """Root mean square of `errors` over rounds."""
         return float(np.sqrt(np.square(self.errors).mean()))
 
     @property
     def coefficients(self) -> str:
-        """The first coefficients of its noise."""
+        """First four coefficients of correlated noise, as text; empty for other noise."""
         noise = self.plan.noise
         if not isinstance(noise, Correlated):
             return ""
@@ -54,7 +54,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
     Raises
     ------
     FedsimError
-        If it is no config, or one that claims no privacy at client level.
+        If the source is no config, or claims no privacy at client level.
     """
     if source is None or source.suffix != ".toml":
         raise FedsimError(
@@ -83,7 +83,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
 
 
 def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:
-    """The config's plan with each kind of noise that fedsim ships."""
+    """The config's plan with each of fedsim's own kinds of noise, calibrated to an epsilon."""
     noise = config.noise
     own_keys = {noise.key(setting.key) for setting in noise.own_settings(noise.name)}
     others = {k: value for k, value in config.to_run_config().items() if k not in own_keys}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 CLEARLY = 1.03
-"""How much longer than the fastest a run's own choice may take: two measurements differ by that."""
+"""Ratio up to which a run's default counts as fast: repeated measurements differ by about 3 %."""
 
 
 def partition(
@@ -54,7 +54,7 @@ def partition(
         settings = settings.replace(seed=seed)
     path = out or Path("runs") / f"{settings.name}-partition.png"
     check_out(path, ".png")
-    # Only now: a mistake in the config should not wait for torch and matplotlib.
+    # Imported here so that a mistake in the config is reported before torch is loaded.
     import numpy as np
 
     from fedsim.partitions.base import class_counts
@@ -65,7 +65,7 @@ def partition(
     data = resolve_data(settings.replace(**{"engine.device": "cpu"}))
     labels, num_classes = data.dataset.train.y.numpy(), data.dataset.num_classes
     if labels.ndim > 1 or not num_classes:
-        # Where a target is not one class, only the number of examples can be counted.
+        # Targets that are not classes count as one class: only numbers of examples are shown.
         labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
     counts = class_counts(labels, data.parts, num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
@@ -99,7 +99,8 @@ def tune(
         fedsim run run.toml --set client.path=layered --set client.block-size=25
     """
     settings = RunConfig.load(config, set_ or [])
-    # What is trained here is released to nobody: clients' state and budgets stay as they are.
+    # Nothing trained here is released, so clients' state and ledgers must not be changed and no
+    # budget applies.
     settings = settings.replace(**{"client.state-dir": "", "client.noise.max-epsilon": ""})
     import numpy as np
 
@@ -125,7 +126,7 @@ def tune(
 
 @dataclass(frozen=True)
 class Timing:
-    """CPU and wall time of a path at a block size, in seconds a client."""
+    """CPU and wall time of a path at a block size, in seconds per client."""
 
     path: str
     block_size: int
@@ -136,16 +137,17 @@ class Timing:
 def measure(
     trainer: Trainer, ids: Ids, repeats: int, announce: Callable[[float], object] = lambda _: None
 ) -> list[Timing]:
-    """The best timing of each path and block size, the fastest first.
+    """Best timing of each path and block size, the fastest first.
 
-    CPU time decides on a CPU, since other processes on the machine stretch the wall clock; wall
-    time decides elsewhere. ``announce`` receives the seconds that one turn over all of them takes.
+    They are compared by CPU time on a CPU, since other processes on the machine prolong wall time,
+    and by wall time on other devices. ``announce`` is called with the seconds that one turn over
+    all of them takes.
     """
     cost = _cost(trainer)
     candidates, vector = _candidates(trainer, len(ids)), trainer.initial()
     best: dict[tuple[str, int], Timing] = {}
     begun = time.perf_counter()
-    # In turn, so that another process's load falls on all of them; the first turn warms up.
+    # In turns, so that other processes' load affects all equally; the first turn is a warm-up.
     for t in range(1, repeats + 2):
         if t == 2:
             announce(time.perf_counter() - begun)
@@ -163,9 +165,9 @@ def _cost(trainer: Trainer) -> Callable[[Timing], float]:
 
 
 def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer]:
-    """A trainer for each path that takes the model and each block size up to ``clients``.
+    """A trainer for each path that supports the model and each block size up to ``clients``.
 
-    The one that a run takes unless it is told otherwise is among them.
+    They include the path and block size that a run uses by default.
     """
     candidates: dict[tuple[str, int], Trainer] = {}
     paths: tuple[PathName, ...] = ("layered", "func", "plain")
@@ -175,26 +177,26 @@ def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer
             try:
                 candidate = trainer.on(path, size)
             except FedsimError:
-                break  # the path does not take this model
+                break  # the path does not support this model
             candidates.setdefault((path, candidate.block_size), candidate)
     return candidates
 
 
 def _timed(trainer: Trainer, vector: Tensor, ids: Ids, round: int) -> tuple[float, float]:
-    """CPU and wall seconds that these clients' training takes."""
+    """CPU and wall seconds to train these clients once."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in trainer.train(vector, ids, round):
         pass
     if trainer.device.type == "cuda":
         import torch
 
-        # A kernel that was launched has not ended yet.
+        # Kernels run asynchronously: wait until the launched ones have ended.
         torch.cuda.synchronize(trainer.device)
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def report_timings(console: Console, timings: list[Timing], trainer: Trainer) -> None:
-    """Print a table of what was measured, and the options that choose the fastest."""
+    """Print a table of the timings, and the options that select the fastest."""
     table = Table(title="Local training, one client update")
     for column in ("path", "block size", "CPU ms", "wall ms", "clients/s", ""):
         table.add_column(column, justify="left" if column in ("path", "") else "right")
@@ -268,7 +270,7 @@ def stats(
 
     Means and standard deviations of inputs and of targets that are numbers, shares of classes, and
     with --quantiles histograms: together they are one release at client level, in which each
-    client of the config counts the same. Numbers are clamped to ranges that you declare without
+    client of the config has the same weight. Numbers are clamped to ranges that you declare without
     looking at the data. A run may then declare normalisation and ranges from these statistics:
 
         fedsim stats digits.toml --epsilon 1 --inputs 0,1 --together

@@ -1,4 +1,4 @@
-"""`fedsim privacy`: what a plan costs, what noise a target needs, what a budget buys."""
+"""`fedsim privacy`: the epsilon of a plan, the noise for a target, the rounds within a budget."""
 
 from __future__ import annotations
 
@@ -198,10 +198,11 @@ def privacy(
 def _print_further(
     console: Output, read: Source, answer: Answer, group: int | None, *, extrapolated: bool
 ) -> None:
-    """Print what follows an answer: groups, extrapolated figures, declarations, attacks."""
+    """Print the notes after an answer: groups, extrapolation, declarations, trade-off curve."""
     question = answer.question
     if (owned := read.group if group is None else group) != 1:
-        # As `Statement.of_group`: a user's own sampler may draw rows of one owner together.
+        # As in `Statement.of_group`: a user's own sampler may draw rows of one owner together, so
+        # that the group's cost must be that of a chain of neighbours.
         made = () if read.ledger is None else read.ledger.charged
         chained = read.declared_by_user or any(entry.declared_by_user for entry in made)
         cost = group_cost(answer.events, owned, question.delta, chained=chained)
@@ -216,7 +217,7 @@ def _print_further(
 def _show_spent(
     read: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
 ) -> None:
-    """Print the statements of a run's ledgers, and how epsilon grew."""
+    """Print the statements of a run's ledgers, and a table of epsilon over rounds."""
     statements = read.ledgers.statements(delta)
     if group is not None:
         statements = [replace(statement, group=None).of_group(group) for statement in statements]
@@ -264,7 +265,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_j
 
 
 def _answer_table(answer: Answer, prv: bool) -> Table:
-    """The answer first, then what it follows from."""
+    """Table with the answer first, then the values that it follows from."""
     question, cost = answer.question, answer.cost
     rows = {
         "epsilon": _number(cost.epsilon),
@@ -316,7 +317,7 @@ _METHODS = {
 
 
 def _over_table(question: Question, key: str, answers: list[Answer], prv: bool) -> Table:
-    """One row an answer; what varies stands first."""
+    """One row per answer; the varied key is the first column."""
     headings = {"target_epsilon": "target", "max_epsilon": "budget"}
 
     def varied(answer: Answer) -> str:
@@ -341,7 +342,7 @@ def _over_table(question: Question, key: str, answers: list[Answer], prv: bool) 
 
 
 def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
-    """How epsilon grew, in about ten steps."""
+    """Table of epsilon over rounds, in about ten steps."""
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
@@ -368,7 +369,10 @@ _FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
 
 
 def _tradeoff_table(curve: TradeOff) -> Table:
-    """The false-negative rates of any membership-inference attack, at some false-positive rates."""
+    """Least false-negative rates of any membership-inference attack, at some false-positive rates.
+
+    They are rounded down, so that the printed claim is true.
+    """
     table = Table(box=None, padding=(0, 2), title="any membership-inference attack")
     table.add_column("at a false-positive rate of", justify="right")
     table.add_column("misses at least", justify="right")

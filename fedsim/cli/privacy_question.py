@@ -1,4 +1,4 @@
-"""The questions of `fedsim privacy`: on a plan, a config, a ledger, a run or clients' ledgers."""
+"""The questions of `fedsim privacy`: about options, a config, a ledger, a run, clients' ledgers."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from fedsim.runs.run_ledgers import RunLedgers, delta_of
 
 @dataclass(frozen=True)
 class Source:
-    """The command's argument, read.
+    """The contents of the command's argument SOURCE.
 
     Attributes
     ----------
     question : Question
-        About a run to come, or about further rounds of one.
+        A question about a planned run, or about further rounds of an existing one.
     ledger : Ledger or None
         The ledger that further rounds would extend: the server's, or that of the client that has
         spent most.
     ledgers : RunLedgers
-        All that were read.
+        All ledgers that were read.
     extrapolated : Extrapolation or None
-        Of a config whose noise is that of a larger cohort.
+        For a config that simulates the noise of a larger cohort.
     group : int
-        How many clients one person may own, as a config says.
+        How many clients one person may own, according to the config.
     declared : tuple of str
-        Sentences on what is declared by a config's user.
+        Sentences on the parts of the mechanism that the config's user declares.
     declared_by_user : bool
-        Whether its sampler or noise is.
+        Whether its sampler or noise is such a part.
     """
 
     question: Question = field(default_factory=Question)
@@ -67,7 +67,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     Raises
     ------
     FedsimError
-        If it is no config, no ledger and no directory of either.
+        If it is no config, no ledger, no run's directory and no directory of clients' ledgers.
     """
     if source is None:
         if overrides:
@@ -107,7 +107,7 @@ def _of_config(config: RunConfig) -> Source:
 
 def _of_run(run: Path, delta: float | None) -> Source:
     ledgers = RunLedgers.read(run, delta)
-    server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # which says what is missing
+    server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # raises if there is none
     ledgers = replace(ledgers, server=server)
     delta = delta_of(ledgers.config) if delta is None else delta
     if ledgers.clients is not None and not server.statement(delta).private:
@@ -122,18 +122,18 @@ def _of_clients(ledgers: RunLedgers, clients: ClientLedgers) -> Source:
 
 
 def _further_rounds(ledger: Ledger, delta: float) -> Question:
-    """About more rounds like the ledger's last one."""
+    """Question about more rounds like the ledger's last one."""
     question = Question(delta=delta, level=ledger.level)
     if not ledger.charged:
         return question
-    # An event of count 0 is of a round that an earlier one covers.
+    # An event of count 0 is of a round that an earlier charge (a whole plan) covers.
     rounds = (e.event for e in reversed(ledger.charged) if e.of_round and e.event.count)
     last = next(rounds, None)
     if last is None:
         return question
     law = last.law
     if isinstance(law, ExtendedLaw):
-        law = law.base  # its event has what the plan costs beyond a shorter one
+        law = law.base  # the law of the whole plan, not of what it costs beyond a shorter one
     return replace(
         question,
         law=law,
@@ -169,7 +169,7 @@ def _planned(config: RunConfig) -> Question:
 
 
 def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Event]:
-    """What a config's private evaluations cost in so many rounds, at the question's target."""
+    """Events of a config's private evaluations in so many rounds, at the question's target."""
     if not config.evaluate.private or rounds < config.evaluate.clients_every:
         return []
     changes: dict[str, Scalar] = {"rounds": rounds}
@@ -179,8 +179,8 @@ def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Eve
 
 
 def _planned_examples(config: RunConfig) -> Question:
-    """About the costliest client, where clients protect their examples."""
-    # Clients' sampling rates follow from how many examples they have.
+    """Question about the client that spends most, if clients protect their examples."""
+    # Needs the data: a client's sampling rate follows from its number of examples.
     from fedsim.runs.data_split import resolve_data
     from fedsim.runs.factories import example_privacy, most_expensive_client
 
@@ -202,7 +202,7 @@ def _planned_examples(config: RunConfig) -> Question:
 
 
 def with_sampling(question: Question, sampling: str | None, options: dict[str, Any]) -> Question:
-    """The question with the sampling that options say.
+    """The question with the sampling that the command's options set.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
     sampling : str, optional
         The name of a law; without it, ``rate`` and ``size`` mean Poisson sampling.
     options : dict
-        ``rate``, ``size``, ``population``, ``adjacency``; None where the question's own stands.
+        ``rate``, ``size``, ``population``, ``adjacency``; None keeps the question's own value.
     """
     law, given = question.law, {name: v for name, v in options.items() if v is not None}
     if "adjacency" in given:
@@ -220,17 +220,18 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
     kind = law_named(one_of("--sampling", sampling or "poisson", *simple_laws()))
     inherited = ["population", "adjacency"] if type(law) is kind else ["population"]
     given = {name: getattr(law, name) for name in inherited} | given
-    # At example level the number of examples is public.
+    # At example level the number of examples is public, so neighbours are zero-out.
     if question.level == "example" and "zero-out" in kind.neighbours:
         given.setdefault("adjacency", "zero-out")
     return replace(question, law=kind.of_options(**given))
 
 
 def with_plan(question: Question, changes: dict[str, Any]) -> Question:
-    """The question with options in place of what it said; None leaves a value as it is.
+    """The question with values replaced by options; None keeps a value.
 
-    A noise multiplier and a target for it exclude each other, so that an option for one unsets the
-    other. A config's target determines its noise, of which a budget is then asked.
+    A noise multiplier and a target epsilon exclude each other, so an option for one unsets the
+    other. With a budget (``max_epsilon``), a config's target first determines the noise, and the
+    question is then how many rounds the budget allows with that noise.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     if "target_epsilon" in given and "noise_multiplier" not in given:
@@ -244,7 +245,7 @@ def with_plan(question: Question, changes: dict[str, Any]) -> Question:
 
 
 def one_of(option: str, value: str, *allowed: str) -> Any:
-    """``value``, refused unless it is allowed."""
+    """Return ``value``, or raise FedsimError if it is not allowed."""
     if value not in allowed:
         raise FedsimError(f"{option} is {value!r}; it must be {', '.join(allowed)}.")
     return value
@@ -261,7 +262,7 @@ _AXES: dict[str, type] = {
 
 
 def parse_axis(text: str) -> tuple[str, list[int | float]]:
-    """The field of a question, and its values, of ``--over``."""
+    """Parse ``--over``: the field of a question, and its values."""
     key, _, values = text.partition("=")
     key = one_of("--over", key.strip(), *_AXES)
     try:

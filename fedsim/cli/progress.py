@@ -1,4 +1,4 @@
-"""A run's progress and its summary, for a terminal."""
+"""Progress and summary of a run, for a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EPSILONS = {"epsilon-so-far": "eps so far", "epsilon": "eps", "example-epsilon"
 
 
 class Progress(Callback, Closed):
-    """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds.
+    """One live line on a terminal; in other output, a plain line after each tenth of the rounds.
 
     On a narrow terminal the last numbers are cut off, never the remaining time.
     """
@@ -59,7 +59,7 @@ class Progress(Callback, Closed):
         return self
 
     def close(self) -> None:
-        """Leave the line as it is."""
+        """Stop updating the line, which stays on the terminal."""
         self._bar.stop()
 
     def on_start(self, status: RunStatus) -> None:
@@ -109,13 +109,13 @@ class Progress(Callback, Closed):
 
 
 class JsonRounds(Callback):
-    """Prints a JSON object for each round, and notes the run's directory for the last object."""
+    """Prints a JSON object for each round, and records the run's directory for the last object."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
 
     def on_start(self, status: RunStatus) -> None:
-        """Note the run's directory."""
+        """Record the run's directory."""
         if status.directory is not None:
             self._lines.end_values["directory"] = str(status.directory.path)
 
@@ -126,7 +126,7 @@ class JsonRounds(Callback):
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
     """The metrics that a run reached, its privacy statements, and the files that it wrote."""
-    # A claim is made where a bound is chosen at one of the levels.
+    # Privacy is claimed if a mechanism is chosen at either level.
     claims = not config.mechanism.name == config.client.mechanism.name == "none"
     lines: list[RenderableType] = [_metrics_table(result.metrics), Text()]
     lines.append(Text(str(result.privacy) if claims else _NO_CLAIM))
@@ -145,7 +145,7 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
 
 
 def interrupted(result: RunResult) -> str:
-    """The last round of an interrupted run, and the commands to resume it and to see it."""
+    """A message with an interrupted run's last round, and commands to resume and to report it."""
     assert result.directory is not None
     run = shlex.quote(str(result.directory.path))
     return (
@@ -180,7 +180,7 @@ _NO_CLAIM = (
 
 
 def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:
-    # A path is in one piece, to be copied; on a narrow terminal the words beside it wrap.
+    # Paths do not wrap, so that they can be copied; the text next to them does.
     table = Table.grid(
         Column(no_wrap=True, overflow="fold"), Column(overflow="fold"), padding=(0, 2)
     )

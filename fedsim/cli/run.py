@@ -1,4 +1,4 @@
-"""`fedsim run` and `fedsim app`: train what a config describes, and run any Flower app."""
+"""`fedsim run` and `fedsim app`: run a config, and run any Flower app."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(
         delta = 1e-4
 
     `fedsim run digits.toml --set client.lr=0.2 --out runs/lr02` trains it and writes
-    config.toml (every key: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
+    config.toml (every key: it reproduces the run), metrics.csv (one row per round), ledger.jsonl
     (every private release), model.safetensors and report.html.
 
     A run that was interrupted or killed resumes from its last checkpoint and ends with the same
@@ -86,13 +86,13 @@ def run(
         raise FedsimError(
             "--resume continues the run that --overwrite would replace; give one of them."
         )
-    # Before the overrides are validated: keys may belong to one engine only.
+    # The engine is set first: overrides may name keys that exist for this engine only.
     chosen = [] if engine is None else [f"engine.name={engine}"]
     settings = RunConfig.load(config, [*chosen, *(set_ or [])])
     if seed is not None:
         settings = settings.replace(seed=seed)
     _log_from("info" if verbose else log_level)
-    # Only now: a mistake in the config should not wait for torch.
+    # Imported here so that a mistake in the config is reported before torch is loaded.
     with console.status("importing") if not (quiet or json_) else nullcontext():
         from fedsim.cli.progress import JsonRounds, Progress, interrupted, summary
         from fedsim.runs.record import RanElsewhere
@@ -123,7 +123,7 @@ def run(
 
 
 def _log_from(level: str) -> None:
-    """Show what fedsim logs from this level on."""
+    """Show fedsim's log messages of this level and above."""
     if level not in _LEVELS:
         raise FedsimError(f"--log-level is {level}; it must be {', '.join(_LEVELS)}.")
     log = logging.getLogger("fedsim")
@@ -150,7 +150,7 @@ def _config_file(source: Path, out: Path | None, *, resume: bool) -> tuple[Path,
         )
     if out is not None and out.resolve() != source.resolve():
         raise FedsimError(f"--out {out} is not {source}, where the run is resumed; leave it out.")
-    past_config(config)  # a mistake in it is no mistake of --set
+    past_config(config)  # reports a damaged file as such, before overrides are applied
     return config, source
 
 

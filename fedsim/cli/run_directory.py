@@ -1,4 +1,4 @@
-"""`fedsim evaluate`, `export`, `report` and `compare`: what can be made of finished runs."""
+"""`fedsim evaluate`, `export`, `report` and `compare`, which work on the directories of runs."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def export(
     `peft` is a folder with a run's adapter, which peft and `adapter.weights` read. ONNX and
     TorchScript models take the data set's own inputs: they contain the normalisation.
     `--public` leaves out what the guarantee does not cover: metrics, times, who was sampled,
-    paths. The bundle holds the model, the statement, and the config; the statement has the
-    ledger's final hash, but for a simulated run, whose seed could be found by it.
+    paths. The bundle holds the model, the statement, and the config. The statement has the
+    ledger's final hash, except for a simulated run, whose seed could be found from it.
     """
     if public == bool(to):
         raise FedsimError("give either --to FORMAT or --public.")
@@ -121,7 +121,7 @@ def report(
     page = out or run / "report.html"
     if out is not None or run.is_dir():
         check_out(page, ".html")
-    # Only now: a mistake should not wait for what reads a ledger.
+    # Imported here so that a mistake is reported before the accountants are loaded.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page
     from fedsim.runs.summary import whole_record

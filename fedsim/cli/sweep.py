@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FEW_RUNS = 5
 SOME_FAILED = 3
-"""The exit status of a sweep some of whose runs failed."""
+"""Exit status of a sweep in which some runs failed."""
 
 
 def sweep(
@@ -96,7 +96,7 @@ def sweep(
         --first-rounds 2 --set data.validation=0.1
 
     Honest selection makes a random number of runs on settings drawn at random, publishes the best
-    one by `data.validation` and deletes the others; the ledger has what that costs:
+    one by `data.validation` and deletes the others; the ledger charges what this choice costs:
 
         fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --select random-stopping
         --set data.validation=0.1 --set noise.entropy=system
@@ -106,7 +106,7 @@ def sweep(
     The exit status is 3 if runs failed; the others are not affected.
     """
     base = _base(config, set_ or [], over)
-    # Only now: a mistake in the config should not wait for torch.
+    # Imported here so that a mistake in the config is reported before torch is loaded.
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_line, seeds_csv, to_csv
     from fedsim.runs.sweep import Halving, grid_runs, is_done, measure_of, parse_axes, random_runs
@@ -162,7 +162,7 @@ def sweep(
 
 
 def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
-    """The config; what only an axis gives it has the axis's first value."""
+    """Load the config; if it is invalid without the axes, with the first value of each axis."""
     try:
         return RunConfig.load(config, set_)
     except FedsimError:
@@ -193,11 +193,11 @@ def _select(
     from fedsim.runs.sweep import RandomStopping
 
     mean = len(grid) if mean is None else mean
-    # Where few runs are expected, Poisson costs least.
+    # Of the distributions of the number of runs, Poisson costs least if few runs are expected.
     default = "poisson" if mean <= FEW_RUNS else "logarithmic"
     selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
     stopping = RandomStopping(selection)
-    stopping.members(grid)  # what is refused is announced by nothing
+    stopping.members(grid)  # raises for an invalid grid, before anything is printed
     console.print(
         f"A {selection.distribution.replace('poisson', 'Poisson')} number of runs, {mean:g} on "
         "average, of settings drawn at random; their number stays secret."
@@ -214,7 +214,7 @@ def _select(
 
 
 def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
-    """Refuse a directory with files of these names and no run of this sweep."""
+    """Refuse a directory that has result files but no run of this sweep."""
     names = ("sweep.csv", "sweep-seeds.csv", "sweep.png")
     existing = [name for name in names if (where / name).exists()]
     if existing and not any((where / member.label).exists() for member in grid):
@@ -243,12 +243,12 @@ def _run(
 
 
 def _table(settings: Sequence[SeedsLine]) -> Table:
-    """A row a setting, the best one in bold; means over seeds where there are several."""
+    """One row per setting, the best one in bold; means if there are several seeds."""
     from fedsim.reports.sweep import best_of
 
     best, name = best_of(settings), settings[0].lines[0].measure.name
     single = all(len(setting.lines) == 1 for setting in settings)
-    # Marks that all rows share stand in the heading, so that rows fit into 80 columns.
+    # Marks that all rows share go into the heading, so that rows fit into 80 columns.
     marks = {_marks(line) for setting in settings for line in setting.lines}
     shared = marks.pop() if len(marks) == 1 else ""
     table = Table(
@@ -275,7 +275,7 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
 
 
 def _spread(spread: Spread | None, name: str) -> str:
-    """Mean and deviation as a run's page and `fedsim compare` write them."""
+    """Mean and deviation, in the format of a run's page and `fedsim compare`."""
     from fedsim.runs.metrics import brief_metric
 
     if spread is None:

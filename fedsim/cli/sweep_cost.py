@@ -1,4 +1,4 @@
-"""What the runs of a sweep cost together, as the command says it."""
+"""Joint privacy cost of the runs of a sweep, as `fedsim sweep` prints it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def print_examples_cost(
     console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
 ) -> None:
-    """What all runs together cost the clients' examples, where more than one protects them."""
+    """Print the joint cost at example level, if several runs' clients protect their examples."""
     from fedsim.privacy import Ledger
     from fedsim.reports.sweep import examples_price
     from fedsim.runs.sweep import outcomes
@@ -54,13 +54,13 @@ def print_cost(
     where: Path,
     halving: Halving | None,
 ) -> None:
-    """What the private runs cost together, where more than one has released anything."""
+    """Print the joint cost of the private runs, if several of them have released anything."""
     from fedsim.privacy.durable import archived
 
     ledgers = {
         where / member.label / "ledger.jsonl": member for member in grid if member.config.private
     }
-    # A run that failed before its first row may have released, and recorded that.
+    # A run that failed before its first row of metrics may have charged a release to its ledger.
     released = {path: m for path, m in ledgers.items() if path.exists() or archived(path)}
     if len(released) < 2:
         return
@@ -83,7 +83,7 @@ def print_cost(
 
 
 def joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halving | None) -> str:
-    """What all runs cost a client whose data is in all of them."""
+    """Sentence on the joint cost of all runs for a client whose data is in all of them."""
     from fedsim.reports.sweep import price
     from fedsim.runs.sweep import outcomes
 

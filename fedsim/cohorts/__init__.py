@@ -1,4 +1,4 @@
-"""Cohorts: who takes part in a round. They are samplers of clients, by their public names."""
+"""Public names of the client samplers, which draw the cohort of a round."""
 
 from __future__ import annotations
 

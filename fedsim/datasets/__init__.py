@@ -1,4 +1,4 @@
-"""Data sets: named ones and a user's own arrays and tables, loaded once or mapped."""
+"""Data sets: named ones and a user's own arrays and tables, loaded or memory-mapped."""
 
 from fedsim.datasets.dataset import Dataset, Split
 from fedsim.datasets.load import dataset_of, from_table, load

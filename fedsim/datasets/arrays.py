@@ -1,9 +1,9 @@
-"""Reading a user's own arrays: nothing is ever unpickled, nor allocated because it says so.
+"""Read a user's own arrays safely: without pickle, and without trusting the sizes a file claims.
 
 An ``.npz`` is read into memory. Its directory and the arrays' headers are read first: they must
-agree with each other and with the file's own size, as deflate, the one compression that NumPy
-writes, packs a thousandfold at most. A folder of ``.npy`` files is mapped: what is read of it is
-what batches need.
+agree with each other and with the size of the file, since deflate, the only compression that NumPy
+writes, packs at most about a thousandfold. A folder of ``.npy`` files is memory-mapped, so that
+only what batches need is read from disk.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 STATISTICS = ("mean", "std")
 DECLARED = ("classes", "vocabulary")
 
-# 1032 : 1 is deflate's limit (zlib's technical notes); the rest is room for what is stored beside.
+# 1032 : 1 is deflate's limit (zlib's technical notes); the rest allows for the entry's overhead.
 DENSEST, LARGEST_HEADER = 1040, 2**16
 LONGEST_STATISTICS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """What a file or a folder holds.
+    """The arrays and declared numbers in a file or a folder.
 
     Attributes
     ----------
     train, test : mapping of name to array
-        ``x`` and ``y``, and ``mask`` and columns where it has them.
+        ``x``, ``y``, and ``mask`` and other columns if the file has them.
     mean, std : list of float, or None
+        Statistics for normalising; None if the file has none.
     classes, vocabulary : int
-        Declared numbers; 0 where it declares none.
+        Declared numbers of classes and tokens; 0 if not declared.
     found_in : mapping of str to "train" or "test"
-        What was found in the examples instead of being declared: ``mean`` and ``types`` of tables.
+        Properties found in the examples instead of being declared (``mean`` and ``types`` of
+        tables), and the split in which they were found.
     """
 
     train: Mapping[str, Array]
@@ -61,7 +63,7 @@ class Arrays:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Arrays:
-        """From arrays by the names that they have in a file: ``x_train``, ``owner_test``, ..."""
+        """Build it from arrays under their names in a file: ``x_train``, ``owner_test``, ..."""
         splits = {
             part: {
                 name.removesuffix(f"_{part}"): array
@@ -82,7 +84,7 @@ class Arrays:
         )
 
     def dataset(self, name: str, **others: Any) -> Dataset:
-        """A data set of them; ``others`` are what `Dataset.of` is told beside or instead."""
+        """Data set of these arrays; ``others``, keywords of `Dataset.of`, take precedence."""
         own = ("mean", "std", "classes", "vocabulary", "found_in")
         settings = {key: getattr(self, key) for key in own}
         return Dataset.of(name, self.train, self.test, **{**settings, **others})
@@ -96,13 +98,13 @@ def _whole(key: str, array: Array) -> int:
 
 
 def read_npz(path: Path) -> Arrays:
-    """Arrays of an ``.npz``, in memory.
+    """Read the arrays of an ``.npz`` into memory.
 
     Raises
     ------
     FedsimError
         If the file cannot be read, is no ``.npz``, lacks a key, holds Python objects, claims
-        more than it can hold, or is larger than memory.
+        more bytes than it can hold, or is larger than memory.
     """
     try:
         with open(path, "rb", opener=regular_files.opener) as file:
@@ -119,7 +121,7 @@ def read_npz(path: Path) -> Arrays:
     except FedsimError:
         raise
     except Exception as error:
-        # Anything that a parser of a stranger's bytes may raise.
+        # The file is untrusted: the zip and NumPy parsers may raise any type of exception.
         raise FedsimError(
             f"{path} could not be read ({cause(error)}); it must be an .npz of plain arrays with "
             f"{_wanted()}."
@@ -127,12 +129,12 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_folder(path: Path) -> Arrays:
-    """Arrays of a folder of ``.npy`` files, mapped: nothing is in memory before it is used.
+    """Memory-map the arrays of a folder of ``.npy`` files; nothing is read before it is used.
 
     Raises
     ------
     FedsimError
-        If a file lacks, cannot be read, holds Python objects, or claims more than it holds.
+        If a file is missing, cannot be read, holds Python objects, or claims more than it holds.
     """
     names = _used(path, sorted(file.stem for file in path.glob("*.npy")))
     arrays: dict[str, Array] = {}
@@ -140,7 +142,7 @@ def read_folder(path: Path) -> Arrays:
     try:
         for name in names:
             file = path / f"{name}.npy"
-            # "c": torch wants memory that it may write to; what it wrote would not reach the file.
+            # "c" is copy-on-write: torch requires writable memory, and writes never reach the file.
             arrays[name] = np.lib.format.open_memmap(regular_files.require(file), mode="c")
             _expect_batches(arrays[name])
             _require_small(name, arrays[name].shape)
@@ -158,14 +160,14 @@ def read_folder(path: Path) -> Arrays:
 
 
 def _expect_batches(array: Array) -> None:
-    """Tell the system that examples are read here and there: what lies beside them stays out."""
+    """Tell the system that access is random, so that it does not read ahead."""
     if isinstance(array, np.memmap) and hasattr(mmap, "MADV_RANDOM"):
         memory: mmap.mmap = array._mmap  # type: ignore[attr-defined]
         memory.madvise(mmap.MADV_RANDOM)
 
 
 def _used(path: Path, names: Iterable[str]) -> list[str]:
-    """Names of the arrays that are read, after holding them against those there must be."""
+    """Names of the arrays to read, after checking that the required ones are there."""
     distinct = list(dict.fromkeys(names))
     missing = [key for key in KEYS if key not in distinct]
     if missing:
@@ -178,7 +180,7 @@ def _used(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Refuse arrays that do not belong together, before the first is read."""
+    """Refuse arrays of a split that differ in length, before any of them is read."""
     for split in ("train", "test"):
         examples = (shapes[f"x_{split}"] or (0,))[0]
         for key, shape in shapes.items():
@@ -194,7 +196,7 @@ def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> No
 
 
 def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
-    """Shape and bytes of an array by its header, after holding that against the archive."""
+    """Shape and size in bytes of an array by its header, checked against the archive's entry."""
     entry = archive.getinfo(f"{key}.npy")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{key} is packed by another method than deflate")
@@ -228,7 +230,7 @@ def _require_small(key: str, shape: tuple[int, ...]) -> None:
 
 
 def cause(error: Exception) -> str:
-    """The first words of an error of a library's, for within a sentence."""
+    """First 200 characters of a library's error, to be quoted inside a sentence."""
     return str(error).strip().replace("\n", " ").rstrip(".")[:200] or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Whether plain arrays are a data set, found out in pieces: a mapped file is never copied."""
+"""Checks that plain arrays form a data set, block by block so that no mapped file is copied."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Array = npt.NDArray[Any]
 Layout = Literal["auto", "as-is"]
 
 MOST_CLASSES = 1_000_000
-"""A larger class or token is a mistake: models have an output or a row for each."""
+"""A larger class or token is taken for a mistake: models have an output or a row for each."""
 
 UNUSABLE = "unusable"
-"""The column of training examples whose label, or a token of theirs, is none that there is."""
+"""Column that marks the training examples with a label or token out of range."""
 
 MOST_CHANNELS = 4
 PIECE_BYTES = 2**26
@@ -34,13 +34,17 @@ def checked_split(
     split : "train" or "test"
     arrays : mapping of name to array
         See `Dataset.of`.
+    layout : "auto" or "as-is"
+        See `Dataset.of`.
+    where : str
+        Name of the data in error messages.
     protected : bool
-        Whether its numbers need not be finite, nor its labels and tokens below a number.
+        Whether to accept numbers that are not finite, and labels and tokens out of range.
 
     Raises
     ------
     FedsimError
-        If an array is not what it must be, or they do not belong together.
+        If an array has the wrong dtype, shape or values, or the lengths of the arrays differ.
     """
     if not isinstance(arrays, Mapping):
         raise FedsimError(
@@ -80,7 +84,7 @@ _Arrays = dict[str, Array]
 
 
 def _inputs(key: str, array: Array, layout: Layout, where: str, protected: bool) -> Array:
-    """Images channels first, numbers, or tokens."""
+    """Checked inputs: images (moved to channels first), floating features, or tokens."""
     kind = array.dtype.kind
     if kind not in "uif":
         raise FedsimError(
@@ -114,7 +118,7 @@ def _inputs(key: str, array: Array, layout: Layout, where: str, protected: bool)
 
 
 def _targets(key: str, array: Array, where: str, protected: bool) -> Array:
-    """Classes as int64, numbers floating."""
+    """Checked targets: classes as integers, numbers and booleans as floating point."""
     if array.dtype.kind not in "uifb":
         raise FedsimError(
             f"{where} has {key} of dtype {array.dtype}; labels must be integers from 0 up, and "
@@ -131,8 +135,9 @@ def _targets(key: str, array: Array, where: str, protected: bool) -> Array:
 
 
 def _mask(key: str, array: Array, y: Array, where: str, protected: bool) -> Array:
-    """Which targets count, as booleans; of protected examples any number but 0 says so."""
+    """Boolean mask of the targets that count; if protected, any integer but 0 means True."""
     fits = 2 <= array.ndim <= y.ndim and array.shape == y.shape[: array.ndim]
+    # The values of a protected mask are not looked at: no refusal may depend on training data.
     low, high = (0, 1) if protected or array.dtype.kind not in "bui" else _extremes(array, None)
     if not fits or array.dtype.kind not in "bui" or high > 1:
         raise FedsimError(
@@ -154,7 +159,7 @@ def _column(key: str, array: Array, count: int, where: str) -> Array:
 
 
 def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
-    """In a dtype and byte order that torch computes with; only a copy where it is another."""
+    """The array in a dtype and byte order that torch supports; copied only if it must change."""
     kind, size = array.dtype.kind, array.dtype.itemsize
     wanted = np.dtype(f"f{min(size, 8)}" if kind == "f" else array.dtype.newbyteorder("="))
     if kind == "u" and size > 1:
@@ -166,26 +171,25 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
             f"{where} has {key} of dtype {array.dtype}, which cannot stay in its file; it must be "
             "float, uint8, or signed integers, in this machine's byte order."
         )
-    # Protected ones that are too large stay so, or turn negative: both are found unusable.
+    # Too large protected labels stay too large or become negative: `with_unusable` finds both.
     if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
         raise FedsimError(
             f"{where} has the label {array.max()} in {key}; labels must be below {MOST_CLASSES:,}."
         )
-    with np.errstate(over="ignore"):  # what is too large is infinite, and refused as that
+    with np.errstate(over="ignore"):  # overflow gives infinity, which is refused later
         return array.astype(wanted)
 
 
 def _contiguous(array: Array) -> Array:
-    """As torch likes it in memory; what is in a file stays there unchanged."""
+    """The array in C order and writable, as torch requires; a mapped file is left as it is."""
     if isinstance(array, np.memmap):
         return array
-    # A copy where need be: torch wants memory that it may write to.
     return np.require(array, requirements=["C", "W"])
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many classes or tokens there are, and the split that tells; "" if that is declared."""
+    """Number of classes or tokens, and the split it was found in ("" if it was declared)."""
 
     size: int
     found_in: Literal["", "train", "test"] = ""
@@ -194,14 +198,22 @@ class Size:
 def found_size(
     key: str, declared: int, train: _Arrays, test: _Arrays, where: str, protected: bool = False
 ) -> Size:
-    """How many classes or tokens there are; 0 where targets or inputs are not of that kind.
+    """Number of classes or tokens; 0 if the targets are not classes or the inputs not tokens.
 
-    Of ``protected`` training examples none is refused, and none tells where test examples do.
+    With ``protected`` no training example is refused, and the number is taken from the test
+    examples if they have any: nothing that is visible then depends on the training data.
+
+    Parameters
+    ----------
+    key : "classes" or "vocabulary"
+        Which of the two to count.
+    declared : int
+        The declared number; 0 to use the number found in the data.
 
     Raises
     ------
     FedsimError
-        If there are others than declared, or ones that cannot be.
+        If there are more than declared, or a label or token is negative or too large.
     """
     name, noun = ("y", "label") if key == "classes" else ("x", "token")
     arrays = train[name], test[name]
@@ -209,7 +221,7 @@ def found_size(
         raise FedsimError(
             f"{where} declares {declared} {key}; there must be at most {MOST_CLASSES:,}."
         )
-    # Eight bits without a sign are images among inputs, and classes among targets.
+    # uint8 inputs are images, never tokens; uint8 targets are classes.
     if arrays[0].dtype.kind not in ("iu" if name == "y" else "i"):
         if declared:
             remedy = ", as y.astype('int64') has them, or y.argmax(1) of one-hot rows"
@@ -225,6 +237,7 @@ def found_size(
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
         if protected and split == "train":
+            # Clamped, not refused: an error would depend on protected data.
             most.append(min(max(high + 1, 1), MOST_CLASSES))
             continue
         if low < 0 or high >= limit:
@@ -246,15 +259,15 @@ def found_size(
 
 
 def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
-    """Training arrays without labels or tokens outside ``sizes``, and a column of whose were.
+    """Training arrays with labels and tokens outside ``sizes`` set to 0, and their examples marked.
 
-    0 is in their place, so that nothing is ever looked up outside a model's rows; an array that
-    has some is copied, unless it is a file's own copy-on-write memory. No column where nobody has
-    any.
+    They are set to 0 so that no model looks up a row that does not exist. An array that has such
+    values is copied, unless it is copy-on-write memory of a mapped file. The boolean column
+    `UNUSABLE` marks the examples concerned; it is left out where there are none.
     """
     made, marks = dict(train), train.get(UNUSABLE)
     unusable = np.zeros(len(train["x"]), dtype=np.bool_)
-    if marks is not None and marks.dtype.kind == "b":  # as a file says that was split by clients
+    if marks is not None and marks.dtype.kind == "b":  # marked already, in a client's own file
         unusable |= marks
     for name, size in (("y", sizes["classes"].size), ("x", sizes["vocabulary"].size)):
         array, stop = train[name], 0
@@ -264,6 +277,7 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
                 continue
             wrong = (piece < 0) | (piece >= size)
             if counts is not None:
+                # A mask may lack the last dimensions of y: give it axes of size 1 to broadcast.
                 wrong &= counts.reshape(*counts.shape, *[1] * (wrong.ndim - counts.ndim))
             if made[name] is array and getattr(array, "mode", "") != "c":
                 made[name] = array.copy()
@@ -273,7 +287,7 @@ def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
 
 
 def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:
-    """Smallest and largest of the integers that count; 0 and -1 if none do."""
+    """Smallest (at most 0) and largest of the integers that count; 0 and -1 if none do."""
     low, high = 0, -1
     for piece, counts in _pieces(array, mask):
         values = piece if counts is None else piece[counts]
@@ -294,7 +308,7 @@ def _require_finite(key: str, array: Array, mask: Array | None, where: str) -> N
 
 
 def _pieces(array: Array, mask: Array | None) -> Iterator[tuple[Array, Array | None]]:
-    """The array by rows, so that no copy of a part is larger than some megabytes."""
+    """The array and its mask in blocks of rows of about `PIECE_BYTES`, which bounds temporaries."""
     width = max(1, array.nbytes // max(len(array), 1))
     rows = max(1, PIECE_BYTES // width)
     for start in range(0, len(array), rows):
@@ -308,19 +322,19 @@ TINY = 1e-20
 def statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None, inputs: Array, where: str
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Checked mean and standard deviation, one number a channel or a feature.
+    """Checked mean and standard deviation, one number per channel or feature.
 
     Raises
     ------
     FedsimError
-        If they do not fit the inputs, or these are no numbers.
+        If they do not fit the inputs, or the inputs are tokens or sequences.
     """
     if mean is None and std is None:
         return None, None
     normal = inputs.ndim in (2, 4) and inputs.dtype.kind != "i"
     channels = inputs.shape[1]
     given = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
-    # Of a size that float32 holds, and what is divided by it too.
+    # Within [1e-20, 1e20], so that float32 holds them and the normalised inputs.
     usable = all(one.shape == (channels,) and (abs(one) <= 1 / TINY).all() for one in given)
     if not normal or not usable or not (given[1] >= TINY).all():
         shown = [None if one is None else list(one)[:8] for one in (mean, std)]

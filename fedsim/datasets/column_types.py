@@ -1,4 +1,4 @@
-"""What a column of a table holds: numbers or categories, as declared or as found in it."""
+"""Types of a table's columns: numbers or categories, declared or inferred from the values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("fedsim")
 MOST_CATEGORIES = 1000
 FEW_CATEGORIES = 20
 
-Column = Sequence[Any]  # of numbers, or of anything that is written as text
+Column = Sequence[Any]  # numbers, or any values that are compared by their text
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,14 @@ class NumberType:
         return math.isnan(self.low)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
-        """Numbers ``[N]``; one outside its range counts as the nearest end.
+        """Numbers ``[N]``; with a declared range, clipped to it and scaled to [0, 1].
 
-        With ``protected`` a value that is none is NaN.
+        With ``protected``, a value that is not a number becomes NaN.
+
+        Raises
+        ------
+        UnusableError
+            If a value is not a finite number and ``protected`` is false.
         """
         numbers = np.fromiter(map(number, values), dtype=np.float64, count=len(values))
         unusable = ~np.isfinite(numbers)
@@ -48,24 +53,30 @@ class NumberType:
         return numbers
 
     def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``[N, width]``: the numbers."""
+        """The numbers as one feature, ``[N, 1]``."""
         return numbers[:, None]
 
 
 @dataclass(frozen=True)
 class CategoryType:
-    """A column of categories; of those found in the data where none are declared."""
+    """A column of categories, declared or found in the data."""
 
     values: tuple[str, ...] = ()
     free: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
-        """One feature for each category."""
+        """Number of features: one for each category."""
         return len(self.values)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
-        """Positions ``[N]`` among ``values``; with ``protected`` -1 for another value."""
+        """Indices ``[N]`` into ``values``; with ``protected``, -1 for an unknown value.
+
+        Raises
+        ------
+        UnusableError
+            If a value is unknown and ``protected`` is false.
+        """
         places = {value: place for place, value in enumerate(self.values)}
         codes = np.fromiter((places.get(str(v), -1) for v in values), np.int64, len(values))
         if codes.min(initial=0) < 0 and not protected:
@@ -73,7 +84,7 @@ class CategoryType:
         return codes
 
     def features(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``[N, width]``: one-hot; all zero where a category is none of the column's."""
+        """One-hot rows ``[N, width]``; all zero for an unknown category."""
         one_hot: npt.NDArray[Any] = codes[:, None] == np.arange(self.width)
         return one_hot
 
@@ -81,12 +92,12 @@ class CategoryType:
 def declared_types(
     text: str, inputs: Sequence[str], target: str, where: str
 ) -> dict[str, NumberType | CategoryType]:
-    """What ``data.types`` says of inputs and target.
+    """Parse ``data.types``: the declared types of inputs and target, by column name.
 
     Raises
     ------
     FedsimError
-        If it cannot be read, or names a column twice or one that is neither.
+        If it cannot be parsed, names a column twice, or names one that is not used.
     """
     types: dict[str, NumberType | CategoryType] = {}
     for pair in text.split(",") if text.strip() else ():
@@ -123,7 +134,7 @@ def _declared_type(name: str, kind: str) -> NumberType | CategoryType:
 
 
 def found_type(name: str, train: Column, test: Column, where: str) -> NumberType | CategoryType:
-    """Numbers where all values are; otherwise as many categories as occur.
+    """Infer a column's type: numbers if all values are numbers, otherwise categories.
 
     Raises
     ------
@@ -167,23 +178,23 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
 
 
 def _is_missing(value: object) -> bool:
-    """Whether a file or a data frame has nothing here."""
+    """Whether a value of a file or a data frame is missing."""
     text = str(value).strip()
     return value is None or text in ("", "<NA>", "NaT") or text.lower() == "nan"
 
 
 def number(value: object) -> float:
-    """What a value says, NaN if that is no number."""
+    """The value as a float; NaN if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
-    except OverflowError:  # Python's own integers have no largest
+    except OverflowError:  # a Python integer beyond float64's range
         return math.inf
 
 
 class UnusableError(Exception):
-    """A value that its column's type does not have."""
+    """Raised for a value that does not fit its column's type."""
 
     def __init__(self, row: int, wanted: str) -> None:
         self.row, self.wanted = row, wanted

@@ -1,4 +1,4 @@
-"""What a data set is: examples with their targets, for training and for testing."""
+"""`Dataset` and `Split`: examples with their targets, for training and for testing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedsim.settings import check_settings
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples ``[N]``.
+    """N examples with their targets.
 
     Attributes
     ----------
@@ -35,12 +35,12 @@ class Split:
         when a batch is gathered; floating numbers of any shape; or integers, which are tokens.
     y : Tensor ``[N, ...]``
         Targets: integers are classes, of an example or of each of its positions; floating numbers
-        and vectors of them are what they are.
+        are regression targets, one or a vector per example.
     mask : bool Tensor, or None
         Which targets count: of the shape of ``y``, or of its first dimensions.
     columns : mapping of name to array ``[N]``
-        What else is known of each example, such as its ``owner``. Booleans ``unusable`` say which
-        training examples have a label or token that is none: their clients fail, or at example
+        Further values per example, such as its ``owner``. The boolean column ``unusable`` marks
+        training examples with a label or token out of range: their clients fail, or at example
         level their gradients count as zero.
     """
 
@@ -85,7 +85,7 @@ class Split:
         return replace(self, x=self.x.to(device), y=self.y.to(device), mask=mask)
 
     def __getitem__(self, rows: slice | Tensor) -> Split:
-        """These examples: a view for a slice, a copy for positions."""
+        """Examples at these rows: a view for a slice, a copy for a tensor of positions."""
         mask = None if self.mask is None else self.mask[rows]
         host = rows if isinstance(rows, slice) else rows.cpu().numpy()
         columns = {name: column[host] for name, column in self.columns.items()}
@@ -99,22 +99,22 @@ class Dataset:
     Attributes
     ----------
     name : str
-        What the user called it.
+        Its name, as the user wrote it.
     train, test : Split
-        Alike in shape and dtype.
+        Of equal shapes but for the number of examples.
     num_classes : int
-        Targets are classes 0 .. ``num_classes`` - 1; 0 where they are not classes.
+        Number of classes: targets are 0 .. ``num_classes`` - 1. 0 if targets are not classes.
     vocabulary : int
-        Inputs are tokens 0 .. ``vocabulary`` - 1; 0 where they are not tokens.
+        Number of tokens: inputs are 0 .. ``vocabulary`` - 1. 0 if inputs are not tokens.
     mean, std : tuple of float, or None
-        One number a channel of images (after division by 255), or a feature: a batch is
-        normalised to ``(x - mean) / std``. None: it is not.
+        One number per channel of images (after division by 255), or per feature: a batch is
+        normalised to ``(x - mean) / std``. None: batches are not normalised.
     source : str
-        Where the numbers were read from.
+        Where the data was read from.
     found_in : mapping of str to "train" or "test"
-        What was not declared, and where it was found: ``classes`` and ``vocabulary``, in the
-        training examples if those have more of them than the test examples have; ``types`` and
-        ``mean`` of tables.
+        Properties that were found in the data instead of being declared, and the split they were
+        found in: ``classes`` and ``vocabulary`` ("train" only if the training examples have more
+        of them than the test examples), and ``types`` and ``mean`` of tables.
     """
 
     name: str
@@ -139,9 +139,9 @@ class Dataset:
                 )
 
     def check_sizes(self) -> None:
-        """Refuse classes or tokens that are not below the numbers of them that it says.
+        """Refuse labels or tokens outside ``num_classes`` and ``vocabulary``.
 
-        `of` has done so; this is for one that a user has made directly.
+        `of` checks them itself; this is for a `Dataset` that a user constructed directly.
 
         Raises
         ------
@@ -152,15 +152,15 @@ class Dataset:
             found_size(key, number, train, test, f"data {self.name}")
 
     def protected(self) -> Dataset:
-        """As a run takes it that protects training examples: none of these decides anything.
+        """The data set for a private run, with sizes that do not depend on training examples.
 
-        Classes and tokens that were not declared are those of the test examples, where there are
-        any; a training example with another is ``unusable`` (see `Split`).
+        Numbers of classes and tokens that were not declared are counted in the test examples, if
+        they have any; a training example out of that range is ``unusable`` (see `Split`).
 
         Raises
         ------
         FedsimError
-            If test examples have labels or tokens that cannot be.
+            If a test example has a label or token that is negative or too large.
         """
         train, test = _arrays(self.train), _arrays(self.test)
         sizes = {"classes": Size(0), "vocabulary": Size(0)}
@@ -177,7 +177,7 @@ class Dataset:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """How many classes and tokens there are, as far as there are any."""
+        """Numbers of classes and tokens, without those that are 0."""
         sizes = {"classes": self.num_classes, "vocabulary": self.vocabulary}
         return {key: number for key, number in sizes.items() if number}
 
@@ -188,7 +188,7 @@ class Dataset:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that a model has for a target: classes, or the numbers of a vector, or one."""
+        """Outputs that a model needs per target: one per class, or per number of a vector."""
         if self.num_classes:
             return self.num_classes
         return int(self.train.y.shape[-1]) if self.train.y.dim() > 1 else 1
@@ -198,7 +198,7 @@ class Dataset:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
     def ranged(self, train: str = "", test: str = "") -> Dataset:
-        """Only these examples of each split, as ``start:stop``; either may be left out.
+        """Keep only these examples of each split, as ``start:stop``; either end may be left out.
 
         Raises
         ------
@@ -227,7 +227,7 @@ class Dataset:
         protected: bool = False,
         found_in: Mapping[str, str] | None = None,
     ) -> Dataset:
-        """Data set of plain arrays, after checking them; what needs no conversion is not copied.
+        """Build a data set from plain arrays, after checking them; copied only to convert.
 
         Parameters
         ----------
@@ -240,26 +240,25 @@ class Dataset:
             count: booleans of the shape of ``y``, or of its first dimensions. Anything else is
             a column ``[N]`` of numbers or strings, ``owner`` for one.
         mean, std : sequence of float
-            One number a channel or a feature (see `Dataset`).
+            One number per channel or feature (see `Dataset`).
         classes, vocabulary : int
-            How many classes or tokens there are, where that is known beforehand; 0 for as many as
-            occur.
+            Declared numbers of classes and tokens; 0 to use the numbers found in the data.
         layout : "auto" or "as-is"
             Whether floating ``[N, H, W]`` and ``[N, H, W, C]`` are images; "as-is" leaves the
             dimensions of floating inputs as they are.
         source : str
-            What sentences call it.
+            Name of the data in error messages; empty for ``name``.
         protected : bool
-            Whether training examples are taken whose numbers are not finite, or whose labels or
-            tokens are none; see `load`.
+            Whether to accept training examples whose numbers are not finite, or whose labels or
+            tokens are out of range; see `load`.
         found_in : mapping of str to str
-            What else was found in the examples; see `Dataset`.
+            Other properties found in the examples; see `Dataset`.
 
         Raises
         ------
         FedsimError
-            If an array has another dtype or shape, a number that is not finite, a class or a token
-            that cannot be, or if the arrays do not belong together.
+            If an array has another dtype or shape, a number that is not finite or a class or token
+            out of range, or if the lengths or shapes of the arrays do not match.
         """
         where = source or name
         splits = {
@@ -293,7 +292,7 @@ class Dataset:
 
 
 def _found_in(others: Mapping[str, str], sizes: Mapping[str, Size]) -> dict[str, str]:
-    """What was not declared, and where it was found: the sizes, and ``others``."""
+    """Properties that were not declared, and their split: the sizes, and ``others``."""
     found = {key: size.found_in for key, size in sizes.items() if size.found_in}
     return {key: split for key, split in others.items() if key not in sizes} | found
 

@@ -1,4 +1,4 @@
-"""Data of one's own: arrays (``.npz``, ``.npy``), tables (CSV), or what `datasets` has saved."""
+"""A user's own files: arrays (``.npz``, ``.npy``), tables (CSV), or Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OWN = (
 @register("data", "files")
 @dataclass(frozen=True)
 class Files:
-    """Files of one's own; ``data.name`` is their path, as it stands or in ``data.dir``.
+    """A user's own files; ``data.name`` is their path, absolute, relative, or within ``data.dir``.
 
-    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.of`), and where they have them
+    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.of`) and optionally
     ``mask_train`` and ``mask_test``, columns such as ``owner_train`` and ``owner_test``, ``mean``
     and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``. Tables (a ``.csv``,
-    or a folder of ``train.csv`` and ``test.csv``) are made into such arrays; see `tables`.
+    or a folder of ``train.csv`` and ``test.csv``) are converted to such arrays; see `tables`.
     """
 
     path: str = "files"
@@ -66,7 +66,7 @@ class Files:
     ] = ""
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
-        """Read them, or map them where they are ``.npy`` files; parameters as of `load`.
+        """Read the files, or memory-map them if they are ``.npy``; see `load` for parameters.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class Files:
                 "leave it false, or put them into an .npz of your own."
             )
         declared = {key: getattr(self, key) for key in DECLARED if getattr(self, key)}
-        if not normalize:  # the file's own are not used
+        if not normalize:  # overrides the file's own statistics with None
             declared |= dict.fromkeys(STATISTICS)
         return arrays.dataset(
             self.path, layout=self.layout, source=str(path), protected=protected, **declared
@@ -105,7 +105,7 @@ class Files:
 
 
 def _found(name: str, folder: Path) -> Path:
-    """Where data of one's own are."""
+    """Path of a user's own data: as written, or else within ``folder``."""
     for path in (Path(name), folder / name):
         if path.is_dir() or (path.is_file() and name.endswith((".npz", ".csv"))):
             return path
@@ -135,7 +135,7 @@ def read_saved(path: Path, columns: str) -> Arrays:
     Raises
     ------
     FedsimError
-        If the package is not installed, the folder is damaged, or a column is none of arrays.
+        If the package is not installed, the folder is damaged, or a column is no array.
     """
     extras.require(f"{path}, which the package datasets has saved,", "datasets")
     import datasets
@@ -157,12 +157,12 @@ def arrays_of(splits: Mapping[str, Any], columns: str, where: str = "the data se
     ----------
     splits : mapping of name to `datasets.Dataset`
     columns : str
-        ``"x=image,y=label,owner=writer"``: what each array is called there.
+        ``"x=image,y=label,owner=writer"``: the name of each array's column there.
 
     Raises
     ------
     FedsimError
-        If a split or a column lacks, or is no array of numbers.
+        If a split or a column is missing, or a column is no array of numbers or strings.
     """
     names = _names(columns)
     missing = [split for split in SPLITS if split not in splits]

@@ -1,4 +1,4 @@
-"""A data set by its name, from files of the user's own, or of what Python code has at hand."""
+"""Load a data set by name, from a user's own files, or from objects in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedsim.settings import settings_of
 
 
 def kind_of(name: str) -> str:
-    """The registered name of what a name stands for: a name that is none is a path to files."""
+    """Registered kind of a data set's name; any name that is not registered is a path to files."""
     return name if ":" in name or name in registry.names("data") else "files"
 
 
@@ -37,41 +37,42 @@ def load(
     protected: bool = False,
     **settings: Any,
 ) -> Dataset:
-    """Load a data set: into memory, or mapped where it is a folder of ``.npy`` files.
+    """Load a data set into memory, or memory-map it if it is a folder of ``.npy`` files.
 
     Parameters
     ----------
     name : str
-        One of ``fedsim config list data``, a path to files of one's own (`Files`), or
-        ``module:name``: anything that is called with ``settings`` and those of ``directory``,
-        ``download`` and ``normalize`` that it takes, and gives a `Dataset` (or something that does
-        when it is called with these).
+        One of ``fedsim config list data``, a path to a user's own files (`Files`), or
+        ``module:name``: a callable that takes ``settings`` and any of ``directory``, ``download``,
+        ``normalize`` and ``protected``, and returns a `Dataset` (or a callable that takes the
+        latter and returns one).
     directory : path
-        Where data sets are kept; ``data`` when empty. A named one is read from
-        ``<name>.npz`` there (``fashion_mnist.npz`` counts too), or else from torchvision's own
-        files. A path that does not exist as it stands is looked for there too.
+        Folder of data sets; ``data`` when empty. A named data set is read from ``<name>.npz``
+        there (``fashion_mnist.npz`` is accepted too), or else from torchvision's own files. A
+        path of a user's own that does not exist is looked up there too.
     download : bool
-        Whether torchvision may fetch what is missing.
+        Whether torchvision may download missing files.
     normalize : bool
-        Whether batches are normalised per channel or feature. The numbers are the usual published
-        ones for a named data set, and the file's own for files of one's own: none are computed
-        here, since statistics of the training data would be a release of their own.
+        Whether batches are normalised per channel or feature: with the usual published statistics
+        for a named data set, with the file's own ones for a user's files. For arrays none are
+        computed here, since statistics of the training data would be a release of their own.
     train, test : str
-        Which examples there are, as ``start:stop`` of the file's order; either may be
+        Range of examples to use, as ``start:stop`` in the file's order; either end may be
         left out. ``"10000:"`` is all but the first 10,000, say because those are public.
     protected : bool
-        Whether a run protects the training examples: a number of theirs that is not finite is then
-        no reason to refuse all of them. The update that it spoils is not finite, and its client
-        alone fails; so does that of a label or token which is none, and nothing is found in them
-        that test examples say. At example level such an example's gradient counts as zero.
+        Whether a run protects the training examples. Then one bad example does not make the whole
+        data set refused: a number that is not finite makes its client's update not finite, so that
+        only this client fails, and so does a client with a label or token out of range. At example
+        level the gradient of such an example counts as zero. Properties that the test examples
+        show are not taken from training examples.
     settings
-        The data set's own; see `Files`.
+        Settings of the data set itself; see `Files`.
 
     Raises
     ------
     FedsimError
-        If there is no such data set, its files are missing or not usable, or it has no such
-        examples. Errors of the user's own code come through as they are.
+        If there is no such data set, its files are missing or not usable, or a range is not within
+        it. Exceptions of the user's own code are passed on unchanged.
 
     Examples
     --------
@@ -101,7 +102,7 @@ def load(
 
 
 def _accepted(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered keywords that a callable takes."""
+    """The offered keywords that a callable takes."""
     named, others = keywords_of(thing)
     return {k: v for k, v in offered.items() if k in named or (others and k != "path")}
 
@@ -114,21 +115,21 @@ _WANTED = (
 
 
 def dataset_of(data: object) -> Dataset:
-    """A data set of what ``data=`` may be.
+    """Data set of an object that a user passes as ``data=``.
 
     Parameters
     ----------
     data : Dataset, mapping or pair
-        A mapping has arrays or tensors by the names of files (``x_train``, ``owner_test``,
-        ``classes``, ...), or ``train`` and ``test``, each a mapping (``x``, ``y``, ...) or one of
-        the following. A pair is (train, test), each ``(x, y)`` or a torch data set with a length
-        whose items are ``(x, y)``, all of one shape. Floating tensors keep their dimensions, with
-        channels first; arrays are laid out as in files.
+        A mapping holds arrays or tensors under the names used in files (``x_train``,
+        ``owner_test``, ``classes``, ...), or the keys ``train`` and ``test``, each a mapping
+        (``x``, ``y``, ...) or one of the following. A pair is (train, test), each ``(x, y)`` or a
+        torch data set with a length whose items are ``(x, y)``, all of one shape. Items of torch
+        data sets keep their dimensions (channels first); arrays are laid out as in files.
 
     Raises
     ------
     FedsimError
-        If it is none of these, or its arrays are no data set.
+        If it is none of these, or its arrays are not a valid data set.
     """
     if isinstance(data, Dataset):
         return data
@@ -168,25 +169,25 @@ def from_table(
     normalize: bool = False,
     name: str = "table",
 ) -> Dataset:
-    """A data set of one table or two: pandas data frames, or mappings of names to columns.
+    """Data set of one or two tables: pandas data frames, or mappings of names to columns.
 
     Parameters
     ----------
     train, test : mapping of name to column
-        Without ``test`` every fifth row of ``train`` is a test example.
+        Without ``test``, every fifth row of ``train`` is a test example.
     columns, types : str
-        As of ``data.columns`` and ``data.types``: ``"y=income,owner=hospital"`` and
-        ``"age=0:100,sex=female|male"``. A private run wants the type of each column declared.
+        As in ``data.columns`` and ``data.types``: ``"y=income,owner=hospital"`` and
+        ``"age=0:100,sex=female|male"``. A private run requires that each column's type is declared.
     normalize : bool
         Whether numbers without a declared range are normalised by mean and standard deviation of
         the training rows; a private run refuses that.
     name : str
-        What sentences call it.
+        Name of the data set, also in error messages.
 
     Raises
     ------
     FedsimError
-        If a column lacks or has a value that is not of its type.
+        If a column is missing or has a value that is not of its type.
 
     Examples
     --------
@@ -220,13 +221,13 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
 
 def _column(values: Any) -> Any:
     array = np.asarray(values)
-    if array.dtype.kind in "mM":  # of nanoseconds a list would have whole numbers
+    if array.dtype.kind in "mM":  # tolist() turns nanosecond times into integers
         array = array.astype(str)
     return array.tolist()
 
 
 def _split(split: Any) -> dict[str, npt.NDArray[Any]]:
-    """``x`` and ``y`` as arrays."""
+    """Arrays of one split, by name: ``x``, ``y``, and others of a mapping."""
     if isinstance(split, Mapping):
         return {str(name): array_of(f"{name} of data=", value) for name, value in split.items()}
     if isinstance(split, torch.utils.data.Dataset):
@@ -237,7 +238,7 @@ def _split(split: Any) -> dict[str, npt.NDArray[Any]]:
 
 
 def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
-    """All items of a torch data set, one above the other."""
+    """All items of a torch data set, stacked into ``x`` and ``y``."""
     try:
         items = [dataset[position] for position in range(len(dataset))]
     except TypeError:
@@ -256,12 +257,12 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
 
 
 def array_of(name: str, value: Any) -> npt.NDArray[Any]:
-    """An array, a tensor or nested lists as an array.
+    """Convert an array, a tensor or nested lists to a NumPy array.
 
     Raises
     ------
     FedsimError
-        If numpy makes none of it, as of lists of several lengths.
+        If NumPy cannot convert it, for example lists of different lengths.
     """
     try:
         if isinstance(value, torch.Tensor):

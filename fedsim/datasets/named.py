@@ -1,4 +1,4 @@
-"""The named data sets: digits, which come along, and those that torchvision keeps."""
+"""The named data sets: digits, which is part of this package, and torchvision's."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _EVERY = 5
 @register("data", "digits")
 @dataclass(frozen=True)
 class Digits:
-    """Handwritten digits that come along: 1,797 images of 8x8 grey pixels."""
+    """Handwritten digits, part of this package: 1,797 images of 8x8 grey pixels."""
 
     def __call__(self, normalize: bool) -> Dataset:
-        """Read them, as float32 features ``[N, 64]`` in [0, 1].
+        """Read them as float32 features ``[N, 64]`` in [0, 1].
 
-        1,437 of them are for training and 360 for testing, always the same ones: with the images
-        in order of their class, and within a class in the file's order, every fifth is a test
-        image. So the classes have the same shares in both, and no run's seed moves an image from
-        one to the other. (The same people wrote in both parts: the file does not say who wrote
-        what.)
+        The split is fixed, 1,437 for training and 360 for testing: with the images sorted by
+        class, and within a class in the file's order, every fifth is a test image. So the classes
+        have the same shares in both, and no seed moves an image from one to the other. (Both parts
+        have the same writers: the file does not say who wrote what.)
 
         Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998
         (CC BY 4.0), its test part, which scikit-learn ships too.
@@ -56,15 +55,16 @@ Split = dict[str, npt.NDArray[Any]]
 
 
 class Published:
-    """A data set as everybody has it: from ``<name>.npz`` or torchvision's own files.
+    """A well-known data set, read from ``<name>.npz`` or torchvision's own files.
 
     Attributes
     ----------
     name, torchvision : str
-        What fedsim and torchvision call it.
+        Its names in fedsim and in torchvision.
     classes : int
+        Number of classes.
     mean, std : tuple of float
-        Of each channel, in [0, 1], as everybody uses them.
+        Mean and standard deviation of each channel, for pixels in [0, 1], as commonly used.
     """
 
     name: ClassVar[str]

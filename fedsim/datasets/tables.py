@@ -1,8 +1,8 @@
 """Tables of named columns: a CSV file, a folder of ``train.csv`` and ``test.csv``, a data frame.
 
-A table becomes arrays: numbers are features as they stand, or scaled; a category becomes one
-feature for each of its values. What the columns hold is declared (``types``), or found in the data
-and then named in ``Arrays.found_in``, so that a private run can refuse it.
+A table becomes arrays: a column of numbers is one feature, scaled if it has a declared range; a
+column of categories is one-hot features. Column types are declared (``types``) or inferred from
+the data; if inferred, ``Arrays.found_in`` says so and a private run refuses them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fedsim.errors import FedsimError
 _log = logging.getLogger("fedsim")
 
 TEST_EVERY = 5
-"""Of a table that comes in one piece, every fifth row is a test example."""
+"""Every fifth row of a table without a test table is a test example."""
 
 WILD = 10.0
-"""A larger root mean square of an input makes steps of a usual size diverge."""
+"""Root mean square of an input above which training at usual learning rates diverges."""
 
 Table = Mapping[str, Column]
 
@@ -44,14 +44,14 @@ Table = Mapping[str, Column]
 def read_table(path: Path, columns: str, types: str, normalize: bool, protected: bool) -> Arrays:
     """Arrays of a CSV file, or of a folder of ``train.csv`` and ``test.csv``.
 
-    The first line names the columns, which commas, semicolons or tabs separate. The other
-    parameters are those of `arrays_of_tables`.
+    The first line names the columns; the separator is a comma, semicolon or tab. For the other
+    parameters see `arrays_of_tables`.
 
     Raises
     ------
     FedsimError
-        If a file cannot be read or its lines do not have one value for each column, or as
-        `arrays_of_tables` does.
+        If a file cannot be read or its lines do not have one value for each column; see also
+        `arrays_of_tables`.
     """
     if path.is_dir():
         train, test = (_read_csv(path / f"{split}.csv") for split in ("train", "test"))
@@ -81,24 +81,26 @@ def arrays_of_tables(
     Parameters
     ----------
     train, test : mapping of name to column
-        Columns of equal lengths, such as a data frame has. Without ``test`` every fifth row of
+        Columns of equal lengths, as in a data frame. Without ``test``, every fifth row of
         ``train`` is a test example.
     columns : str
-        ``"y=income,owner=hospital"``: the target's column, and any others that are no inputs.
-        ``"x=age+sex"`` names the inputs; without it they are all columns that are not named.
+        ``"y=income,owner=hospital"``: the target's column, and further columns that are not
+        inputs. ``"x=age+sex"`` names the inputs; without it they are all other columns.
     types : str
-        What columns hold: ``"age=0:100,sex=female|male,height=number"``. A range is
-        scaled to [0, 1]. A column that is not named is a number if all its training values are.
+        Column types: ``"age=0:100,sex=female|male,height=number"``. A column with a range is
+        scaled to [0, 1]. A column not named here has numbers if all its values are numbers.
     normalize : bool
         Whether numbers without a declared range are normalised by the mean and the standard
         deviation of the training examples.
     protected : bool
-        Whether a training value that cannot be is no error, but makes its example unusable.
+        Whether an invalid training value makes its example unusable instead of raising an error.
+    where : str
+        Name of the table in error messages.
 
     Raises
     ------
     FedsimError
-        If a column lacks, a value is not of its column's type, or a setting cannot be read.
+        If a column is missing, a value is not of its column's type, or a setting cannot be parsed.
     """
     roles = _Roles.parse(columns, train, where)
     declared = declared_types(types, roles.inputs, roles.target, where)
@@ -119,7 +121,7 @@ def arrays_of_tables(
     mean, std = None, None
     if normalize:
         mean, std = reader.scaling(arrays["x"])
-        # Whatever the numbers happen to be: what is refused must not depend on them.
+        # Decided by the types alone: what a private run refuses must not depend on the values.
         if any(kinds[name].free for name in roles.inputs):
             found_in["mean"] = "train"
     elif not protected:
@@ -132,7 +134,17 @@ def arrays_of_tables(
 
 @dataclass(frozen=True)
 class _Roles:
-    """Which columns are inputs, which is the target, and what others are called."""
+    """Which columns are the inputs and the target, and the names of further columns.
+
+    Attributes
+    ----------
+    inputs : tuple of str
+        Names of the input columns.
+    target : str
+        Name of the target's column.
+    others : mapping of str to str
+        Further columns: their name in fedsim (``owner``) to their name in the table.
+    """
 
     inputs: tuple[str, ...]
     target: str
@@ -173,15 +185,15 @@ class _Roles:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads tables whose columns are of known types."""
+    """Converts tables to arrays, given the types of their columns."""
 
     roles: _Roles
     types: Mapping[str, NumberType | CategoryType]
-    are_classes: bool  # the target's whole numbers
+    are_classes: bool  # whether the target's numbers are class labels
     where: str
 
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
-        """``x`` [N, d], ``y`` [N] and other columns [N]."""
+        """Arrays ``x`` [N, d], ``y`` [N] and further columns [N] of a table."""
         features = [
             kind.features(self._read(name, table, split, tolerant))
             for name, kind in self._input_types()
@@ -202,7 +214,7 @@ class _Reader:
         return {"x": x, "y": target, **others}
 
     def scaling(self, x: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of numbers without a range; 0 and 1 of other features."""
+        """Mean and standard deviation of numbers without a range; 0 and 1 for other features."""
         free = np.concatenate([[kind.free] * kind.width for _, kind in self._input_types()])
         mean = np.where(free, x.mean(0, dtype=np.float64), 0.0)
         std = np.where(free, x.std(0, dtype=np.float64), 1.0)
@@ -245,7 +257,7 @@ def _are_whole(values: Column) -> bool:
 
 
 def _plain_column(values: Column) -> npt.NDArray[Any]:
-    """Integers where all are; otherwise texts."""
+    """The column as integers if all its values are integers, otherwise as strings."""
     array = np.asarray(values)
     if array.dtype.kind in "iub":
         return array
@@ -257,7 +269,7 @@ def _plain_column(values: Column) -> npt.NDArray[Any]:
 
 
 def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
-    """Training and test rows of one table: every fifth is a test example."""
+    """Split a table into training and test rows: every fifth is a test row."""
     columns = {name: np.asarray(column, dtype=object) for name, column in table.items()}
     count = len(next(iter(columns.values()), ()))
     if count < TEST_EVERY:
@@ -271,7 +283,7 @@ def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    """Columns of text."""
+    """Columns of a CSV file by name, as strings."""
     try:
         with open(path, encoding="utf-8-sig", newline="", opener=regular_files.opener) as file:
             header = file.readline()
@@ -284,7 +296,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
                 )
             rows = csv.reader(file, delimiter=separator, strict=True)
             columns: list[list[str]] = [[] for _ in names]
-            known: dict[str, str] = {}  # equal texts are one object
+            known: dict[str, str] = {}  # interns equal strings, to save memory
             for row in filter(None, rows):  # an empty line is no row
                 if len(row) != len(names):
                     raise FedsimError(

@@ -1,4 +1,4 @@
-"""Where clients run, and how many at a time: Flower Grids, and launchers for its runtimes."""
+"""Engines that run clients: Flower Grids for local, Ray and streaming execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: the papers' own, the usual small ones, and a user's."""
+"""Models: those of published papers, small standard ones, and a user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model by its name, with an initialisation that is a function of the seed."""
+"""Build a model by its name, initialised as a function of the seed."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def build(
     Parameters
     ----------
     name : str
-        One of ``fedsim config list model``, or ``module:callable`` (see `fedsim.registry`): what
-        returns an `nn.Module` when it is called with its settings and those of the keywords
-        ``input_shape``, ``num_classes`` and ``vocabulary`` that it takes. It draws its initial
-        weights from torch's global generator on the CPU, as layers do: that is seeded for it.
+        One of ``fedsim config list model``, or ``module:callable`` (see `fedsim.registry`), which
+        must return an `nn.Module`. It is called with its settings and with those of the keywords
+        ``input_shape``, ``num_classes`` and ``vocabulary`` that it accepts. It must draw initial
+        weights from torch's global CPU generator, as layers do, which is seeded for the call.
     input_shape : ``(C, H, W)`` or ``(d,)``
         Shape of one example. The model takes a batch ``[B, *input_shape]`` and returns logits
         ``[B, num_classes]``.
     num_classes : int
-        Of data without classes, the numbers in a target.
+        Number of classes, or of the numbers in a target if targets are not classes.
     vocabulary : int
-        How many tokens there are; 0 where inputs are no tokens.
+        Number of tokens; 0 if inputs are not tokens.
     dtype : torch.float32 or torch.float64
         The float64 model starts from the float32 one's numbers.
     seed : int
-        Of the initialisation, which depends on nothing else.
+        Seed of the initialisation, which depends on nothing else.
     settings
-        The model's own, such as ``widths="256,256"``.
+        Settings of the model, such as ``widths="256,256"``.
 
     Returns
     -------
@@ -62,8 +62,8 @@ def build(
     Raises
     ------
     FedsimError
-        If there is no such model, or its settings or shapes do not fit. Errors of the user's own
-        code come through as they are.
+        If there is no such model, or its settings or shapes do not fit. Exceptions of the user's
+        own code are passed on unchanged.
 
     Examples
     --------
@@ -74,7 +74,8 @@ def build(
     if dtype not in (torch.float32, torch.float64):
         raise FedsimError(f"model.dtype is {dtype}; it must be float32 or float64.")
     draws = Randomness(seed).generator(Purpose.INIT, level="run")
-    # Layers draw their initial weights from torch's global generator: lend it, put it back.
+    # Layers draw initial weights from torch's global generator, which is the user's: fork_rng
+    # restores its state afterwards. No devices: models are built on the CPU.
     with torch.random.fork_rng(devices=[]), registry.current_directory_importable():
         torch.default_generator.manual_seed(int(draws.integers(2**63)))
         thing: Any = registry.find("model", name, "model.name")
@@ -119,7 +120,13 @@ def _check_names(name: str, given: dict[str, Any], takes: Sequence[Setting]) -> 
 def _accepted(
     name: str, make: Callable[..., Any], offered: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Those of the offered keywords that ``make`` takes."""
+    """The offered keywords that ``make`` takes.
+
+    Raises
+    ------
+    FedsimError
+        If ``make`` requires an argument that is neither offered nor a setting.
+    """
     try:
         parameters = inspect.signature(make).parameters.values()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The named networks: fully connected ones, and those of Koskela and Honkela."""
+"""The named networks: fully connected networks, and those of Koskela and Honkela."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 DEEPEST, WIDEST = 1000, 10_000_000
 
-# Of the network for CIFAR-10.
+# AdadpCIFAR: channels of a convolution, hidden units, and the smallest image side it can take.
 CHANNELS, HIDDEN, LEAST_SIDE = 64, 500, 13
 
 Bias = Annotated[bool, Doc("Whether fully connected layers have biases.")]
 
 
 class Network(ABC):
-    """What builds a network for data of some shape. Subclasses are frozen dataclasses."""
+    """Builds a network for data of a given shape. Subclasses are frozen dataclasses."""
 
     def __post_init__(self) -> None:
         check_settings(self, "model.")
@@ -66,17 +66,17 @@ def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]
 
 
 def write_widths(widths: Sequence[int]) -> str:
-    """As `parse_widths` reads them."""
+    """Write widths in the form that `parse_widths` reads."""
     return ",".join(map(str, widths))
 
 
 def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
-    """Hidden units of each layer, from ``"256,256"``, one number, or as they are.
+    """Hidden units of each layer, from ``"256,256"``, a single number, or a sequence.
 
     Raises
     ------
     FedsimError
-        If there is none, or one is not a whole number above 0.
+        If there are none or too many, or one is not a whole number from 1 to `WIDEST`.
     """
     if isinstance(widths, int):
         widths = str(widths)
@@ -109,7 +109,7 @@ class Softmax(Network):
 @register("model", "mlp")
 @dataclass(frozen=True)
 class MLP(Network):
-    """``fc1``, ReLU, ``fc2``, ReLU, ... with layers of these widths."""
+    """Fully connected network: ``fc1``, ReLU, ``fc2``, ReLU, ... with layers of these widths."""
 
     widths: Annotated[
         tuple[int, ...],
@@ -143,9 +143,8 @@ class AdadpMNIST(Network):
 class AdadpCIFAR(Network):
     """Two 3x3 convolutions, each with ReLU and 3/2 max-pooling, then 500, 500, classes.
 
-    The convolutions have biases always (that is what makes their 38,720 parameters on three
-    channels), the fully connected layers where ``bias`` says so: 1600-500-500-10 on 32x32
-    images.
+    The convolutions always have biases (which gives the paper's 38,720 parameters on three
+    channels), the fully connected layers if ``bias`` is set: 1600-500-500-10 on 32x32 images.
 
     Source: arXiv 1809.03832.
     """

@@ -1,4 +1,4 @@
-"""Normalisation layers, which look across examples: replaced, kept by each client, or refused."""
+"""Normalisation layers, which mix examples of a batch: replaced, made personal, or refused."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from fedsim.errors import FedsimError
 
 @check_arguments
 def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Put a layer that knows one example only for each that knows a batch, as Opacus does.
+    """Replace normalisation layers that mix examples of a batch by per-example ones, with Opacus.
 
-    BatchNorm becomes GroupNorm of as many channels, in the greatest number of groups that divides
-    both these and 32, and in one group where there are features and no maps (BatchNorm1d): a group
-    of one feature would be zero whatever it was. InstanceNorm loses its running statistics. The
-    new layers start at scale 1 and shift 0. Opacus, whose cure it is, is imported here.
+    BatchNorm becomes GroupNorm with the same channels, in the greatest number of groups that
+    divides both their number and 32. BatchNorm1d (features without maps) becomes one group, since
+    a group of a single feature would always normalise to zero. InstanceNorm loses its running
+    statistics. The new layers start at scale 1 and shift 0. Opacus does the replacement.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place, unless it is one such layer itself.
+        Changed in place, unless it is such a layer itself.
 
     Returns
     -------
     nn.Module
+        The model.
     list of str
-        One sentence a layer, none where there was nothing to do.
+        One sentence per replaced layer.
 
     Raises
     ------
     FedsimError
-        If Opacus has no cure for a layer, or refuses the cured one.
+        If Opacus has no replacement for a layer, or refuses the replacement.
     """
     from opacus.validators import ModuleValidator
 
@@ -66,7 +67,7 @@ def _cured(module: _NormBase) -> nn.Module:
     cured: nn.Module = ModuleValidator.FIXERS[type(module)](module, **groups)
     if problems := ModuleValidator.validate(cured):
         raise FedsimError(f"model.fix = true, but Opacus refuses {cured}: {problems[0]}")
-    if isinstance(cured, _NormBase):  # an InstanceNorm, whose statistics would only lie about
+    if isinstance(cured, _NormBase):  # an InstanceNorm still has the buffers, now unused
         cured.running_mean = cured.running_var = cured.num_batches_tracked = None
     first = next(module.parameters(), None)
     return cured.train(module.training) if first is None else cured.to(first)
@@ -76,19 +77,19 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class LocalBatchNorm(nn.Module):
-    """As the BatchNorm that it is made of, with running statistics among its parameters.
+    """BatchNorm whose running statistics are parameters, so that each client has its own.
 
-    So a client's row holds them, a client keeps them with what else is personal, and evaluates
-    with them. In training they move with each batch as PyTorch's do; no gradient has a part of
-    them. A batch of one value a channel, of which there is no variance, is normalised by them.
-    Source: Li et al. 2021, "FedBN".
+    As parameters they are part of a client's row, are kept with its other personal parameters, and
+    are used in its evaluation. In training they are updated with each batch as in PyTorch, and
+    have no gradient. A batch with one value per channel has no variance and is normalised with
+    the running statistics. Source: Li et al. 2021, "FedBN".
 
     Parameters
     ----------
     layer : BatchNorm1d, 2d or 3d
-        With running statistics of a fixed momentum.
+        The layer to replace; it must have running statistics and a fixed momentum.
     name : str
-        For sentences.
+        The layer's name, for error messages.
     """
 
     def __init__(self, layer: _BatchNorm, name: str) -> None:
@@ -106,8 +107,10 @@ class LocalBatchNorm(nn.Module):
         self.running_var = nn.Parameter(layer.running_var.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [B, C, ...]`` normalised by its own statistics, or by the client's."""
-        # Not detach(): that shares the count of changes, and backward would refuse the whole row.
+        """Normalise ``x [B, C, ...]`` by the batch's statistics, or by the running ones."""
+        # `batch_norm` updates mean and var in place. They must be `.data`, not `detach()`, which
+        # shares the version counter: all parameters are views of one row, and backward would
+        # refuse the whole row as modified in place.
         mean, var = self.running_mean.data, self.running_var.data
         by_batch = self.training and x.numel() > x.shape[1]
         return nn.functional.batch_norm(
@@ -116,7 +119,7 @@ class LocalBatchNorm(nn.Module):
 
 
 def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
-    """Put a `LocalBatchNorm` for each BatchNorm whose trained parameters are all personal.
+    """Replace each BatchNorm whose trained parameters are all personal by a `LocalBatchNorm`.
 
     Parameters
     ----------
@@ -128,12 +131,12 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     Returns
     -------
     list of str
-        Names of the statistics, which are parameters now, and personal.
+        Names of the running statistics, which are now personal parameters.
 
     Raises
     ------
     FedsimError
-        If such a layer keeps no statistics.
+        If such a layer keeps no running statistics.
     """
     for name, module in list(model.named_modules()):
         names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
@@ -144,7 +147,7 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
 
 @check_arguments
 def statistics_of(model: nn.Module) -> list[str]:
-    """Names of the parameters that are statistics, which gradients leave alone."""
+    """Names of the parameters that are running statistics, and so have no gradient."""
     return [
         f"{name}.{statistic}" if name else statistic
         for name, module in model.named_modules()
@@ -157,8 +160,8 @@ def statistics_of(model: nn.Module) -> list[str]:
 def refuse_running_statistics(model: nn.Module) -> None:
     """Refuse normalisation layers that keep running statistics of the clients' data.
 
-    Running means and variances are sums over the data that no mechanism bounds or noises: if
-    they were sent, they would be a release that nobody charges for.
+    Running means and variances are sums over the data that no mechanism bounds or adds noise to:
+    sending them would be a release that is not accounted for.
 
     Raises
     ------

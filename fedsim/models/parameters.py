@@ -1,4 +1,4 @@
-"""A model's parameters: trained, loaded from a file, refused, and others in their place."""
+"""A model's parameters: choose the trained ones, load them, check them, substitute others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError
 
 
 def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
-    """Those ``names`` that match one of the ``patterns``, which commas separate.
+    """Names that match one of the comma-separated shell patterns, in their order.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
 
 @check_arguments
 def freeze(model: nn.Module, trainable: str = "") -> list[str]:
-    """Let only the parameters that match be trained, by their ``requires_grad``.
+    """Set ``requires_grad`` so that only the parameters that match are trained.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def freeze(model: nn.Module, trainable: str = "") -> list[str]:
         Changed in place.
     trainable : str
         Shell-style patterns over parameter names, separated by commas: ``"fc*"``,
-        ``"fc3.weight,*.bias"``. Empty: the model stays as it is.
+        ``"fc3.weight,*.bias"``. Empty: the model is not changed.
 
     Returns
     -------
@@ -70,7 +70,10 @@ def freeze(model: nn.Module, trainable: str = "") -> list[str]:
 
 @check_arguments
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a file of a model's weights holds: parameters and buffers, shared ones once."""
+    """Parameters and buffers that a file of the model's weights holds, tied ones only once.
+
+    A tied tensor is listed under its first name, since safetensors refuses shared memory.
+    """
     once = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
     return {name: model.state_dict()[name] for name in reversed(once.values())}
 
@@ -86,20 +89,20 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
     path : path
         A safetensors file, such as the ``model.safetensors`` that a run leaves.
     patterns : str
-        Shell-style patterns over names, separated by commas: ``"conv*"``. Only what matches is
-        taken from the file, which may hold more. Empty: everything, and the file must hold the
-        model's names and no others.
+        Shell-style patterns over names, separated by commas: ``"conv*"``. Only matching tensors
+        are loaded, and the file may hold others. Empty: all are loaded, and the file must hold
+        exactly the model's names.
 
     Returns
     -------
     list of str
-        Names of what was replaced, in the model's order.
+        Names of the loaded tensors, in the model's order.
 
     Raises
     ------
     FedsimError
-        If there is no such file, it is no safetensors file, a pattern matches nothing, or
-        something in it is missing, unknown, of another shape or not finite.
+        If there is no such file, it is no safetensors file, a pattern matches nothing, or a
+        tensor is missing, unknown, of another shape or dtype, or not finite.
     """
     where = f"model.weights = '{path}'"
     if not Path(path).is_file():
@@ -139,12 +142,19 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
         require_finite(where, name, found[name], own[name].dtype)
     with torch.no_grad():
         for name in wanted:
-            own[name].copy_(found[name])  # the model's own storage
+            own[name].copy_(found[name])  # writes into the model's storage
     return wanted
 
 
 def require_finite(where: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a tensor of a file, ``where`` in words, that is not finite in the model's dtype.
+    """Refuse a tensor of a file that is not finite in the model's dtype.
+
+    Parameters
+    ----------
+    where : str
+        Description of the file, for the error message.
+    name : str
+        The tensor's name.
 
     Raises
     ------
@@ -158,28 +168,29 @@ def require_finite(where: str, name: str, tensor: Tensor, dtype: torch.dtype) ->
 
 
 def _sort(tensor: Tensor) -> str:
-    """Which numbers a tensor can hold: those of one sort are cast to each other."""
+    """Kind of numbers that a tensor holds; only tensors of the same kind are cast."""
     if tensor.is_complex():
         return "complex"
     return "floating" if tensor.is_floating_point() else "whole"
 
 
 def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """What a model gives for ``x [B, ...]``, with these tensors for the parameters of these names.
+    """Outputs of a model for ``x [B, ...]``, with its parameters replaced by the given tensors.
 
-    The model is as it was afterwards, also where a module stands in it under two names: PyTorch's
-    own `functional_call` puts the tensors in under both, and leaves them there.
+    The model is unchanged afterwards, even if it contains a module under two names, where
+    PyTorch's `functional_call` with ``tie_weights=True`` would leave the tensors in the model.
 
     Parameters
     ----------
     model : nn.Module
     named : mapping of str to Tensor
-        By the names of `nn.Module.named_parameters`, of which a parameter has one.
+        Tensors by the names of `nn.Module.named_parameters`, which lists a tied parameter once.
     x : Tensor
     """
     names: dict[int, str] = {}
     tensors = dict(named)
-    for prefix, module in model.named_modules():  # each module once
+    # A tied parameter of two modules gets its tensor under both names; a module is visited once.
+    for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             first = names.setdefault(id(parameter), name)
             if first in named:
@@ -190,11 +201,12 @@ def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tenso
 
 @check_arguments
 def refuse_other_than_numbers(model: nn.Module) -> None:
-    """Refuse parameters that are no dense real numbers or have no values as yet, or are locked in.
+    """Refuse models whose parameters are not dense real numbers with values, or not accessible.
 
     Raises
     ------
     FedsimError
+        For complex, sparse, lazy or "meta" parameters, ScriptModules and DataParallel.
     """
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
@@ -223,12 +235,12 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
 
 @check_arguments
 def refuse_unusable_parameters(model: nn.Module) -> None:
-    """Refuse parameters with which no training can begin.
+    """Refuse parameters that are NaN or infinite.
 
     Raises
     ------
     FedsimError
-        Naming the first that has NaN or infinite numbers.
+        Naming the first such parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):

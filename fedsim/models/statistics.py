@@ -1,8 +1,8 @@
-"""A model whose one gradient step is a client's statistics, for `fedsim stats`.
+"""A model for which one gradient step computes a client's statistics, used by `fedsim stats`.
 
-Its parameter has an entry for each sum. With the loss of the same name, its gradient for an example
-is minus the row with which the example enters the sums. So one step at rate 1 on all of a client's
-examples is the client's mean row, and one round, on any engine, is a noisy sum of those.
+Its parameter has one entry per sum. With the loss of the same name, its gradient for an example is
+minus the row that the example adds to the sums. So one step at rate 1 on all of a client's examples
+gives the client's mean row, and one round, on any engine, gives a noisy sum of those.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Statistics(Network):
 
     @property
     def moments(self) -> Moments:
-        """How an input is encoded in the sums."""
+        """Encoding of an input in the sums."""
         return Moments("inputs", self.low, self.high, self.quantiles)
 
     def columns(self, input_shape: Sequence[int]) -> int:
-        """How many inputs have sums of their own."""
+        """Number of inputs (features or channels) that have sums of their own."""
         return {"none": 0, "each": input_shape[0], "together": 1}[self.inputs]
 
     def target_sums(self, outputs: int) -> int:
-        """Sums of targets, of so many classes or numbers."""
+        """Number of sums of targets, given the number of classes or of numbers in a target."""
         return {"none": 0, "classes": outputs, "numbers": self.moments.size * outputs}[self.targets]
 
     def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Build it for examples of this shape, and so many classes or numbers in a target."""
+        """Build it for inputs of this shape and targets of so many classes or numbers."""
         # Imported here so that reading a config does not load torch.
         from fedsim.models.sums import Sums
 

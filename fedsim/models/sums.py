@@ -9,14 +9,16 @@ from fedsim.mechanisms.bounded_values import Moments
 
 
 class Sums(nn.Module):
-    """Outputs ``[B, 1 + targets]``: what inputs add to the loss, and the sums of targets.
+    """Outputs ``[B, 1 + targets]``: the inputs' part of the loss, and the sums of targets.
 
     Parameters
     ----------
     moments : Moments
-        How an input enters its sums.
-    columns, targets : int
-        Inputs with sums of their own; sums of targets.
+        Encoding of an input in its sums.
+    columns : int
+        Number of inputs that have sums of their own.
+    targets : int
+        Number of sums of targets.
     """
 
     def __init__(self, moments: Moments, columns: int, targets: int) -> None:
@@ -25,7 +27,7 @@ class Sums(nn.Module):
         self.sums = nn.Parameter(torch.zeros(columns * moments.size + targets))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of inputs ``[B, ...]``."""
+        """Outputs ``[B, 1 + targets]`` for inputs ``[B, ...]``."""
         inputs = self.columns * self.moments.size
         added = self.sums.new_zeros(len(x), 1)
         if self.columns:

@@ -1,4 +1,4 @@
-"""What a partition is, what is kept of the training examples, and which classes clients have."""
+"""Base class of partitions, drawing of subsets and validation examples, and class counts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fedsim.settings import check_settings
 
 Indices = npt.NDArray[np.int64]
 Columns = Mapping[str, npt.NDArray[Any]]
-"""By name one value an example, ``[N]``: ``owner``, say."""
+"""Columns by name, with one value per example ``[N]``, for example ``owner``."""
 
-SUBSAMPLE, HOLD_OUT = 1, 2  # parts of Purpose.PARTITION that the partitioners' own draws do not use
+# Parts of Purpose.PARTITION; the partitioners' own draws are part 0.
+SUBSAMPLE, HOLD_OUT = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """What a partitioner sees of examples: their targets and columns, never their inputs.
+    """The view of examples that a partitioner gets: targets and columns, without inputs.
 
     Attributes
     ----------
@@ -35,7 +36,7 @@ class Examples:
     Raises
     ------
     FedsimError
-        If there are none, or a column has another length.
+        If there are no examples, or a column has another length.
     """
 
     targets: npt.NDArray[Any]
@@ -59,7 +60,7 @@ class Examples:
 
     @cached_property
     def labels(self) -> Indices:
-        """The class of each example, int64 ``[N]``, 0 or above.
+        """Class of each example, int64 ``[N]``, 0 or above.
 
         Raises
         ------
@@ -80,12 +81,12 @@ class Examples:
         return array.astype(np.int64)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """The values of a column.
+        """Values ``[N]`` of a column.
 
         Raises
         ------
         FedsimError
-            If there is none of this name.
+            If there is no column of this name.
         """
         if name not in self.columns:
             raise FedsimError(
@@ -100,18 +101,18 @@ CLIENTS_AT_A_TIME = 10_000
 
 
 class Partition(ABC):
-    """Deals training examples to clients.
+    """Assigns training examples to clients.
 
-    Subclasses are frozen dataclasses with the fields ``clients`` (how many there are) and
-    ``seed`` (of every draw), and say in `deal` whose each example is.
+    Subclasses are frozen dataclasses with the fields ``clients`` (their number) and ``seed`` (for
+    all draws), and implement `deal`.
 
     Attributes
     ----------
     drawn : bool
-        Whether the seed decides whose an example is. Runs of other seeds have other clients then,
-        and what they release about a client does not add up.
+        Whether the assignment depends on the seed. If so, runs of different seeds have different
+        clients, so that their privacy costs cannot be composed for one client.
     words : str
-        What headings call it, with its fields as ``{0.field}``; empty for the class's name.
+        Name in headings, with fields as ``{0.field}``; empty for the class's name.
     """
 
     drawn: ClassVar[bool] = True
@@ -131,25 +132,25 @@ class Partition(ABC):
         Randomness(self.seed)  # refuses a seed out of range
 
     def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Indices]:
-        """Each client's examples.
+        """Assign the examples: the positions of each client's examples.
 
         Parameters
         ----------
         targets : ``[N, ...]``
-            Of the training examples: their classes 0, 1, ..., for partitioners that look at them.
+            Targets of the training examples: classes 0, 1, ... for partitioners that use them.
         columns : mapping of name to array ``[N]``, optional
-            What else is known of each example, such as its ``owner``.
+            Further values per example, such as its ``owner``.
 
         Returns
         -------
         list of int64 ``[n_c]``
-            Sorted positions for client 0, 1, ..., of 0 .. N - 1: disjoint.
+            Sorted positions in 0 .. N - 1 for client 0, 1, ...; disjoint.
 
         Raises
         ------
         FedsimError
-            If the examples cannot be dealt in this way, or `deal` gives one that there is not, or
-            one to two clients, whom no guarantee for an example would then cover.
+            If the examples cannot be assigned in this way, or `deal` returns a position that does
+            not exist or one that two clients share, which would void the example-level guarantee.
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         examples = Examples(np.asarray(targets), columns or {})
@@ -164,12 +165,12 @@ class Partition(ABC):
         return [indices.astype(np.int64, copy=False) for indices in dealt]
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
-        """Each client's test examples, where columns tell whose they are; None where not.
+        """Positions of each client's test examples; None if columns do not say who owns them.
 
         Parameters
         ----------
         columns, test_columns : mapping of name to array
-            Of the training and of the test examples.
+            Columns of the training and of the test examples.
         """
         return None
 
@@ -181,22 +182,22 @@ class Partition(ABC):
 
     @abstractmethod
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Positions of each client's examples, in any order: disjoint, ``clients`` of them.
+        """Positions of each client's examples, in any order: ``clients`` disjoint arrays.
 
         Parameters
         ----------
         examples : Examples
-            Their targets, classes as ``examples.labels``, and columns.
+            Targets (as classes: ``examples.labels``) and columns.
         generator : numpy Generator
-            Follows from ``seed``; every draw comes from it.
+            Seeded with ``seed``; every draw must come from it.
         """
 
 
 def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
-    """Refuse positions that are not 0 .. count - 1, or come twice."""
+    """Refuse positions outside 0 .. count - 1, and positions that occur twice."""
     covered = np.zeros(count, dtype=np.bool_)
     total = 0
-    # A few clients' together: neither a call a client, nor a copy of all.
+    # In blocks of clients: one call per client is slow, and one concatenation copies everything.
     for first in range(0, len(dealt), CLIENTS_AT_A_TIME):
         clients = [indices for indices in dealt[first : first + CLIENTS_AT_A_TIME] if indices.size]
         if not clients:
@@ -225,8 +226,8 @@ def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
 def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:
     """Keep ``at_most`` examples of each client, drawn uniformly without replacement.
 
-    A client's draw depends on the seed, its id and its own examples only. For a smaller
-    version of a job: five clients of 500 images, say.
+    A client's draw depends only on the seed, its id and its own examples. Use it for a smaller
+    version of an experiment, such as five clients with 500 images each.
     """
     if at_most < 1:
         raise FedsimError(
@@ -252,7 +253,7 @@ def require_clients(clients: int, at_least: int = 1, why: str = "") -> None:
 
 
 def require_enough(clients: int, examples: int) -> None:
-    """Refuse more clients than examples, where each client is to have one."""
+    """Refuse more clients than examples, for partitions that give every client an example."""
     if clients > examples:
         raise FedsimError(
             f"partition.clients is {clients}, but there are only {examples} training examples; "
@@ -261,7 +262,7 @@ def require_enough(clients: int, examples: int) -> None:
 
 
 def by_class(labels: Indices) -> list[Indices]:
-    """Positions of each class 0 .. max, in increasing order; a class may have none."""
+    """Positions of the examples of each class 0 .. max, in increasing order; some may be empty."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.cumsum(np.bincount(labels))[:-1])
 
@@ -271,28 +272,28 @@ def hold_out(
 ) -> tuple[Indices, Indices]:
     """Draw validation examples uniformly from the training examples.
 
-    An owner of examples always keeps one to train on, so that holding out changes nobody's being a
-    client: it is the last of its examples in the order drawn.
+    Every owner keeps at least one example to train on (its last one in the drawn order), so that
+    holding out does not change who is a client.
 
     Parameters
     ----------
     amount : float
-        Below 1 a share of the examples, rounded down; else their number.
+        Below 1, the share of the examples to hold out, rounded down; otherwise their number.
     examples : int
-        How many there are.
+        Number of training examples, N.
     owners : array ``[N]``, optional
-        Whose they are.
+        Owner of each example.
     seed : int
 
     Returns
     -------
     int64 ``[N - k]`` and int64 ``[k]``
-        Sorted positions of those that stay, and of those that are held out.
+        Sorted positions of the examples that remain, and of those held out.
 
     Raises
     ------
     FedsimError
-        If there are not so many to hold out, or none at all.
+        If the amount comes to no examples, or to more than can be held out.
     """
     generator = Randomness(seed).generator(Purpose.PARTITION, level="run", part=HOLD_OUT)
     order = generator.permutation(examples)
@@ -300,7 +301,7 @@ def hold_out(
     if owners is None:
         free = order[:-1]
     else:
-        # `unique` finds the first of each owner, in an order that begins with the last drawn.
+        # `unique` returns the first position of each owner; reversed, that is its last one drawn.
         last_drawn = np.unique(owners[order[::-1]], return_index=True)[1]
         free = np.delete(order[::-1], last_drawn)[::-1]
     if not 1 <= count <= len(free):
@@ -332,9 +333,9 @@ def class_shares(counts: Counts) -> Floats:
 
 
 def by_largest_class(counts: Counts) -> Indices:
-    """Clients in order of their largest class, the purest first; empty ones last."""
+    """Order of clients by their largest class, then by its share (descending); empty ones last."""
     n, num_classes = counts.shape
-    # Among equal counts a client takes one by its id, so that ties favour no class.
+    # Ties between classes are broken by the client's id, so that they favour no class.
     turn = (np.arange(n)[:, None] - np.arange(num_classes)) % num_classes
     largest = (counts * num_classes + turn).argmax(1)
     largest[counts.sum(1) == 0] = num_classes

@@ -1,4 +1,4 @@
-"""Every owner of examples is a client: the partition that data bring with them."""
+"""The natural partition: every owner of examples is a client."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _log = logging.getLogger("fedsim")
 class ByOwner(Partition):
     """Client k has the examples of the k-th owner, owners in increasing order.
 
-    Owners are numbers or strings, one an example. Those of training examples are the clients;
-    where they are fewer than ``clients``, the last clients have no examples. Test examples go to
-    the client that owns them, and to nobody where their owner has no training examples.
+    Owners are numbers or strings, one per example. The owners of training examples are the
+    clients; if there are fewer than ``clients``, the last clients have no examples. A test example
+    goes to its owner's client, and to no client if its owner has no training examples.
 
     Parameters
     ----------
     clients : int
-        At least the number of owners. In a private run it is a declared number, which must be the
-        number of owners itself.
+        At least the number of owners. In a private run it is a declared number, which must equal
+        the number of owners.
     seed : int
-        Of no use here: nothing is drawn.
+        Not used: nothing is drawn.
     """
 
     drawn: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class ByOwner(Partition):
         Raises
         ------
         FedsimError
-            If there are more of them than clients, or an owner is not a number.
+            If there are more owners than clients, or an owner is NaN or infinite.
         """
         owners = np.unique(columns[self.column])
         if owners.dtype.kind == "f" and not np.isfinite(owners).all():
@@ -64,7 +64,7 @@ class ByOwner(Partition):
         return owners
 
     def require_every_client_an_owner(self, columns: Columns) -> None:
-        """Refuse other than ``clients`` owners, where their number is not to be found in data.
+        """Require exactly ``clients`` owners: a private run must not find their number in data.
 
         Raises
         ------
@@ -78,13 +78,13 @@ class ByOwner(Partition):
             )
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
-        """See `Partition`; None where test examples have no owners."""
+        """See `Partition`; None if test examples have no column of owners."""
         if self.column not in test_columns:
             return None
         return self._of(self.owners(columns), test_columns[self.column])
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Each owner's examples."""
+        """Positions of each owner's examples."""
         column = examples.column(self.column)
         owners = self.owners({self.column: column})
         if len(owners) < self.clients:
@@ -96,12 +96,14 @@ class ByOwner(Partition):
         return self._of(owners, column)
 
     def _of(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Indices]:
-        """Positions in ``column`` of each of the owners, and of nobody for clients beyond them."""
+        """Positions of each owner in ``column``; empty for clients beyond the owners."""
         if (owners.dtype.kind in "US") != (column.dtype.kind in "US"):
             raise FedsimError(
                 f"the column {self.column} is {owners.dtype} for training examples but "
                 f"{column.dtype} for test examples; it must be numbers in both, or strings in both."
             )
+        # searchsorted also gives unknown owners a position (len(owners) after the last): keep
+        # only examples whose owner is really the one at that position.
         client = np.searchsorted(owners, column)
         known = np.flatnonzero(owners[np.minimum(client, len(owners) - 1)] == column)
         order = known[np.argsort(client[known], kind="stable")]

@@ -1,7 +1,7 @@
-"""Our partitioners for `flwr_datasets`, and its partitioners for us.
+"""Use fedsim's partitioners in `flwr_datasets`, and its partitioners in fedsim.
 
-Needs the package ``flwr-datasets`` (the extra ``flwr-datasets``), which is imported when it
-is first used: that takes seconds.
+Needs the package ``flwr-datasets`` (the extra ``flwr-datasets``), which takes seconds to import
+and so is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from fedsim.partitions.base import Examples, Indices, Partition
 
 
 def for_flower(partition: Partition, partition_by: str = "label") -> Any:
-    """A `flwr_datasets` partitioner that deals as one of ours does.
+    """A `flwr_datasets` partitioner that assigns examples as a fedsim partition does.
 
     Parameters
     ----------
     partition : Partition
-        Ours.
     partition_by : str
         Column of the data set that holds the labels.
 
     Returns
     -------
     flwr_datasets.partitioner.Partitioner
-        For `FederatedDataset`, or by itself once its ``dataset`` is set.
+        For use in a `FederatedDataset`, or on its own once its ``dataset`` is set.
 
     Raises
     ------
@@ -59,16 +58,16 @@ def for_flower(partition: Partition, partition_by: str = "label") -> Any:
 
 @dataclass(frozen=True)
 class FromFlower(Partition):
-    """A `flwr_datasets` partitioner that deals for us.
+    """A partition that uses a `flwr_datasets` partitioner.
 
     Parameters
     ----------
     partitioner : flwr_datasets.partitioner.Partitioner
-        Without a data set; it is copied for every use. Its draws follow its own seed.
+        Without a data set; it is copied for every use. It draws from its own seed.
     clients : int
         Number of its partitions.
     partition_by : str
-        The column in which it looks for labels.
+        The column from which it takes labels.
     """
 
     drawn: ClassVar[bool] = False
@@ -79,7 +78,7 @@ class FromFlower(Partition):
     seed: int = 0
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """As Flower's partitioner deals them."""
+        """Positions of each client's examples, as Flower's partitioner assigns them."""
         del generator
         labels = examples.labels
         _flower_base()

@@ -1,4 +1,4 @@
-"""Partitions of the literature: uniform ones, and those that skew the classes that clients have."""
+"""Partitions of the literature: uniform, and with skewed class distributions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class IID(Partition):
     seed: int = 0
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Equal shares of a shuffle."""
+        """Positions of each client's examples: equal shares of a random permutation."""
         require_enough(self.clients, len(examples))
         return np.array_split(generator.permutation(len(examples)), self.clients)
 
@@ -52,8 +52,9 @@ class IID(Partition):
 class Dirichlet(Partition):
     """Each class dealt to the clients in proportions drawn from Dirichlet(alpha, ..., alpha).
 
-    Both the mix of classes and the size differ between clients; a client may have nothing
-    (often, when ``alpha`` is small or clients are many). Large ``alpha`` comes near to IID.
+    Both the class distribution and the number of examples differ between clients; a client may
+    have no examples (often, if ``alpha`` is small or there are many clients). Large ``alpha``
+    approaches IID.
 
     Source: Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks,
     2019.
@@ -75,13 +76,13 @@ class Dirichlet(Partition):
     seed: int = 0
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Each class in proportions of its own."""
+        """Positions of each client's examples: each class in its own drawn proportions."""
         labels = examples.labels
         owner = np.empty(len(labels), dtype=np.int64)
         for positions in by_class(labels):
             shares = generator.dirichlet(np.full(self.clients, self.alpha))
-            # Rounding the cumulated shares hands out every example, and each client's number
-            # is within one of its share.
+            # Rounding the cumulative shares assigns every example exactly once, and each client's
+            # count is within one of its share.
             stops = np.rint(np.cumsum(shares) * len(positions)).astype(np.int64)
             stops[-1] = len(positions)
             sizes = np.diff(np.minimum(stops, len(positions)), prepend=0)
@@ -108,7 +109,7 @@ class Shards(Partition):
     clients : int
         ``clients * shards`` is at most the number of examples.
     seed : int
-        Of who has which shards; the shards themselves do not depend on it.
+        Seed for dealing the shards to clients; the shards themselves do not depend on it.
     """
 
     words: ClassVar[str] = "shards ({0.shards} a client)"
@@ -119,7 +120,7 @@ class Shards(Partition):
     seed: int = 0
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Shards of examples sorted by label."""
+        """Positions of each client's examples: random shards of the examples sorted by label."""
         labels = examples.labels
         total = self.clients * self.shards
         if total > len(labels):
@@ -144,12 +145,11 @@ CIFAR10_PAIRS: Groups = ((1, 9), (0, 8), (3, 5), (2, 6), (4, 7))
 class InterpolatedPathological(Partition):
     """Each group of clients owns some classes; a fraction ``randomness`` is then exchanged.
 
-    First the examples of a group's classes are shuffled together and dealt to the group's
-    clients evenly: sizes within a group differ by at most one, while how many of each class a
-    client gets is left to chance. Then each client gives
-    ``round(randomness * size)`` of its examples, drawn uniformly without replacement, to a
-    common pool, which is shuffled and dealt back: every client keeps its size. With ``g``
-    groups of equal size, the expected fraction of a client's own classes is
+    First the examples of a group's classes are shuffled together and dealt evenly to the group's
+    clients: sizes within a group differ by at most one, and the count of each class is random.
+    Then each client gives ``round(randomness * size)`` of its examples, drawn uniformly without
+    replacement, to a common pool, which is shuffled and dealt back, so that every client keeps
+    its size. With ``g`` groups of equal size, the expected fraction of a client's own classes is
     ``1 - randomness + randomness / g``. Randomness 0 is pathological, 1 uniform.
 
     Source: Koskela and Honkela, arXiv 1809.03832 (five clients on CIFAR-10).
@@ -157,8 +157,8 @@ class InterpolatedPathological(Partition):
     Parameters
     ----------
     clients : int
-        At least one a group; 0 for exactly one. Consecutive clients share a group; where they
-        do not divide evenly, the first groups have one more.
+        At least one per group; 0 for exactly one. Consecutive clients share a group; if they do
+        not divide evenly, the first groups have one more.
     seed : int
     """
 
@@ -182,9 +182,10 @@ class InterpolatedPathological(Partition):
         require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Classes by group, of which a fraction is exchanged."""
+        """Positions of each client's examples: its group's classes, a fraction exchanged."""
         labels = examples.labels
         by_class = self._pathological(labels, generator)
+        # Places within each client's own array, not positions in the data set.
         given_up = [
             np.sort(
                 generator.choice(len(indices), round(self.randomness * len(indices)), replace=False)
@@ -203,7 +204,7 @@ class InterpolatedPathological(Partition):
         ]
 
     def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:
-        """Examples of each client's own classes only."""
+        """Positions of each client's examples before the exchange, all of its group's classes."""
         group_of = np.full(1 + max(int(labels.max()), *map(max, self.groups)), -1)
         for group, classes in enumerate(self.groups):
             group_of[list(classes)] = group
@@ -228,17 +229,17 @@ class InterpolatedPathological(Partition):
 
 
 def write_groups(groups: Groups) -> str:
-    """As `parse_groups` reads them."""
+    """Write groups in the form that `parse_groups` reads."""
     return ";".join(",".join(map(str, classes)) for classes in groups)
 
 
 def parse_groups(text: str | Sequence[Sequence[int]]) -> Groups:
-    """Groups of classes from a string or from lists: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
+    """Parse groups of classes from a string or lists: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
 
     Raises
     ------
     FedsimError
-        If it is not lists of classes (0 or above) with commas, separated by semicolons.
+        If it is not a semicolon-separated list of groups, each classes (0 or above) with commas.
     """
     try:
         if not isinstance(text, str):

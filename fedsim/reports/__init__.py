@@ -1,1 +1,1 @@
-"""fedsim.reports"""
+"""Reports: HTML pages and pictures of runs, comparisons, sweeps, partitions and statistics."""

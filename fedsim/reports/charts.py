@@ -1,4 +1,4 @@
-"""Charts of a page: what is drawn, its words for who does not see it, and the table behind it."""
+"""Charts of a page: the data to draw, a text description for screen readers, and a table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedsim.runs.metrics import (
 from fedsim.runs.record import RunRecord
 
 MOST_POINTS = 800
-"""Of one line; of more, the lowest and highest of each stretch are drawn."""
+"""Points drawn of one line; of a longer one, the lowest and highest of each stretch are drawn."""
 
 _TABLE_ROWS = 12
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as it is read, and what a table is sorted by."""
+    """A table cell: the displayed text, and the value by which the table is sorted."""
 
     text: str
     value: float = math.nan
@@ -36,9 +36,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows under headings; the first cell of each names it.
+    """Rows under headings; the first cell of a row is its label.
 
-    With a ``name``, a click on a heading sorts.
+    A table with a ``name`` can be sorted by a click on a heading.
     """
 
     headings: Sequence[str]
@@ -48,9 +48,9 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: ``y`` over ``x``, NaN where there is nothing; ``low`` and ``high`` are a band.
+    """One curve: ``y`` over ``x``, NaN where a value is missing, with a band ``low`` to ``high``.
 
-    ``reference`` is a line that was not measured: a bound, a budget, a guess.
+    ``reference`` marks a line that was not measured: a bound, a budget, random guessing.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Line:
     reference: bool = False
 
     def from_origin(self) -> Line:
-        """The same after a first point at (0, 0)."""
+        """The line with a point (0, 0) put first."""
         low, high = ([0.0, *band] if band else band for band in (self.low, self.high))
         return replace(self, x=[0.0, *self.x], y=[0.0, *self.y], low=low, high=high)
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over one axis.
+    """Curves over a common x axis.
 
-    They are ``percent`` of a whole, ``counts`` from 0 up, ``bytes``, or in a unit ``square``; the
-    axis of others begins near the lowest value, or ``from_zero``.
+    Their values are shares (``percent``), ``counts`` from 0 up, ``bytes``, or in the unit square
+    (``square``). The y axis of other values starts near the lowest one, or at 0 (``from_zero``).
     """
 
     title: str
@@ -86,7 +86,7 @@ class Lines:
     from_zero: bool = False
 
     def spec(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """The chart as JSON data for the page's script."""
         flags = ("x", "y", "percent", "square", "counts", "bytes", "from_zero")
         series = []
         for line in self.lines:
@@ -101,7 +101,7 @@ class Lines:
         return {"kind": "lines", "series": series, **{flag: getattr(self, flag) for flag in flags}}
 
     def words(self) -> str:
-        """What a reader would say of it."""
+        """Description of the chart in words."""
         courses = [self._course(line) for line in self.lines if not line.reference]
         return f"{self.title}. " + " ".join(courses)
 
@@ -121,7 +121,7 @@ class Lines:
         return size(value) if self.bytes and value is not None else brief(value, self.percent)
 
     def table(self) -> PageTable:
-        """A few points of every curve."""
+        """Table of a few points of every curve."""
         names = [self.x, *(line.name for line in self.lines)]
         places = sorted({x for line in self.lines for x in line.x})
         step = max(len(places) - 1, 1) / (_TABLE_ROWS - 1)
@@ -136,7 +136,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """One number a label."""
+    """Bar chart: one value per label."""
 
     title: str
     x: str
@@ -147,11 +147,11 @@ class Bars:
     percent: bool = False
 
     def spec(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """The chart as JSON data for the page's script."""
         return {"kind": "bars", **vars(self)}
 
     def words(self) -> str:
-        """What a reader would say of it."""
+        """Description of the chart in words."""
         if not self.values:
             return f"{self.title}. Nothing."
         most = max(range(len(self.values)), key=lambda i: self.values[i])
@@ -161,7 +161,7 @@ class Bars:
         )
 
     def table(self) -> PageTable:
-        """Every bar."""
+        """Table of the first 200 bars."""
         rows = [
             [label, brief(value, self.percent)]
             for label, value in zip(self.labels, self.values, strict=True)
@@ -171,9 +171,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Heat:
-    """A grid of shares, ``values[row][column]`` from 0 to 1, each row with a label.
+    """Heat map of shares, ``values[row][column]`` from 0 to 1, with a label for each row.
 
-    With ``ticks`` columns have theirs too, as many as there is room for.
+    With ``ticks``, columns have labels too, as many as fit.
     """
 
     title: str
@@ -186,16 +186,16 @@ class Heat:
     ticks: bool = False
 
     def spec(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """The chart as JSON data for the page's script."""
         shares = [[round(100 * share) for share in row] for row in self.values]
         return {"kind": "heat", **vars(self), "values": shares}
 
     def words(self) -> str:
-        """What a reader would say of it."""
+        """Description of the chart in words."""
         return f"{self.title}. {len(self.labels)} rows of {len(self.columns)} shares."
 
     def table(self) -> PageTable:
-        """Each row's mean and largest share."""
+        """Table of each row's mean and largest share."""
         rows = [
             [label, f"{sum(row) / max(len(row), 1):.1%}", f"{max(row, default=0):.1%}"]
             for label, row in zip(self.labels, self.values, strict=True)
@@ -207,7 +207,7 @@ Chart = Lines | Bars | Heat
 
 
 def thinned(values: Sequence[float], at_most: int) -> list[int]:
-    """Positions of the first, the last, and the lowest and highest of every stretch."""
+    """Positions to draw: the first, the last, and the lowest and highest of each stretch."""
     count = len(values)
     if count <= at_most:
         return list(range(count))
@@ -221,7 +221,7 @@ def thinned(values: Sequence[float], at_most: int) -> list[int]:
 
 
 def _short(value: float) -> float | None:
-    """Six digits, which no screen shows the end of; None where there is no number."""
+    """The number with six significant digits, enough for a screen; None if it is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
@@ -234,14 +234,14 @@ _ABOUT = {
 
 
 def metric_chart(name: str, lines: Sequence[Line], title: str = "", **settings: Any) -> Lines:
-    """A metric over rounds; ``settings`` are those of `Lines`."""
+    """Chart of a metric over rounds; ``settings`` are further fields of `Lines`."""
     percent = is_share(name, (y for line in lines for y in line.y))
     chart = Lines(title or display_name(name, title=True), "round", display_name(name), lines)
     return replace(chart, **{"percent": percent, **settings})
 
 
 def learning_curves(record: RunRecord) -> list[Lines]:
-    """A chart a metric: on test examples, at clients, and while training."""
+    """One chart per metric: on test examples, at clients, and in training."""
     charts = []
     for name, columns in learning_columns(record.columns()).items():
         lines = [Line(EXAMPLES[whose], *record.curve(column)) for whose, column in columns.items()]
@@ -252,7 +252,7 @@ def learning_curves(record: RunRecord) -> list[Lines]:
 
 
 def client_spreads(record: RunRecord) -> list[Lines]:
-    """A chart a metric of how it spreads over the clients that evaluated."""
+    """One chart per metric of its distribution over the clients that evaluated."""
     charts = []
     for name, columns in learning_columns(record.columns()).items():
         ends = [f"{columns.get('clients')}-{end}" for end in QUANTILES]
@@ -271,13 +271,13 @@ def client_spreads(record: RunRecord) -> list[Lines]:
 
 
 def release_curves(record: RunRecord) -> list[Lines]:
-    """A chart for each sort of number that releases say of themselves, where it ever changes."""
+    """Charts of the numbers that each release reports, such as its bound, if they ever change."""
     charts: dict[str, list[Line]] = {}
     for column in record.columns():
         if column == "update-norm":
             charts[column] = _norms(record)
             continue
-        # What the next round will have stands in the next row.
+        # The value for the next round appears again in the next row.
         if subject(column) != "release" or column.startswith("next-"):
             continue
         x, y = record.curve(column)
@@ -290,7 +290,7 @@ def release_curves(record: RunRecord) -> list[Lines]:
 
 
 def _norms(record: RunRecord) -> list[Line]:
-    """Norms of what was released, beside the most that an update adds and what noise adds alone."""
+    """Curves of the released mean's norm, the bound on one update, and the norm of noise alone."""
     lines = [Line("the round's released mean", *record.curve("update-norm"))]
     x, bounds = record.curve("clip-norm")
     if not x:
@@ -304,7 +304,7 @@ def _norms(record: RunRecord) -> list[Line]:
 
 
 def _noise_share(record: RunRecord) -> float | None:
-    """Norm of the noise on a mean, in units of the bound: ``z sqrt(d) / denominator``."""
+    """Norm of the noise on the mean, in units of the bound: ``z sqrt(d) / denominator``."""
     multiplier, larger = (
         _positive(record.config.get(f"noise.{key}")) for key in ("multiplier", "cohort-size")
     )
@@ -315,7 +315,7 @@ def _noise_share(record: RunRecord) -> float | None:
 
 
 def _positive(value: object) -> float:
-    """A number, or 0 for what is none."""
+    """The value if it is a positive number, otherwise 0."""
     return float(value) if isinstance(value, int | float) and value > 0 else 0.0
 
 

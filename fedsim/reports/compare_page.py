@@ -1,4 +1,4 @@
-"""Several runs on one page: those that differ in their seeds only stand together."""
+"""Comparison of several runs on one page; runs that differ only in their seeds are grouped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedsim.runs.metrics import (
 )
 from fedsim.runs.record import RunRecord
 
-# What two runs may differ in and be the same but for their seeds.
+# Keys that are ignored when runs are compared for being equal but for their seeds.
 _IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")
 _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
 _RESOLVED = ("client.path", "client.kernel", "client.block-size")
@@ -37,9 +37,9 @@ class SeedGroup:
     Attributes
     ----------
     label : str
-        What sets it apart from the others.
+        Label that distinguishes it from other groups.
     point : mapping of key to value
-        The keys in which groups differ.
+        This group's values of the keys in which groups differ.
     records : list of RunRecord
     """
 
@@ -53,12 +53,12 @@ class SeedGroup:
         return {record.config.get("seed", "") for record in self.records}
 
     def ends(self, column: str) -> list[float]:
-        """The last number of each run in a column, of those that have one."""
+        """Last value of a column in each run that has one."""
         values = (record.last(column) for record in self.records)
         return [value for value in values if value is not None]
 
     def mean_curve(self, column: str, name: str) -> Line:
-        """The mean over the runs, and one standard deviation to each side."""
+        """Curve of the mean over the runs, with a band of one standard deviation to each side."""
         by_round: dict[float, list[float]] = {}
         for record in self.records:
             for x, y in zip(*record.curve(column), strict=True):
@@ -74,7 +74,7 @@ class SeedGroup:
 
 
 def compare_page(records: Sequence[RunRecord]) -> str:
-    """The page of several runs, as HTML that stands alone."""
+    """The page of several runs, as one self-contained HTML file."""
     groups = grouped(records)
     return render(
         "compare.html",
@@ -91,7 +91,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
 
 
 def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
-    """Runs by what they have in common, in the order in which they came."""
+    """Group runs whose settings are equal but for seeds, in the order given."""
     by_settings: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
     for record in records:
         settings = {key: value for key, value in record.config.items() if _counts(key)}
@@ -110,7 +110,7 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
     return [
         replace(
             group,
-            # Two groups of one label are named by their first run's directory.
+            # Groups with equal labels are distinguished by their first run's directory.
             label=label if labels.count(label) == 1 else f"{label} ({group.records[0].path.name})",
         )
         for group, label in zip(groups, labels, strict=True)
@@ -118,9 +118,9 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
 
 
 def _objects(record: RunRecord) -> Scalar:
-    """Which objects from Python the run had, and what they were."""
+    """Description of the run's objects from Python, for comparison with other runs."""
     if record.objects and "objects" not in record.config:
-        # Of an earlier version, which did not write what they were: it stands alone.
+        # A run of an earlier version, which did not describe them: it equals no other run.
         return f"{', '.join(record.objects)} of {record.path}"
     return record.config.get("objects", "")
 
@@ -130,7 +130,7 @@ def _counts(key: str) -> bool:
 
 
 def _label(group: SeedGroup, groups: Sequence[SeedGroup]) -> str:
-    """The run's name, and the keys in which it differs from others of this name."""
+    """The group's name, or the keys in which it differs from other groups of this name."""
     name = group.records[0].name
     peers = [other for other in groups if other.records[0].name == name]
     keys = [
@@ -159,7 +159,7 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
         group
         for group in groups
         if len(group.seeds) < len(group.records)
-        # Of which each run has noise and samples of its own.
+        # With system entropy, runs with equal seeds still have different noise and samples.
         and group.records[0].config.get("noise.entropy") != "system"
     ]
     if repeated:
@@ -176,7 +176,7 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
 
 
 def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
-    """Names of metrics that runs end with, and the column of each: on test examples if there."""
+    """Column of each metric, by its name: that on test examples if any run has it."""
     columns: dict[str, str] = {}
     for group in groups:
         for record in group.records:
@@ -189,7 +189,7 @@ def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
 
 
 def _results(groups: Sequence[SeedGroup]) -> PageTable:
-    """A row a group."""
+    """Table of final results, one row per group."""
     metrics = _metrics(groups)
     epsilons = {
         name: column
@@ -229,14 +229,14 @@ def _mean_cell(values: Sequence[float], percent: bool = False, suffix: str = "")
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation with n - 1; 0 of a single number, NaN where one is not finite."""
+    """Standard deviation with n - 1; 0 for a single number, NaN if one is not finite."""
     if not all(math.isfinite(value) for value in values):
         return math.nan
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _marks(groups: Sequence[SeedGroup]) -> str:
-    """What must stand beside an epsilon of these runs."""
+    """Marks that an epsilon of these runs must carry: simulated, declared."""
     records = [record for group in groups for record in group.records]
     simulated, declared = (
         any(record.last(column) for record in records) for column in ("simulated", "declared")
@@ -245,7 +245,7 @@ def _marks(groups: Sequence[SeedGroup]) -> str:
 
 
 def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
-    """A chart a metric, with as many groups as there are colours."""
+    """One chart per metric and one of epsilon, with at most as many groups as colours."""
     most = len(SERIES)
     charts: list[Lines] = []
     for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
@@ -259,20 +259,23 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         )[:most]
         shown = [group for group in measured if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
-        if name == "epsilon":  # nothing is spent before the first round
+        if name == "epsilon":  # epsilon is 0 before the first round
             lines = [line.from_origin() for line in lines]
         about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
         after = _marks(shown) if name == "epsilon" else ""
         chart = metric_chart(name, lines, display_name(column, title=True) + after, about=about)
-        # From zero: else small differences between runs look large.
+        # The y axis starts at 0, so that small differences between runs do not look large.
         charts.append(replace(chart, y=display_name(name) + after, from_zero=True))
     return charts
 
 
 def _differences(groups: Sequence[SeedGroup]) -> PageTable | None:
-    """The keys in which configs differ: a row a config or, where keys are more, a row a key."""
+    """Table of the keys in which configs differ: one row per config, or per key if those are more.
+
+    The larger of the two numbers becomes the rows, so that the table is long rather than wide.
+    """
     keys = list(dict.fromkeys(key for group in groups for key in group.point))
     if not keys:
         return None

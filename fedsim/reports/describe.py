@@ -1,4 +1,4 @@
-"""A run in a reader's words: what its config says, and how it ended."""
+"""Description of a run in sentences: its config, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Flat = Mapping[str, Scalar]
 
 
 def description(config: Flat, released: Entry | None = None, objects: Collection[str] = ()) -> str:
-    """One paragraph: the data, the model, a round, what protects it.
+    """One paragraph on the data, the model, a round, and the privacy mechanism.
 
     A key that this version does not have is left out, not guessed.
 
@@ -19,9 +19,9 @@ def description(config: Flat, released: Entry | None = None, objects: Collection
     ----------
     config : mapping
     released : Entry, optional
-        The last round's line in its ledger, whose law says how a round's clients were drawn.
+        The ledger's entry of the last round, whose law describes how its clients were sampled.
     objects : collection of str
-        What was an object from Python, in the place of what the config names.
+        The parts ("model", "data", "partition") that were Python objects instead of the config's.
     """
     sentences = [
         _trained(config, objects),
@@ -34,7 +34,7 @@ def description(config: Flat, released: Entry | None = None, objects: Collection
 
 
 def ending_sentence(summary: Mapping[str, object], rounds: int, planned: object) -> str:
-    """How the run ended, in a sentence."""
+    """A sentence or two on how the run ended."""
     outcome = summary.get("ended")
     if outcome == "finished":
         return f"It finished {'its only round' if rounds == 1 else f'all {rounds:,} rounds'}."

@@ -1,4 +1,4 @@
-"""A run in progress, in a notebook: one table that changes in place."""
+"""Progress of a run in a notebook: a table that is updated in place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedsim.reports.page import ProgressBar, render
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.metrics import brief_metric, display_name, duration, row_marks
 
-BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
+BETWEEN = 0.2  # least seconds between two updates: rounds can be faster than a browser
 
 
 class Live(Callback):
     """Shows a run in the output of a notebook's cell: rounds, time left, numbers, failures.
 
-    ``fedsim.run(config, callbacks=[fedsim.Live()])``. What it shows is replaced in place, by means
-    that every notebook has; nothing is installed in the browser.
+    ``fedsim.run(config, callbacks=[fedsim.Live()])``. The output is updated in place with IPython's
+    display handles, which every notebook supports, without widgets or browser extensions.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Live(Callback):
         self._since = self._last = 0.0
 
     def on_start(self, status: RunStatus) -> None:
-        """Begin the table.
+        """Show the table.
 
         Raises
         ------
         FedsimError
-            Outside a notebook, where there is nothing to show it in.
+            If IPython is not installed.
         """
         try:
             from IPython.display import HTML, display
@@ -44,7 +44,7 @@ class Live(Callback):
         self._shown = display(HTML(self._html(status)), display_id=True)
 
     def on_round(self, status: RunStatus) -> None:
-        """Replace the table, unless it has just been replaced."""
+        """Update the table, at most once in `BETWEEN` seconds."""
         row = status.row
         self._values |= {
             name: value
@@ -58,7 +58,7 @@ class Live(Callback):
             self._show(status)
 
     def on_end(self, status: RunStatus) -> None:
-        """Say how the run has ended."""
+        """Show how the run ended."""
         self._show(status)
 
     def _show(self, status: RunStatus) -> None:

@@ -1,4 +1,4 @@
-"""Pages: plain data in, HTML out by the templates. A page is one file and fetches nothing."""
+"""Render HTML pages from templates and plain data. A page is one file and loads no others."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **context: object) -> str:
-    """A template's HTML; whatever is put into it is escaped.
+    """Render a template to HTML; all values are escaped.
 
     Parameters
     ----------
     template : str
-        A file's name in ``templates``; `page.html` and those that extend it need a ``title``, and
-        `facts.html`, a bare table for a notebook, ``facts`` by their names.
+        Name of a file in ``templates``. `page.html` and the templates that extend it need a
+        ``title``; `facts.html`, a bare table for a notebook, needs ``facts``, values by name.
     """
     environment = _environment()
-    # Macros of a page number its charts.
+    # Gives each chart of the page an id of its own.
     numbers = itertools.count(1)
     html = environment.get_template(template).render(
         page_kind=template.removesuffix(".html"),
         next_chart_id=lambda: f"chart-{next(numbers)}",
         **context,
     )
-    # Names of files that are no UTF-8 have characters that no page can have.
+    # File names that are not UTF-8 contain surrogates, which cannot be encoded.
     return html.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """A fact that is drawn: so much ``done`` of a ``total``, and a text beside."""
+    """A fact shown as a bar, ``done`` of ``total``, with a text next to it."""
 
     done: int
     total: int
@@ -59,7 +59,7 @@ class ProgressBar:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only where a page is made
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # loaded only to make pages
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -71,7 +71,8 @@ def _environment() -> Environment:
     environment.policies["json.dumps_function"] = _json
     script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
     environment.globals |= {
-        # Of the bytes between the tags: the policy lets no other script run.
+        # Digest of the exact bytes between the script tags: the page's content security policy
+        # allows this script and no other.
         "script_digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "script": script,
         "version": VERSION,
@@ -84,7 +85,7 @@ def _environment() -> Environment:
 
 
 def _json(value: object, **_: object) -> str:
-    """JSON, which has no number that is not finite: null in its place."""
+    """JSON text, with null for NaN and infinite numbers, which JSON lacks."""
     return json.dumps(finite_json(value), separators=(",", ":"), allow_nan=False)
 
 
@@ -95,12 +96,12 @@ def _custom_properties(theme: Theme) -> str:
 
 
 def write(html: str, path: Path) -> None:
-    """Write a page, whole or not at all; its directory is made.
+    """Write a page atomically; its directory is created.
 
     Raises
     ------
     FedsimError
-        If there is a file that is no page of fedsim's, or one of another kind.
+        If the path exists and is not a fedsim page of the same kind.
     """
     if path.exists():
         with open(path, "rb", opener=regular_files.opener) as file:
@@ -110,7 +111,7 @@ def write(html: str, path: Path) -> None:
                 f"{path} is there and is no page that fedsim made; choose another --out."
             )
         before, now = _KIND.search(there), _KIND.search(html)
-        if before and now and before[1] != now[1]:  # pages of earlier versions do not say it
+        if before and now and before[1] != now[1]:  # pages of earlier versions lack a kind
             raise FedsimError(
                 f"{path} is there and is a {before[1]} page, not a {now[1]} page; choose another "
                 "--out."

@@ -1,4 +1,4 @@
-"""Classes of each client of a partition: a table for the terminal and a picture."""
+"""A partition's class counts per client: a table for the terminal and a picture."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedsim.partitions.base import (
 )
 from fedsim.reports.plots import HATCHES, INK, SERIES, dress, titled
 
-_BARS_UP_TO = 60  # clients; of more, bars are too narrow
-_COLOURS_UP_TO = 20  # classes that have a colour of their own
-_ROWS = 12  # clients in the table before it is abbreviated
-_WIDTH = 80  # of a terminal; where a column for each class needs more, classes are listed
-_PIXELS = 1000  # columns of a heat map; of more clients, neighbours are averaged
+_BARS_UP_TO = 60  # most clients for a bar chart
+_COLOURS_UP_TO = 20  # most classes for a bar chart: each has a colour of its own
+_ROWS = 12  # most clients in the table before it is abbreviated
+_WIDTH = 80  # columns of a terminal; if a column per class needs more, classes are listed
+_PIXELS = 1000  # most columns of a heat map; with more clients, neighbours are averaged
 _TICKS = (0.01, 0.1, 0.25, 0.5, 1.0)
 
 
 def summary(counts: Counts) -> dict[str, str]:
-    """Facts about ``counts [n, K]`` in a few words, by name."""
+    """Short texts with facts about ``counts [n, K]``, by name."""
     sizes = counts.sum(1)
     has = sizes > 0
     facts = {"clients": f"{len(counts):,}" + (f", {(~has).sum():,} empty" * bool((~has).any()))}
@@ -50,14 +50,17 @@ def summary(counts: Counts) -> dict[str, str]:
 
 
 def _distance(counts: Counts) -> float:
-    """Mean total variation between the mix of a client that has data and that of all."""
+    """Mean total variation distance between a client's class distribution and the overall one.
+
+    The mean is over clients that have examples.
+    """
     overall = counts.sum(0) / counts.sum()
     shares = class_shares(counts[counts.sum(1) > 0])
     return float(np.abs(shares - overall).sum(1).mean() / 2)
 
 
 def _shuffled(counts: Counts) -> Counts:
-    """Counts of clients of the same sizes, had the examples been shuffled."""
+    """Class counts of clients with the same sizes, if examples were assigned at random."""
     num_classes = counts.shape[1]
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), counts.sum(0)))
     return class_counts(
@@ -71,7 +74,7 @@ def tabulate(counts: Counts, title: str) -> RenderableType:
     Parameters
     ----------
     counts : int64 ``[n, K]``
-        As from `class_counts`.
+        Class counts per client, from `class_counts`.
     title : str
     """
     facts = Table.grid(padding=(0, 2))
@@ -81,7 +84,7 @@ def tabulate(counts: Counts, title: str) -> RenderableType:
 
 
 def _by_client(counts: Counts) -> Table:
-    """Counts of each client, or of the first and last where there are many."""
+    """Table of the counts of each client, or of the first and last ones if there are many."""
     n, num_classes = counts.shape
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     widths = [
@@ -112,13 +115,13 @@ def _largest(row: Counts) -> str:
 def draw(counts: Counts, title: str) -> Figure:
     """Draw the classes of each client.
 
-    Stacked bars for few clients and classes; else a heat map of each client's mix with the
-    clients' sizes above it and, for many clients, their distributions below.
+    Stacked bars for few clients and classes; otherwise a heat map of each client's class
+    distribution, with the clients' sizes above it and, for many clients, histograms below.
 
     Parameters
     ----------
     counts : int64 ``[n, K]``
-        As from `class_counts`.
+        Class counts per client, from `class_counts`.
     title : str
     """
     n, num_classes = counts.shape
@@ -164,7 +167,7 @@ def _bars(counts: Counts, title: str) -> Figure:
 
 
 def _write_class(axes: Axes, label: int, column: Counts, below: Floats, highest: int) -> None:
-    """Write the class into those of its segments that have room for it."""
+    """Write a class's number into its bar segments that are high enough."""
     for client, count in enumerate(column):
         if count > 0.04 * highest:
             middle = below[client] + count / 2
@@ -201,7 +204,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
         extent=(-0.5, n - 0.5, -0.5, num_classes - 0.5),
         aspect="auto",
         cmap="Blues",
-        # Square-root scale: a tenth of a client's data must show beside a client of one class.
+        # Square-root scale, so that a share of a tenth is visible next to clients of one class.
         norm=PowerNorm(0.5, vmin=0, vmax=highest),
         origin="lower",
         interpolation="nearest",
@@ -228,7 +231,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
 
 
 def _averaged(shares: Floats, at_most: int) -> Floats:
-    """Means of neighbouring clients, so that there are ``at_most`` rows to draw."""
+    """Means over neighbouring clients, at most ``at_most`` rows."""
     width = -(-len(shares) // at_most)
     starts = np.arange(0, len(shares), width)
     sizes = np.diff(np.append(starts, len(shares)))
@@ -240,7 +243,7 @@ def _histogram(axes: Axes, values: Counts, name: str) -> None:
     step = max(1, -(-(high - low + 1) // 40))
     edges = np.arange(low, high + step + 1, step) - 0.5
     axes.hist(values, edges.tolist(), color=SERIES[0], edgecolor="white", linewidth=0.4)
-    room = 2 if high - low < 4 else 0  # no bar as broad as the axes
+    room = 2 if high - low < 4 else 0  # keeps a single bar from filling the axes
     axes.set_xlim(max(low - room, 0) - 0.6, high + room + 0.6)
     axes.set_xlabel(name)
     axes.set_ylabel("clients")

@@ -1,8 +1,8 @@
-"""One style for every picture and page, whose colours all readers can distinguish.
+"""Common style of all pictures and pages, with colours that all readers can distinguish.
 
-Within a theme every two series differ by at least 25 in CIE Lab, also for people with colour
-blindness of any kind, and every colour has a contrast of at least 3 with what is behind it, text
-of at least 4.5 (WCAG 2.2). Colour is never alone: series differ by marker and dash too.
+Within a theme every two series differ by at least 25 in CIE Lab, also for readers with any kind of
+colour blindness. Every colour has a contrast of at least 3 with its background, text of at least
+4.5 (WCAG 2.2). Series differ by marker and dash as well as by colour.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours as ``#rrggbb``.
+    """Colours of a theme, as ``#rrggbb``.
 
     Attributes
     ----------
     background, surface : str
-        Of the page, and of what stands on it.
+        Background of the page, and of panels on it.
     ink, muted : str
-        Text, and text that matters less.
+        Text, and secondary text.
     grid, frame : str
-        Lines that are no data.
+        Grid lines and frames.
     accent : str
         Links and focus.
     series : tuple of str
-        One curve each, in the order in which they are used.
+        Colours of curves, in the order in which they are used.
     """
 
     background: str
@@ -90,13 +90,13 @@ DARK = Theme(
 )
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-"""Of each series, by matplotlib's names; pages draw the same ones."""
+"""Marker of each series, by matplotlib's names; pages draw the same ones."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3", "10 4", "4 2 1 2", "1 3", "12 3 3 3")
-"""Of each series, as lengths of strokes and gaps; empty is a whole line."""
+"""Dash pattern of each series, as lengths of strokes and gaps; empty is a solid line."""
 
 HATCHES = ("", "//", "..")
-"""Of areas, where there are more of them than colours."""
+"""Hatches of areas, used in turn if there are more areas than colours."""
 
 INK = LIGHT.ink
 SERIES = LIGHT.series
@@ -112,11 +112,11 @@ COLOURS = {
     "neutral": SERIES[5],
     "other": SERIES[6],
 }
-"""A colour for each method, the same in every picture."""
+"""Colour of each method, the same in every picture."""
 
 
 def curve_style(colour: str) -> dict[str, Any]:
-    """How a curve of a colour of the palette is drawn: with the dash and marker of its own."""
+    """Matplotlib settings of a curve, with the dash and marker that belong to its colour."""
     index = SERIES.index(colour)
     lengths = tuple(float(length) / 2 for length in DASHES[index].split())
     return {
@@ -124,14 +124,14 @@ def curve_style(colour: str) -> dict[str, Any]:
         "linestyle": (0, lengths) if lengths else "-",
         "marker": MARKERS[index],
         "markersize": 4,
-        # As a share of the picture: long curves have few markers, short ones all of theirs.
+        # A share of the axes' diagonal: long curves get few markers, short ones keep all.
         "markevery": 0.1,
     }
 
 
 def titled(width: float, height: float, title: str) -> Figure:
-    """A figure with nothing in it but its title."""
-    from matplotlib.figure import Figure  # pages need the colours alone
+    """An empty figure with a title."""
+    from matplotlib.figure import Figure  # imported here: pages need only the colours
 
     figure = Figure(figsize=(width, height), layout="constrained")
     lines = textwrap.fill(title, int(width * 10))
@@ -142,7 +142,7 @@ def titled(width: float, height: float, title: str) -> Figure:
 def grid(
     rows: int, columns: int, *, title: str, width: float = 10.0, height: float = 4.0
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and ``rows * columns`` axes, dressed, row by row."""
+    """A figure with a title, and its ``rows * columns`` styled axes, row by row."""
     figure = titled(width, height, title)
     axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).ravel())
     dress(axes)
@@ -150,7 +150,7 @@ def grid(
 
 
 def dress(axes: Sequence[Axes], *, lines: bool = True) -> None:
-    """Light frames, small ticks, a faint grid of ``lines``."""
+    """Style axes: light frames, small ticks and, with ``lines``, a faint grid."""
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color(LIGHT.frame)
@@ -161,7 +161,7 @@ def dress(axes: Sequence[Axes], *, lines: bool = True) -> None:
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 96) -> None:
-    """Write a figure as a PNG, whole or not at all; its directory is made."""
+    """Write a figure as a PNG, atomically; its directory is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=dpi)

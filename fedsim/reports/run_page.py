@@ -1,6 +1,6 @@
-"""report.html: what a run was, what it reached, what it cost, in one page.
+"""report.html: a run's settings, results and privacy cost on one page.
 
-Here is what each section says, as plain data; ``templates/run.html`` makes the markup.
+This module computes each section's content as plain data; ``templates/run.html`` is the markup.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ _SHOWN_REASONS = 6
 
 
 def run_page(record: RunRecord) -> str:
-    """The page of one run, as HTML that stands alone.
+    """The page of one run, as one self-contained HTML file.
 
-    Of a run with a guarantee it shows what is public, and marks what only the operator may see;
-    what follows from clients' data alone is not in a record unless ``evaluate.unprotected`` is set.
+    For a private run it shows public values, and marks those that only the operator may see.
+    Values computed from clients' data without noise are in the record, and so on the page, only if
+    ``evaluate.unprotected`` is set.
     """
     config, summary = record.config, record.summary
     learning = learning_curves(record)
@@ -96,7 +97,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
-    """The few numbers that everybody asks for first, and what they are."""
+    """The headline numbers at the top of the page, as (value, label)."""
     tiles: list[tuple[str, str]] = []
     for name, columns in sorted(
         learning_columns(record.columns()).items(), key=lambda item: lowest_is_best(item[0])
@@ -125,7 +126,7 @@ def _not_finite(record: RunRecord) -> str:
 
 
 def _spending(record: RunRecord) -> list[Lines]:
-    """Epsilon over rounds, and where a budget would end it."""
+    """Chart of epsilon over rounds, with the budgets as reference lines."""
     lines = []
     for column, name, key in (
         ("epsilon", "client level", "noise.max-epsilon"),
@@ -145,7 +146,7 @@ def _spending(record: RunRecord) -> list[Lines]:
 
 
 def _tradeoff(statement: Statement) -> Lines:
-    """The least false-negative rate of an attack, for every false-positive rate."""
+    """Chart of an attack's least false-negative rate, for every false-positive rate."""
     alarms = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.1, 1, 60)[1:]])
     missed = statement.tradeoff(alarms)
     return Lines(
@@ -166,7 +167,7 @@ def _tradeoff(statement: Statement) -> Lines:
 
 
 def _mistakes(record: RunRecord) -> dict[str, Any] | None:
-    """Of the model on test examples: a confusion matrix, or predictions against true values."""
+    """The model's errors on test examples: a confusion matrix, or predicted against true values."""
     test = record.summary.get("test") or {}
     mistakes: dict[str, Any] = {
         "of_clients": record.private and record.summary.get("test-of-clients"),
@@ -189,7 +190,7 @@ def _mistakes(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any]:
-    """The matrix of few classes; of many, the mistakes and classes that matter most."""
+    """The matrix for few classes; for many, the most frequent mistakes and the worst classes."""
     truths = np.maximum(counts.sum(1), 1)
     recall = np.diag(counts) / truths
     if len(counts) <= _SHOWN_CLASSES:
@@ -231,7 +232,7 @@ def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any
 
 
 def _scatter(test: Mapping[str, Any]) -> Heat:
-    """Predictions against the truth, binned."""
+    """Binned chart of predicted against true values."""
     return Heat(
         "Predicted against true values",
         x="true value",
@@ -257,7 +258,7 @@ def _bound(record: RunRecord) -> str:
 
 
 def _clients(record: RunRecord) -> dict[str, Any] | None:
-    """Who was asked, and what became of it."""
+    """Numbers of clients that were sampled, usable and failed, with reasons of failure."""
     if record.last("asked") is None:
         return None
     reasons = [column for column in record.columns() if column.startswith("failed-")]
@@ -282,7 +283,7 @@ def _clients(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _partition(record: RunRecord) -> dict[str, Any] | None:
-    """How many examples and classes clients have, and how metrics spread over clients."""
+    """Charts of examples and classes per client, and of metrics over clients."""
     split = record.summary.get("partition")
     if not split:
         return None
@@ -340,7 +341,7 @@ _TIMES = (
 
 
 def _changed(config: Mapping[str, Scalar]) -> dict[str, str]:
-    """The keys whose values are not the defaults."""
+    """Keys whose values are not the defaults."""
     defaults = RunConfig().to_run_config()
     return {
         key: str(value)

@@ -1,4 +1,4 @@
-"""The picture of private statistics: estimates with their errors, and histograms."""
+"""Picture of private statistics: estimates with their errors, and histograms."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from fedsim.runs.statistics import Estimate, Histogram, StatisticsResult
 
 MOST_HISTOGRAMS = 12
-"""In one picture; the file has all of them."""
+"""Most histograms in a picture; statistics.json has all of them."""
 
 
 def draw(statistics: StatisticsResult, name: str) -> Figure:
-    """Bars of means and of shares, each with the noise's standard deviation, and histograms."""
+    """Draw means and shares as bars, with the noise's standard deviation, and histograms."""
     quantities = ("mean", "share")
     groups = [
         [e for e in statistics.estimates if e.name.endswith(f": {quantity}")]

@@ -1,4 +1,4 @@
-"""What a sweep found: its runs, its settings over their seeds, and what they cost together."""
+"""Results of a sweep: its runs, its settings averaged over seeds, and the joint privacy cost."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ _FINISHED = Ending("finished")
 
 @dataclass(frozen=True)
 class RunLine:
-    """What one run reached.
+    """Results of one run.
 
     Attributes
     ----------
     point : mapping of key to value
+        The run's values on the sweep's axes.
     outcome : Ending
     rounds : int
-        That it finished.
+        Number of finished rounds.
     measure : Measure
+        The metric by which runs are compared.
     test, mean_test : float
-        On the test examples, after the last round and as the mean of the last five evaluations.
+        The metric on test examples, after the last round and averaged over the last five
+        evaluations.
     loss : float
+        Loss on test examples after the last round.
     epsilon : float or None
         None for a run that is not private.
     simulated, declared : bool
-        Whether its noise follows from its seed, and whether a law is taken at the user's word.
+        Whether its noise follows from its seed, and whether a law is declared by the user.
     validation : float or None
-        What runs are chosen by: the mean of the last five evaluations on the examples
-        held out; None where none are held out.
+        The metric on held-out examples, averaged over the last five evaluations, by which runs
+        are chosen; None if no examples are held out.
     """
 
     point: dict[str, Scalar]
@@ -69,7 +73,7 @@ def read_line(
     measure: Measure,
     outcome: Ending = _FINISHED,
 ) -> RunLine:
-    """The line of a run whose artefacts are in ``directory``; parameters as `RunLine`'s."""
+    """Read the results of a run from its ``directory``; see `RunLine` for other parameters."""
     rows = MetricsFile(directory / "metrics.csv").rows()
     tests, losses = (numbers_in(rows, f"test-{name}") for name in (measure.name, "loss"))
     last = rows[-1] if rows else {"round": 0}
@@ -90,13 +94,14 @@ def read_line(
 
 @dataclass(frozen=True)
 class SeedsLine:
-    """One setting over its seeds; those that failed or were dropped are in no mean.
+    """Results of one setting over its seeds; means leave out runs that failed or were dropped.
 
     Attributes
     ----------
     point : mapping of key to value
-        Without the seed.
+        Values on the sweep's axes, without the seed.
     lines : sequence of RunLine
+        One per seed.
     """
 
     point: dict[str, Scalar]
@@ -104,13 +109,13 @@ class SeedsLine:
 
     @cached_property
     def ended(self) -> list[RunLine]:
-        """Seeds that ended as planned or by a stop rule."""
+        """Runs that ended as planned, by a stop rule or at their budget."""
         return [
             line for line in self.lines if line.outcome.ended in ("finished", "stopped", "budget")
         ]
 
     def spread(self, figure: Figures) -> Spread | None:
-        """A number of a `RunLine` over seeds that ended; None where no seed has one."""
+        """Mean and deviation of a field of `RunLine` over `ended`; None if no run has a value."""
         values = [getattr(line, figure) for line in self.ended]
         return Spread.of([value for value in values if value is not None])
 
@@ -119,7 +124,7 @@ Figures = Literal["test", "mean_test", "loss", "validation"]
 
 
 def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
-    """Each setting, over its seeds, in the order in which they come."""
+    """Group runs by setting, over seeds, in the order given."""
     settings: dict[tuple[tuple[str, Scalar], ...], list[RunLine]] = {}
     for line in lines:
         point = tuple((key, value) for key, value in line.point.items() if key != "seed")
@@ -128,9 +133,9 @@ def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
 
 
 def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
-    """The setting that is best on examples held out, among those all of whose seeds ended.
+    """The best setting on held-out examples, among those whose seeds all ended.
 
-    None without examples held out: nothing is chosen by test examples.
+    None if no examples are held out: settings are never chosen by test examples.
     """
     best: tuple[float, SeedsLine | None] = (-math.inf, None)
     for setting in settings:
@@ -142,7 +147,7 @@ def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
 
 
 def to_csv(lines: Sequence[RunLine]) -> str:
-    """All runs as CSV text; a number that a run lacks is empty."""
+    """All runs as CSV text; missing values are empty."""
     name = lines[0].measure.name
     figures = [f"test-{name}", f"test-{name}-last-five", "test-loss"]
     figures += [f"validation-{name}-last-five", "epsilon", "simulated", "declared"]
@@ -159,7 +164,7 @@ def to_csv(lines: Sequence[RunLine]) -> str:
 
 
 def seeds_csv(settings: Sequence[SeedsLine]) -> str:
-    """All settings over their seeds as CSV text: means, and standard deviations of one seed."""
+    """All settings as CSV text: means and standard deviations over seeds."""
     name = settings[0].lines[0].measure.name
     columns = [f"test-{name}", f"test-{name}-last-five"]
     columns += ["test-loss", f"validation-{name}-last-five"]
@@ -183,15 +188,16 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def price(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1) -> Cost:
-    """What all runs together cost: the composition of all their releases at ``delta``.
+    """Joint cost of all runs: the composition of all their releases, at ``delta``.
 
     Parameters
     ----------
     planned : mapping of path to Stopping
-        Their ledgers, and all that each might have released (`fedsim.config.plan.whole_run`).
+        Each run's ledger, and all that it might have released (`fedsim.config.plan.whole_run`).
     delta : float
     outcomes : int
-        Out of how many compositions releases have chosen this one; see `shared_cost`.
+        Number of possible compositions from which the releases selected this one (halving); see
+        `shared_cost`.
     """
     together = _Together()
     for path, stopping in planned.items():
@@ -203,24 +209,25 @@ def price(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1) -> 
 def examples_price(
     planned: Mapping[Path, int], delta: float, outcomes: int = 1, *, same: bool = True
 ) -> Cost:
-    """The same at example level, of the client that pays most.
+    """Joint cost of all runs at example level, for the client that spends most.
 
     Parameters
     ----------
     planned : mapping of path to int
-        The directories of clients' ledgers, and how many more rounds there might have been.
+        Directories of clients' ledgers, and how many more rounds each might have had.
     delta : float
     outcomes : int
-        As for `price`.
+        See `price`.
     same : bool
-        Whether a client has the same examples in all of these directories. Otherwise an example
-        may have been the costliest client's in each of them.
+        Whether a client has the same examples in all of these directories. If not, an example may
+        belong to the client that spends most in each of them, so these clients are composed.
     """
     clients: dict[int | None, _Together] = {}
     for directory, left in planned.items():
         opened = ClientLedgers(directory, delta=delta, read_only=True)
         ledgers = opened.everyone()
         for ledger in ledgers if same or not ledgers else [opened.worst()]:
+            # None: the worst clients of all directories make one composition.
             key = ledger.charged[-1].client if same else None
             made = ledger.charged[-1].round or 0 if ledger.charged else 0
             stopping = Stopping(left=max(left, 0), made=made)
@@ -230,13 +237,18 @@ def examples_price(
 
 
 class _Together:
-    """Ledgers as one composition, and all that might have been in it."""
+    """Composition of several ledgers, and of all that they might have contained.
+
+    Three accountants: ``_spent`` has the releases that were made; ``_charged`` also has planned
+    ones that a ledger charges because its releases ended the run early; ``_planned`` also has all
+    that was still planned. The latter two are what `shared_cost` compares.
+    """
 
     def __init__(self) -> None:
         self._spent, self._charged, self._planned = Accountant(), Accountant(), Accountant()
 
     def take(self, history: History, stopping: Stopping) -> None:
-        """Add a ledger's, and what was still planned to what might have been."""
+        """Add a ledger's events, and the releases that were still planned."""
         net, before = history.net, len(history.before)
         for index, entry in enumerate(net):
             self._charged.add(entry.event)
@@ -247,24 +259,24 @@ class _Together:
             self._planned.add(event)
 
     def cost(self, delta: float, outcomes: int) -> Cost:
-        """Of all of them."""
+        """Cost of all ledgers together; see `price`."""
         if outcomes == 1:
             return self._charged.cost(delta)
         return shared_cost(self._spent, self._planned, delta, outcomes)
 
 
 def draw(settings: Sequence[SeedsLine], axis: str, title: str, *, joined: bool = True) -> Figure:
-    """What is reached on test examples over one axis.
+    """Draw the metric on test examples over one axis.
 
     Parameters
     ----------
     settings : sequence of SeedsLine
-        Those without a number of theirs, since their runs failed, are left out.
+        Settings whose runs all failed are left out.
     axis : str
-        Not the seed, unless it is the only one: then nothing is averaged.
+        Key on the x axis; the seed only if it is the only axis, and then nothing is averaged.
     title : str
     joined : bool
-        Whether settings that share the others' values are a curve; else all are points.
+        Whether to join settings with equal values on the other axes by a curve.
     """
     figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
     shown = _numbers_of(settings, axis)
@@ -296,7 +308,7 @@ def draw(settings: Sequence[SeedsLine], axis: str, title: str, *, joined: bool =
 
 
 def _numbers_of(settings: Sequence[SeedsLine], axis: str) -> list[tuple[Scalar, str, Spread]]:
-    """Place on the axis, the other axes' values in words, and what was reached there."""
+    """Value on the axis, the other axes' values as text, and the metric, for each point."""
     if axis == "seed":
         spreads = [
             (line.point["seed"], _words(setting.point), Spread(line.mean_test, None, 1))
@@ -320,7 +332,7 @@ def _words(point: dict[str, Scalar]) -> str:
 
 
 def _about(settings: Sequence[SeedsLine], spreads: Sequence[Spread]) -> str:
-    """What the bars are, and who is missing."""
+    """Note on the error bars and on the runs left out."""
     counts = sorted({spread.count for spread in spreads if spread.count > 1})
     about = ""
     if counts:

@@ -1,4 +1,4 @@
-"""Whether a run fits together, its page included: what it claims is computed again."""
+"""Verify a run's directory, its report included, by recomputing what the files claim."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from fedsim.runs.directory import clients_ledgers
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import delta_of
 
-# Where a ledger lies may have changed since, and is no claim.
+# The ledger's path is left out of the comparison: the run may have been moved.
 _PLACE = re.compile(r"Ledger: [^<]*")
 
 
 def verify_run(
     run: Path, public_key: Path | None = None, delta: float | None = None
 ) -> list[FileCheck]:
-    """What `verify` finds in a run's directory, at the deltas of its config, and its report.
+    """Checks of `verify` on a run's directory, at its config's deltas, and a check of its report.
 
     Parameters
     ----------
     run : path
+        The run's directory.
     public_key : path, optional
-        Whose signature there must be.
+        Key with which the signature of the manifest must verify.
     delta : float, optional
-        In the place of the config's.
+        Replaces the config's.
 
     Raises
     ------
@@ -41,7 +42,7 @@ def verify_run(
     try:
         config = read_config(run / "config.toml")
     except (OSError, FedsimError):
-        config = {}  # its own line says so
+        config = {}  # reported by its own check
     checks = verify(
         run,
         delta_of(config) if delta is None else delta,
@@ -54,7 +55,13 @@ def verify_run(
 
 
 def _compare_report(run: Path) -> str:
-    """Whether report.html follows from the other files."""
+    """Check that report.html follows from the other files; returns the finding.
+
+    Raises
+    ------
+    FedsimError
+        If it is missing or differs.
+    """
     try:
         record = RunRecord.read(run)
         page = regular_files.read_text(run / "report.html")
@@ -66,7 +73,7 @@ def _compare_report(run: Path) -> str:
         raise FedsimError(f"it cannot be compared with the other files: {error}") from None
     if record.summary:
         agrees = _PLACE.sub("", page) == _PLACE.sub("", run_page(record))
-    else:  # of a run that was interrupted the page may say more than its files
+    else:  # the page of an interrupted run may contain more than its files
         sentences = [line for s in record.statements for line in s.sentences()]
         agrees = all(_PLACE.sub("", line) in html.unescape(page) for line in sentences)
     if agrees:

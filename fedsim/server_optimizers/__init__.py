@@ -1,4 +1,4 @@
-"""What the server does with the mean update."""
+"""Server optimisers, which apply the mean update to the global parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the server does with the noisy mean update: post-processing, free of privacy cost."""
+"""Base classes of server optimisers.
+
+They apply the noisy mean update, which is post-processing and has no privacy cost.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,38 @@ from fedsim.settings import check_settings
 
 
 class ServerOptimizer(Protocol):
-    """Moves the global parameters along an update.
+    """Applies a mean update to the global parameters.
 
-    A class that inherits from this one has `state` and `restore` of an optimiser that keeps
-    nothing between rounds.
+    The default `state` and `restore` are those of an optimiser without state between rounds.
     """
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters from ``vector [d]`` and the mean ``update [d]``; neither is changed."""
 
     def state(self) -> Mapping[str, Any]:
-        """What it keeps between rounds: tensors and what JSON can say, by name."""
+        """State to keep between rounds, by name: tensors and JSON values."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state` gave."""
+        """Restore what `state` returned."""
 
 
 class StatefulOptimizer(ServerOptimizer):
-    """An optimiser with settings that keeps tensors between rounds, by their names."""
+    """An optimiser with settings, whose state is tensors by name."""
 
     def __post_init__(self) -> None:
         check_settings(self, "server.")
         self.tensors: dict[str, Tensor] = {}
 
     def moment(self, name: str, vector: Tensor) -> Tensor:
-        """The vector of this name after the last step, like ``vector``; zero before the first."""
+        """State tensor of this name, in dtype and on the device of ``vector``; zero at first."""
         slot = self.tensors.get(name)
         return vector.new_zeros(vector.shape) if slot is None else slot.to(vector)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors, once there are any."""
+        """Copies of the state tensors; empty before the first step."""
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Resume what `state` gave."""
+        """Restore what `state` returned."""
         self.tensors = {name: tensor.clone() for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""SGD along the mean update, and Reddi et al.'s adaptive optimisers (2021) as Flower has them."""
+"""SGD on the mean update, and Reddi et al.'s adaptive optimisers (2021) as in Flower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 @register("server", "sgd")
 @dataclass
 class ServerSGD(StatefulOptimizer):
-    """Steps along the mean update, or along its momentum; as `torch.optim.SGD` to the last bit."""
+    """SGD on the mean update, with optional momentum; bitwise equal to `torch.optim.SGD`."""
 
     lr: Annotated[float, Gt(0), Doc("What of the mean update is added; 1 for all of it.")] = 1.0
     momentum: Annotated[
@@ -35,7 +35,7 @@ class ServerSGD(StatefulOptimizer):
 @register("server", "fedavgm")
 @dataclass
 class FedAvgM(ServerSGD):
-    """FedAvgM (Hsu et al. 2019): SGD along the mean update, with momentum."""
+    """FedAvgM (Hsu et al. 2019): SGD on the mean update, with momentum."""
 
     momentum: Annotated[float, Ge(0), Lt(1), Doc("What of its last step the next one keeps.")] = 0.9
 
@@ -47,7 +47,7 @@ Adaptivity = Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps 
 @register("server", "fedadagrad")
 @dataclass
 class FedAdagrad(StatefulOptimizer):
-    """FedAdagrad (Reddi et al. 2021): second moments that add up; as Flower's strategy."""
+    """FedAdagrad (Reddi et al. 2021): sums of squared updates; as Flower's strategy."""
 
     lr: Rate = 0.1
     tau: Adaptivity = 1e-3
@@ -62,9 +62,9 @@ class FedAdagrad(StatefulOptimizer):
 
 @dataclass
 class FirstOverRoot(StatefulOptimizer):
-    """Steps along a mean of the updates, over the root of one of their squares.
+    """Steps by a moving mean of the updates, divided by the root of a mean of their squares.
 
-    A subclass says what mean of squares that is, and may correct the rate.
+    A subclass defines the mean of squares, and may correct the rate.
     """
 
     lr: Rate = 0.1
@@ -74,10 +74,10 @@ class FirstOverRoot(StatefulOptimizer):
 
     @abstractmethod
     def squares(self, second: Tensor, update: Tensor) -> Tensor:
-        """The new mean of squares ``[d]``, from that until now and an update."""
+        """New mean of squares ``[d]``, from the previous one and an update."""
 
     def rate(self, step: int) -> float:
-        """Of a step: ``lr``, or what it is corrected to; steps are counted from 1."""
+        """Learning rate of a step, counted from 1: ``lr``, with any bias correction."""
         return self.lr
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
@@ -93,15 +93,15 @@ class FirstOverRoot(StatefulOptimizer):
 @register("server", "fedadam")
 @dataclass
 class FedAdam(FirstOverRoot):
-    """FedAdam (Reddi et al. 2021) with Flower's correction of its first rounds."""
+    """FedAdam (Reddi et al. 2021) with Flower's bias correction of the first rounds."""
 
     def squares(self, second: Tensor, update: Tensor) -> Tensor:
-        """Their moving average."""
+        """Moving average of the squared updates."""
         return (second * self.beta2).addcmul_(update, update, value=1 - self.beta2)
 
     def rate(self, step: int) -> float:
-        """``lr``, corrected for means that began at zero."""
-        # Flower counts one round more than there have been.
+        """``lr``, corrected for the bias of means that start at zero."""
+        # As Flower does: it counts one step more than there have been.
         counted = step + 1
         return float(self.lr * (1 - self.beta2**counted) ** 0.5 / (1 - self.beta1**counted))
 
@@ -109,11 +109,11 @@ class FedAdam(FirstOverRoot):
 @register("server", "fedyogi")
 @dataclass
 class FedYogi(FirstOverRoot):
-    """FedYogi (Reddi et al. 2021): second moments that forget slowly; as Flower's strategy."""
+    """FedYogi (Reddi et al. 2021): second moments that decay slowly; as Flower's strategy."""
 
     lr: Rate = 0.01
 
     def squares(self, second: Tensor, update: Tensor) -> Tensor:
-        """Moved towards the newest, by no more than that."""
+        """Mean of squares moved towards the new square, by a step proportional to that square."""
         square = update.square()
         return second - (1 - self.beta2) * square * (second - square).sign()

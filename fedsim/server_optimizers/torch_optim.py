@@ -1,4 +1,4 @@
-"""PyTorch's optimisers on the mean update: what they do is theirs, to the last bit."""
+"""PyTorch's optimisers on the mean update, bitwise equal to `torch.optim`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Eps = Annotated[float, Gt(0), Doc("Added to the root: nothing is divided by 0.")
 
 @dataclass
 class TorchOptimizer(StatefulOptimizer):
-    """One of `torch.optim`, for which the mean update is the negative gradient.
+    """An optimiser of `torch.optim`, with the negative mean update as the gradient.
 
-    What it keeps between rounds is what the optimiser has in its own state, by torch's names.
+    Its state between rounds is that of the torch optimiser, by torch's names.
 
     Attributes
     ----------
     optimizer : str
-        Its name in `torch.optim`.
+        Name of the class in `torch.optim`.
     decay_name : str
-        What ``decay`` is called there.
+        That class's name for the setting ``decay``; empty if it has none.
     """
 
     optimizer: ClassVar[str]
@@ -45,8 +45,8 @@ class TorchOptimizer(StatefulOptimizer):
             settings[self.decay_name] = settings.pop("decay")
         parameter = torch.nn.Parameter(vector.clone())
         parameter.grad = (-update).to(vector.dtype)
-        # A new one each time: a schedule changes the rate, a resume what is kept. That takes 50
-        # microseconds, but the first one imports torch._dynamo.
+        # A new torch optimiser for each step, since a schedule changes the rate and a resume the
+        # state. This takes 50 microseconds; the first one also imports torch._dynamo.
         optimizer = getattr(torch.optim, self.optimizer)([parameter], **settings)
         optimizer.state[parameter].update(self.state())
         optimizer.step()
@@ -57,7 +57,7 @@ class TorchOptimizer(StatefulOptimizer):
 @register("server", "adam")
 @dataclass
 class ServerAdam(TorchOptimizer):
-    """Adam on the mean update (FedAdam of Reddi et al. 2021); as `torch.optim.Adam`, to the bit."""
+    """Adam on the mean update (FedAdam of Reddi et al. 2021); bitwise as `torch.optim.Adam`."""
 
     optimizer: ClassVar[str] = "Adam"
     beta1: Beta1 = 0.9
@@ -68,7 +68,7 @@ class ServerAdam(TorchOptimizer):
 @register("server", "adamw")
 @dataclass
 class ServerAdamW(ServerAdam):
-    """Adam whose parameters decay by themselves (Loshchilov and Hutter 2019); as torch's."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019); as `torch.optim.AdamW`."""
 
     optimizer: ClassVar[str] = "AdamW"
     weight_decay: Annotated[float, Ge(0), Doc("What of lr times a parameter is taken off.")] = 0.01
@@ -77,7 +77,7 @@ class ServerAdamW(ServerAdam):
 @register("server", "adamax")
 @dataclass
 class ServerAdamax(ServerAdam):
-    """Adam over the largest update so far, not a mean (Kingma and Ba 2015); as torch's."""
+    """Adam with the infinity norm of updates (Kingma and Ba 2015); as `torch.optim.Adamax`."""
 
     optimizer: ClassVar[str] = "Adamax"
 
@@ -113,7 +113,7 @@ class ServerAdagrad(TorchOptimizer):
 @register("server", "adadelta")
 @dataclass
 class ServerAdadelta(TorchOptimizer):
-    """Steps in units of earlier steps (Zeiler 2012); as `torch.optim.Adadelta`."""
+    """Adadelta on the mean update (Zeiler 2012); as `torch.optim.Adadelta`."""
 
     optimizer: ClassVar[str] = "Adadelta"
     decay_name: ClassVar[str] = "rho"

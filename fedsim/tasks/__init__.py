@@ -1,4 +1,4 @@
-"""What is learnt: losses and metrics."""
+"""Losses and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of predicted classes, and of their probabilities."""
+"""Metrics of predicted classes and of class probabilities."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ Ints = npt.NDArray[np.int64]
 
 
 class Hits(Metric):
-    """Right targets of all; subclasses say by `update` which are."""
+    """Fraction of targets that are predicted correctly, as a subclass's `update` defines it.
+
+    The state counts the correct targets and all targets, int64 ``[2]``.
+    """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
 
     def init(self) -> Ints:
-        """Right ones, and all."""
+        """Zero counts."""
         return np.zeros(2, dtype=np.int64)
 
     def merge(self, first: Ints, second: Ints) -> Ints:
-        """Both."""
+        """Sum of both counts."""
         return np.add(first, second)
 
     def finish(self, state: Ints) -> float:
-        """Right ones of all."""
+        """Correct targets divided by all; NaN if there are none."""
         hits, count = state.tolist()
         return hits / count if count else math.nan
 
@@ -46,7 +49,7 @@ class Accuracy(Hits):
     """
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
-        """More examples."""
+        """Counts after more examples."""
         logits, classes = counted(outputs, targets)
         hits = int((predicted_classes(logits) == classes).sum())
         return self.merge(state, np.array([hits, len(classes)]))
@@ -58,13 +61,13 @@ class TopK(Hits):
     """Share of targets that are among the ``k`` largest logits.
 
     Outputs ``[B, K]`` and classes ``[B]``, or one more axis in both: the positions of a sequence.
-    With fewer classes than ``k`` every target is among them.
+    With fewer classes than ``k``, every target is.
     """
 
     k: Annotated[int, Ge(1), Doc("How many of the largest logits are looked at.")] = 5
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
-        """More examples."""
+        """Counts after more examples."""
         logits, classes = counted(outputs, targets)
         best = logits.topk(min(self.k, logits.shape[-1]), dim=-1).indices
         hits = int((best == classes[:, None]).sum())
@@ -76,8 +79,9 @@ class TopK(Hits):
 class F1(Metric):
     """``2 tp / (2 tp + fp + fn)``, of each class or label and then averaged.
 
-    Classes ``[B]`` (or ``[B, L]``) are predicted by the largest logit, labels ``[B, K]`` of 0 and 1
-    where theirs is above 0. ``"micro"`` of classes is the accuracy.
+    A class (targets ``[B]`` or ``[B, L]``) is predicted if it has the largest logit, a label
+    (targets ``[B, K]`` of 0 and 1) if its logit is above 0. With classes, ``"micro"`` is the
+    accuracy.
     """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
@@ -87,11 +91,14 @@ class F1(Metric):
     ] = "macro"
 
     def init(self) -> Ints:
-        """Predicted and there, predicted, and there: ``[3, K]``."""
+        """Counts ``[3, K]`` of true positives, predicted positives and actual positives; K is 0.
+
+        K becomes known with the first examples.
+        """
         return np.zeros((3, 0), dtype=np.int64)
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
-        """More examples."""
+        """Counts after more examples."""
         if targets.is_floating_point():
             logits, labels = by_label(outputs, targets)
             actual, predicted = labels == 1, (logits > 0) & ~labels.isnan()
@@ -105,13 +112,13 @@ class F1(Metric):
         return self.merge(state, torch.stack(counts).numpy())
 
     def merge(self, first: Ints, second: Ints) -> Ints:
-        """Both."""
+        """Sum of both counts."""
         if not first.size or not second.size:
             return first if first.size else second
         return np.add(first, second)
 
     def finish(self, state: Ints) -> float:
-        """The average."""
+        """The averaged F1; NaN if no class or label occurs."""
         if self.average == "micro":
             state = state.sum(1, keepdims=True)
         both, either = 2 * state[0], state[1] + state[2]
@@ -122,17 +129,18 @@ class F1(Metric):
 @register("metric", "perplexity")
 @dataclass(frozen=True)
 class Perplexity(Mean):
-    """``exp`` of the mean cross-entropy of all positions that count, each counting the same."""
+    """``exp`` of the mean cross-entropy over all positions that count, with equal weights."""
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
-        """More sequences."""
+        """Sum of cross-entropies after more sequences."""
         logits, classes = counted(outputs, targets)
         losses = torch.nn.functional.cross_entropy(logits, classes, reduction="none")
         return state + ExactSum.of(losses)
 
     def finish(self, state: ExactSum) -> float:
-        """The perplexity; infinite where it is too large for a number."""
+        """The perplexity; infinite if it overflows."""
         mean = state.mean
+        # `not >` instead of `<=`, so that a NaN mean gives NaN.
         return math.exp(mean) if not mean > 700 else math.inf
 
 
@@ -141,8 +149,8 @@ class Perplexity(Mean):
 class CalibrationError(Metric):
     """Expected calibration error of the largest probability.
 
-    Targets are put by it into ``bins`` of equal width, and the distance between mean probability
-    and accuracy is averaged over them (Naeini et al. 2015; Guo et al. 2017).
+    Targets are sorted by it into ``bins`` of equal width, and the distance between mean probability
+    and accuracy is averaged over the bins (Naeini et al. 2015; Guo et al. 2017).
     """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
@@ -150,15 +158,15 @@ class CalibrationError(Metric):
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> Sequence[Any]:
-        """For each bin, the sum of the probabilities and how many predictions were right."""
+        """Sum of the probabilities and number of correct predictions, for each bin."""
         return [(ExactSum(), 0)] * self.bins
 
     def update(self, state: Sequence[Any], outputs: Tensor, targets: Tensor) -> Sequence[Any]:
-        """More examples."""
+        """State after more examples."""
         logits, classes = counted(outputs, targets)
         confidence, predicted = logits.double().softmax(-1).max(-1)
         right = predicted == classes
-        # A bin holds its upper edge: (0, 1/bins], ..., (1 - 1/bins, 1].
+        # A bin includes its upper edge: (0, 1/bins], ..., (1 - 1/bins, 1].
         inside = (confidence * self.bins).ceil().long().clamp(1, self.bins) - 1
         batch = []
         for k in range(self.bins):
@@ -167,11 +175,11 @@ class CalibrationError(Metric):
         return self.merge(state, batch)
 
     def merge(self, first: Sequence[Any], second: Sequence[Any]) -> Sequence[Any]:
-        """Both."""
+        """Sum of both states, bin by bin."""
         return [(a + b, m + n) for (a, m), (b, n) in zip(first, second, strict=True)]
 
     def finish(self, state: Sequence[Any]) -> float:
-        """The mean distance, weighted by the targets in each bin."""
+        """Mean distance, weighted by the number of targets in each bin."""
         count = sum(total.count for total, _ in state)
         if not count or any(total.bad for total, _ in state):
             return math.nan

@@ -1,10 +1,10 @@
-"""Losses: one number per example, so that padding and privacy can weigh them.
+"""Losses: one number per example, so that examples can be weighted for padding and privacy.
 
-A loss takes ``(outputs [B, ...], targets [B, ...])`` to ``[B]``. Where an example has many targets
+A loss maps ``(outputs [B, ...], targets [B, ...])`` to ``[B]``. If an example has many targets
 (the positions of a sequence, the labels of an image, the numbers of a vector), its loss is the mean
-over those that count. A target that does not count is `IGNORED` among classes and NaN among
-numbers, and adds nothing to the loss or to its gradient; an example none of whose targets counts
-has the loss 0.
+over the targets that count. A target that does not count is `IGNORED` (classes) or NaN (numbers)
+and adds nothing to the loss or to its gradient; an example without any target that counts has the
+loss 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExampleLoss(ABC):
-    """A loss with settings. Subclasses are frozen dataclasses of them."""
+    """A loss with settings. Subclasses are frozen dataclasses whose fields are the settings."""
 
     def __post_init__(self) -> None:
         check_settings(self, "task.")
@@ -36,11 +36,11 @@ class ExampleLoss(ABC):
 
 
 IGNORED = -100
-"""Stands in the place of a class that does not count, as in PyTorch."""
+"""Target that marks a position as not counting, as in PyTorch."""
 
 
 def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs, if they are logits ``[*targets.shape, K]`` for targets that are classes.
+    """Return outputs, after checking that they are logits ``[*targets.shape, K]`` for classes.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs in the shape of the targets, of which they differ by an axis of one at most.
+    """Outputs in the shape of the targets, without a last axis of size 1.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_over(losses: Tensor, counts: Tensor) -> Tensor:
-    """Mean over the positions that count, ``[B]``; ``losses`` elsewhere are not looked at."""
+    """Mean over the positions that count, ``[B]``; other entries of ``losses`` are ignored."""
     if losses.dim() == 1:
         return torch.where(counts, losses, 0.0)
     total = torch.where(counts, losses, 0.0).flatten(1).sum(1)
@@ -90,14 +90,14 @@ def mean_over(losses: Tensor, counts: Tensor) -> Tensor:
 
 
 class NumberLoss(ExampleLoss):
-    """A loss of numbers: the mean over an example's targets of what each has by itself."""
+    """A loss of numbers: the mean of a separate loss for each of an example's targets."""
 
     @abstractmethod
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each number, shaped as both."""
+        """The loss of each number, in the shape of outputs and targets."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the targets of each example that are not NaN, ``[B]``."""
+        """The mean loss over each example's targets that are not NaN, ``[B]``."""
         outputs = like_targets(outputs, targets)
         targets = targets.to(outputs)
         counts = ~targets.isnan()
@@ -106,7 +106,7 @@ class NumberLoss(ExampleLoss):
         return mean_over(self.each(outputs, targets), counts)
 
     def where_all_count(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The same where no target is NaN, in fewer operations; gradients up to rounding."""
+        """The same loss in fewer operations, if no target is NaN; gradients differ by rounding."""
         outputs = like_targets(outputs, targets)
         losses = self.each(outputs, targets.to(outputs))
         if losses.dim() == 1:
@@ -120,8 +120,8 @@ class NumberLoss(ExampleLoss):
 class CrossEntropy(ExampleLoss):
     """Cross-entropy of logits ``[B, K]`` and classes ``[B]``, or ``[B, L, K]`` and ``[B, L]``.
 
-    With ``label_smoothing`` s an example is of its class to 1 - s, and of all K alike to s
-    (Szegedy et al. 2016). Over positions it is the mean of those that count.
+    With ``label_smoothing`` s, an example's class has weight 1 - s, and s is spread evenly over all
+    K classes (Szegedy et al. 2016). With positions it is the mean over those that count.
     """
 
     label_smoothing: Annotated[
@@ -134,7 +134,7 @@ class CrossEntropy(ExampleLoss):
         Raises
         ------
         FedsimError
-            If outputs and targets are not of these shapes.
+            If outputs and targets do not have these shapes.
         """
         logits = class_logits(outputs, targets)
         flat = torch.nn.functional.cross_entropy(
@@ -159,7 +159,7 @@ class BinaryCrossEntropy(NumberLoss):
     ] = 1.0
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of a logit and a label."""
+        """Binary cross-entropy of each logit and label."""
         rare = None if self.positive_weight == 1 else outputs.new_tensor(self.positive_weight)
         return torch.nn.functional.binary_cross_entropy_with_logits(
             outputs, targets, reduction="none", pos_weight=rare
@@ -191,7 +191,8 @@ class AbsoluteError(NumberLoss):
 class Huber(NumberLoss):
     """Mean of ``e^2 / 2`` where ``|e| <= delta``, and of ``delta (|e| - delta / 2)`` beyond.
 
-    With e the output less the target, over the targets of an example. Source: Huber 1964.
+    Here e is the output minus the target; the mean is over an example's targets.
+    Source: Huber 1964.
     """
 
     delta: Annotated[float, Gt(0), Doc("Beyond it an error counts by its size alone.")] = 1.0
@@ -207,9 +208,9 @@ class Huber(NumberLoss):
 @register("loss", "quantile-error")
 @dataclass(frozen=True)
 class QuantileError(NumberLoss):
-    """Mean of ``max(-q e, (1 - q) e)``, e the output less the target, over an example's targets.
+    """Mean of ``max(-q e, (1 - q) e)``, e the output minus the target, over an example's targets.
 
-    Least where the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
+    It is least if the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
     """
 
     quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5
@@ -221,21 +222,21 @@ class QuantileError(NumberLoss):
 
 
 def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
-    """A loss: an object of a class, or a function of outputs and targets.
+    """Make a loss from a class or from a function of outputs and targets.
 
     Parameters
     ----------
     name : str
-        For sentences.
+        Name of the loss, for error messages.
     thing : callable
-        What the name stands for.
+        The class or function.
     settings : mapping of str to value
-        A class is made with them; a function takes them beside outputs and targets.
+        Arguments of the class's constructor, or further keyword arguments of the function.
 
     Raises
     ------
     FedsimError
-        If objects of the class are no functions.
+        If objects of the class are not callable.
     """
     made: Any = thing(**settings) if isinstance(thing, type) else with_settings(thing, settings)
     if not callable(made):
@@ -247,5 +248,5 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
 
 
 def with_settings(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function that takes these settings beside outputs and targets."""
+    """Bind settings to a function of outputs and targets."""
     return partial(function, **settings) if settings else function

@@ -1,8 +1,8 @@
-"""Metrics as (init, update, merge, finish): the same number however examples are cut into blocks.
+"""Metrics as (init, update, merge, finish): the result does not depend on how examples are batched.
 
-A state is a value: `update` gives a new one that has seen more examples, `merge` one that has seen
-what two have seen. What is counted is counted in whole numbers, and what is added is added without
-rounding (`ExactSum`), so that states merge to the same result in any order and any tree.
+A state is an immutable value: `update` returns a new state with more examples, `merge` the state of
+the examples of two. Counts are integers and sums are exact (`ExactSum`), so that states merge to
+the same result in any order and any tree.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fedsim.tasks.losses import IGNORED, Loss, class_logits, like_targets, with_
 
 Floats = npt.NDArray[np.float64]
 
-# Below every bit of a float64, denormal or not.
+# 2^-1200 is below the least bit of any float64, denormals included (2^-1074).
 LEAST_BIT = 1200
 HALF = 26
 
 
 @dataclass(frozen=True)
 class ExactSum:
-    """A sum of float64 numbers that no order of adding changes.
+    """An exact sum of float64 numbers, which does not depend on the order of addition.
 
     Attributes
     ----------
     units : int
         The sum in units of 2^-1200.
     count : int
-        How many numbers.
+        Number of summands.
     bad : int
-        How many of them were not finite.
+        Number of summands that were not finite.
     """
 
     units: int = 0
@@ -47,15 +47,16 @@ class ExactSum:
 
     @classmethod
     def of(cls, values: Tensor | Floats) -> Self:
-        """Sum of all numbers of an array."""
+        """Exact sum of all numbers of an array."""
         if isinstance(values, torch.Tensor):
             values = values.detach().double().numpy()
         flat = np.asarray(values, dtype=np.float64).ravel()
         finite = flat[np.isfinite(flat)]
+        # Each number is digits * 2^(exponent - 53), with digits a whole number of 53 bits.
         fraction, exponent = np.frexp(finite)
         digits = np.ldexp(fraction, 53).astype(np.int64)
         shifts, which = np.unique(exponent, return_inverse=True)
-        # Halves of 26 bits: sums of 2^26 of them are whole numbers that float64 holds.
+        # bincount adds in float64: halves of 26 and 27 bits keep sums of up to 2^26 of them exact.
         low = np.bincount(which, weights=digits & (2**HALF - 1), minlength=len(shifts))
         high = np.bincount(which, weights=digits >> HALF, minlength=len(shifts))
         units = sum(
@@ -69,21 +70,21 @@ class ExactSum:
 
     @property
     def mean(self) -> float:
-        """The mean, rounded once; NaN over nothing, or where a number was not finite."""
+        """The mean, rounded once; NaN if there are no numbers, or one was not finite."""
         if self.bad or not self.count:
             return float("nan")
         return self.units / (self.count << LEAST_BIT)
 
 
 class Metric(ABC):
-    """What an evaluation reports. Subclasses are frozen dataclasses of their settings.
+    """A number that an evaluation reports. Subclasses are frozen dataclasses of their settings.
 
     Attributes
     ----------
     higher_is_better : bool
-        What is looked for, where one of several runs is chosen.
+        Whether the run with the largest value is chosen in a selection among runs.
     ends : pair of float, or None
-        The range that it never leaves, where there is one.
+        Smallest and largest possible value, if the metric is bounded.
     """
 
     higher_is_better: ClassVar[bool] = True
@@ -94,7 +95,7 @@ class Metric(ABC):
 
     @abstractmethod
     def init(self) -> Any:
-        """State of nothing seen."""
+        """State without examples."""
 
     @abstractmethod
     def update(self, state: Any, outputs: Tensor, targets: Tensor) -> Any:
@@ -102,33 +103,34 @@ class Metric(ABC):
 
         Parameters
         ----------
-        state : what `init`, `update` or `merge` gave
+        state
+            Result of `init`, `update` or `merge`.
         outputs : Tensor ``[B, ...]``
-            Of the model; on the CPU, as all tensors here.
+            Outputs of the model; on the CPU, as all tensors here.
         targets : Tensor ``[B, ...]``
-            With `fedsim.tasks.IGNORED` (classes) or NaN (numbers) where one does not count.
+            Targets, `fedsim.tasks.IGNORED` (classes) or NaN (numbers) where they do not count.
         """
 
     @abstractmethod
     def merge(self, first: Any, second: Any) -> Any:
-        """State of what both have seen: exact, and the same in any order."""
+        """State of the examples of both: exact, and independent of the order."""
 
     @abstractmethod
     def finish(self, state: Any) -> float:
-        """The metric; NaN where it is not defined (an AUC of one class, or of nothing)."""
+        """The metric; NaN if it is not defined (an AUC with one class, or without examples)."""
 
 
 class Mean(Metric):
-    """The mean of numbers that `update` adds, or what `finish` makes of it: of errors, mostly."""
+    """A mean of numbers that `update` sums, usually errors; subclasses may override `finish`."""
 
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> ExactSum:
-        """Nothing seen."""
+        """The empty sum."""
         return ExactSum()
 
     def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Both."""
+        """Sum of both."""
         return first + second
 
     def finish(self, state: ExactSum) -> float:
@@ -138,7 +140,7 @@ class Mean(Metric):
 
 @dataclass(frozen=True)
 class MeanOf(Mean):
-    """Mean over examples of a number that each has, such as a loss.
+    """Mean over examples of a function with one value per example, such as a loss.
 
     Parameters
     ----------
@@ -148,12 +150,12 @@ class MeanOf(Mean):
     function: Loss
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
-        """More examples.
+        """Sum after more examples.
 
         Raises
         ------
         FedsimError
-            If the function does not give one number for each.
+            If the function does not return one number per example.
         """
         with torch.no_grad():
             values = self.function(outputs, targets)
@@ -179,7 +181,7 @@ def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest of ``[..., K]``; with one output, whether that is above 0."""
+    """Class of the largest logit of ``[..., K]``; with one output, 1 if it is above 0, else 0."""
     return (logits[..., 0] > 0).long() if logits.shape[-1] == 1 else logits.argmax(-1)
 
 
@@ -190,10 +192,10 @@ def by_label(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
-    """A metric: an object of a `Metric`'s class, or the mean of what a function gives.
+    """Make a metric from a subclass of `Metric`, or as the mean of a function over examples.
 
-    The function takes outputs and targets, and settings beside them, to one number for each
-    example, ``[B]``. An object of any other class is such a function.
+    The function takes outputs, targets and the settings as keywords, and returns one number per
+    example, ``[B]``. Objects of any other class are used as such a function.
     """
     if not isinstance(thing, type):
         return MeanOf(with_settings(thing, settings))

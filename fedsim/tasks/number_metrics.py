@@ -22,12 +22,12 @@ class RMSE(Mean):
     """Root of the mean of ``(output - target)^2`` over all targets that count."""
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
-        """More examples."""
+        """Sum of squared errors after more examples."""
         difference = like_targets(outputs, targets).double() - targets.double()
         return state + ExactSum.of(difference[~targets.isnan()].square())
 
     def finish(self, state: ExactSum) -> float:
-        """The root."""
+        """Root of the mean squared error."""
         return math.sqrt(state.mean)
 
 
@@ -40,39 +40,38 @@ Sums = Sequence[tuple[ExactSum, ExactSum, ExactSum]]
 class R2(Metric):
     """``1 - sum (y - output)^2 / sum (y - mean y)^2``, averaged over the numbers of a vector.
 
-    A number that is the same in all examples has no part in the mean.
+    A number that is constant over all examples is left out of the average.
     """
 
     def init(self) -> Sums:
-        """For each number of a target, sums of the squared errors, of it and of its squares."""
+        """No sums yet; then, for each number of a target, those of squared errors, y and y^2."""
         return ()
 
     def update(self, state: Sums, outputs: Tensor, targets: Tensor) -> Sums:
-        """More examples."""
+        """Sums after more examples."""
         predicted, truth = (columns.double().numpy() for columns in by_label(outputs, targets))
         sums = []
         for p, y in zip(predicted.T, truth.T, strict=True):
             known = ~np.isnan(y)
             y = y[known]
-            # Squares in two halves that float64 holds: without them, a large mean hides a small
-            # variance.
+            # The squares must be exact: rounded ones lose a small variance beside a large mean.
             squares = ExactSum.of(y * y) if _is_single(y) else _exact_squares(y)
             sums.append((ExactSum.of((y - p[known]) ** 2), ExactSum.of(y), squares))
         return self.merge(state, sums)
 
     def merge(self, first: Sums, second: Sums) -> Sums:
-        """Both."""
+        """Sums of the examples of both."""
         if not first or not second:
             return first or second
         return [(a + d, b + e, c + f) for (a, b, c), (d, e, f) in zip(first, second, strict=True)]
 
     def finish(self, state: Sums) -> float:
-        """The mean over the numbers of a target."""
+        """R2 averaged over the numbers of a target."""
         values = []
         for errors, total, squares in state:
             if errors.bad or total.bad:
                 return math.nan
-            # sum y^2 - (sum y)^2 / n, in rational numbers: nothing cancels.
+            # sum y^2 - (sum y)^2 / n in rational numbers, so that no digits cancel.
             unit = 1 << LEAST_BIT
             variation = Fraction(squares.units, unit)
             if total.count:
@@ -83,12 +82,13 @@ class R2(Metric):
 
 
 def _is_single(y: Floats) -> bool:
-    """Whether these are float32 numbers, whose squares float64 holds."""
+    """Whether all numbers are float32 ones, whose squares are exact in float64."""
     return bool((y.astype(np.float32) == y).all())
 
 
 def _exact_squares(y: Floats) -> ExactSum:
-    """Sum of the squares of float64 numbers: (a + b)^2 with a and b of 26 bits."""
+    """Exact sum of the squares of float64 numbers."""
+    # Veltkamp's splitting with 2^27 + 1: y = a + b, each of 26 bits, so that products are exact.
     a = (y * 134217729.0) - (y * 134217729.0 - y)
     b = y - a
     total = ExactSum.of(a * a) + ExactSum.of(2 * a * b) + ExactSum.of(b * b)

@@ -1,8 +1,8 @@
-"""Metrics of an order: area under the ROC curve, and average precision.
+"""Ranking metrics: area under the ROC curve, and average precision.
 
-What they are is a function of all scores at once, so their state is all scores. They are averaged
-over labels ``[B, K]``, or over the classes against the rest; two classes are one label. A label
-that all examples have, or none, has no part in the mean.
+They depend on the ranking of all examples, so their state holds all scores. They are averaged over
+labels ``[B, K]``, or over one-against-rest labels of the classes; two classes are one label. A
+label that all examples have, or none, is left out of the average.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedsim.tasks.metrics import Metric, by_label, counted
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Scores = tuple[tuple[Floats, Floats], ...]
-"""Scores and labels, each ``[m, K]``, of the examples of each update."""
+"""Scores and labels, each ``[m, K]``: one pair per update."""
 
 
 class Ranking(Metric):
@@ -35,7 +35,7 @@ class Ranking(Metric):
         return ()
 
     def update(self, state: Scores, outputs: Tensor, targets: Tensor) -> Scores:
-        """More examples."""
+        """Scores after more examples."""
         if targets.is_floating_point():
             scores, labels = outputs, targets
         else:
@@ -45,18 +45,19 @@ class Ranking(Metric):
             elif logits.shape[1] == 2:
                 scores, labels = logits[:, 1] - logits[:, 0], classes
             else:
-                # Against the rest a class is ranked by its probability, not by its logit alone.
+                # One against the rest ranks by the class's probability: logits of different
+                # examples are not comparable.
                 scores = logits.double().softmax(-1)
                 labels = torch.nn.functional.one_hot(classes, logits.shape[1])
         scores, labels = by_label(scores, labels)
         return (*state, (scores.double().numpy(), labels.double().numpy()))
 
     def merge(self, first: Scores, second: Scores) -> Scores:
-        """All scores."""
+        """Scores of both."""
         return first + second
 
     def finish(self, state: Scores) -> float:
-        """Mean over the labels that some examples have and some have not."""
+        """Average over the labels that some examples have and others do not."""
         if not state:
             return math.nan
         scores, labels = (np.concatenate(columns) for columns in zip(*state, strict=True))
@@ -72,11 +73,11 @@ class Ranking(Metric):
 
     @abstractmethod
     def _of(self, positives: Ints, negatives: Ints) -> float:
-        """From how many examples of both kinds have each score, the highest first."""
+        """The metric from the numbers of positives and negatives at each score, highest first."""
 
 
 def _by_score(scores: Floats, positive: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Examples with and without the label at each distinct score, highest first."""
+    """Numbers of examples with and without the label at each distinct score, highest first."""
     distinct, which = np.unique(scores, return_inverse=True)
     counts = [
         np.bincount(which[mask], minlength=len(distinct))[::-1].astype(np.int64)
@@ -91,6 +92,8 @@ class AUC(Ranking):
     """Probability that an example with the label scores above one without; ties count half."""
 
     def _of(self, positives: Ints, negatives: Ints) -> float:
+        # Twice the pairs in which the positive ranks above the negative; a tie counts once. Whole
+        # numbers, so that the only rounding is that of the division.
         above = np.cumsum(positives) - positives
         twice = int((negatives * (2 * above + positives)).sum())
         return twice / (2 * int(positives.sum()) * int(negatives.sum()))

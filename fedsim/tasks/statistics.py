@@ -1,4 +1,4 @@
-"""The loss whose gradient is an example's row of sums, for `fedsim.models.statistics`."""
+"""The loss whose gradient is minus an example's row of sums, for `fedsim.models.statistics`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StatisticsLoss(ExampleLoss):
     ] = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Minus the inner product, ``[B]``."""
+        """Minus the inner product of sums and rows, ``[B]``."""
         inputs, sums = outputs[:, 0], outputs[:, 1:]
         if not sums.shape[1]:
             return -inputs

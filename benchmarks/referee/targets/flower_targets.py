@@ -35,7 +35,7 @@ client_adaptive = _adaptive(
 
 
 class _Last(FedAvg):
-    """Releases what the last client sent: what a server sees that is not trusted."""
+    """Releases the last client's message alone: the view of an untrusted server."""
 
     def aggregate_train(self, server_round, replies):
         last = max(replies, key=lambda reply: reply.metadata.src_node_id)

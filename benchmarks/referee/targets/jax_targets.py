@@ -9,7 +9,7 @@ from jax_privacy import batch_selection, clipped_grad, noise_addition
 
 
 def _loss(model, row):
-    """Its gradient for an example is that example, less or more."""
+    """A linear loss, whose gradient for an example is minus that example."""
     return -sum(jnp.vdot(array, piece) for array, piece in zip(model, row, strict=True))
 
 
@@ -30,7 +30,7 @@ def _trained(batches):
         state, models, sampled = privatizer.init(model), [], []
         gradient, draws = _gradient(federation.clip_norm), np.random.default_rng(federation.seed)
         for ids in batches(federation).batch_iterator(federation.population, draws):
-            # Rows of zeros add nothing, and keep the shapes that were compiled.
+            # Rows not drawn are zeroed, which adds nothing and keeps the compiled shapes.
             drawn = np.isin(np.arange(federation.population), ids)
             batch = [r * drawn.reshape(-1, *[1] * (r.ndim - 1)) for r in rows]
             noisy, state = privatizer.update(gradient(model, batch), state, model)

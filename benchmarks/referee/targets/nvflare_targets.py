@@ -1,4 +1,4 @@
-"""NVFlare's filters of what leaves a client, with their defaults."""
+"""NVFlare's filters of a client's outgoing parameters, with their defaults."""
 
 from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy

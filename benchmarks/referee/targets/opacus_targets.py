@@ -1,4 +1,4 @@
-"""Opacus: a `PrivacyEngine` with each of its ways to sample and to clip."""
+"""Opacus's `PrivacyEngine`, with each of its ways to sample and to clip."""
 
 import math
 

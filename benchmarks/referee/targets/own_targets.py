@@ -1,4 +1,4 @@
-"""DP-FedAvg in thirty lines of numpy, as it should be, with each way to sample and to bound."""
+"""A correct DP-FedAvg in thirty lines of numpy, with each way to sample and to bound."""
 
 import numpy as np
 
