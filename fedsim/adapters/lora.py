@@ -27,9 +27,9 @@ class LoRA(Adapter):
     et al. 2024, "FFA-LoRA"), or with B and A trained in turns (Chen et al. 2025, "RoLoRA").
     """
 
-    rank: Annotated[int, Ge(1), Le(65536), Doc("Rows of A, and columns of B.")] = 8
+    rank: Annotated[int, Ge(1), Le(65536), Doc("The rank: rows of A and columns of B.")] = 8
     alpha: Annotated[
-        float, Gt(0), Doc("Times 1 / rank it multiplies the product: peft's lora_alpha.")
+        float, Gt(0), Doc("The product B A is scaled by alpha / rank; peft calls it lora_alpha.")
     ] = 8.0
     targets: Annotated[
         str,
@@ -40,7 +40,10 @@ class LoRA(Adapter):
     ] = "*"
     factors: Annotated[
         Literal["both", "frozen-a", "alternating"],
-        Doc("What is trained: both factors, B alone, or B in rounds 1, 3, ... and A in 2, 4, ..."),
+        Doc(
+            "Which factors are trained: both, B alone with A frozen, or B in rounds 1, 3, ... "
+            "and A in rounds 2, 4, ..."
+        ),
     ] = "both"
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:

@@ -31,58 +31,77 @@ class AdadpLR(LocalAlgorithm):
     continue across epochs; an unfinished iteration at the end of a round is dropped.
     """
 
-    lr: Annotated[float, Gt(0), Doc("eta_0, the rate that a client starts from.")] = 0.1
+    lr: Annotated[float, Gt(0), Doc("eta_0, the initial learning rate of a client.")] = 0.1
     tol: Annotated[
         float | None,
         Gt(0),
         Doc(
-            "The error at which a rate stays as it is; unset for the paper's, 1 where gradients "
-            "are noised and 0.1 elsewhere."
+            "tol, the error at which the learning rate stays unchanged; unset for the "
+            "paper's values: 1 with noised gradients, else 0.1."
         ),
     ] = None
     exponent: Annotated[
-        float, Gt(0), Doc("Of tol / err: 1 as in the paper's text, or 1/2 as in its code.")
+        float,
+        Gt(0),
+        Doc(
+            "The exponent of tol / err in the new rate: 1 as in the paper's text, or 1/2 as in "
+            "its code."
+        ),
     ] = 1.0
     keep: Annotated[
         Literal["half", "full"],
-        Doc("Keep the two half steps, which use both gradients, or the full step."),
+        Doc(
+            "Which result an iteration keeps: that of the two half steps, which uses both "
+            "gradients, or of the full step."
+        ),
     ] = "half"
     discard: Annotated[
         bool | None,
         Doc(
-            "Whether an iteration with err > tol is undone, which wastes noised gradients; unset, "
-            "it is where there is no noise."
+            "Whether an iteration with err > tol is discarded, which wastes noised "
+            "gradients; unset for true without noise, else false."
         ),
     ] = None
     alpha_min: Annotated[
-        float, Gt(0), Le(1), Doc("The smallest factor between one rate and the next.")
+        float,
+        Gt(0),
+        Le(1),
+        Doc("The smallest factor by which the learning rate changes in one iteration."),
     ] = 0.9
-    alpha_max: Annotated[float, Ge(1), Doc("The largest factor between one rate and the next.")] = (
-        1.1
-    )
-    eta_min: Annotated[float, Ge(0), Doc("The smallest rate.")] = 1e-8
+    alpha_max: Annotated[
+        float, Ge(1), Doc("The largest factor by which the learning rate changes in one iteration.")
+    ] = 1.1
+    eta_min: Annotated[float, Ge(0), Doc("The smallest learning rate.")] = 1e-8
     eta_max: Annotated[
         float,
         Ge(0),
         Doc(
-            "The largest rate; 0 for ten times lr. The rate of a client whose classes can be "
-            "separated would grow for ever."
+            "The largest learning rate; 0 for ten times lr. Without a limit the rate of a "
+            "client whose classes are separable grows for ever."
         ),
     ] = 0.0
     adapt_rounds: Annotated[
         int,
         Ge(0),
         Doc(
-            "In later rounds (0: never) plain steps with the rate reached, which client.state must "
-            "keep; the strategy's rounds count, where the paper counts epochs."
+            "The number of rounds with adaptive steps; later rounds make plain steps at the"
+            " rate reached, which client.state must keep. 0 for adaptive steps in all "
+            "rounds. The paper counts epochs."
         ),
     ] = 0
     post_scale: Annotated[
         float,
         Gt(0),
-        Doc("Those steps have rate eta post-scale / (1 + post-decay k), k rounds later."),
+        Doc(
+            "Scale of the plain steps after adapt-rounds: k rounds later their rate is eta "
+            "post-scale / (1 + post-decay k)."
+        ),
     ] = 1.0
-    post_decay: Annotated[float, Ge(0), Doc("How fast the rate of those steps falls.")] = 0.1
+    post_decay: Annotated[
+        float,
+        Ge(0),
+        Doc("Decay of the rate of the plain steps after adapt-rounds; see post-scale."),
+    ] = 0.1
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 

@@ -19,13 +19,21 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class Adam(LocalAlgorithm):
     """Adam (Kingma and Ba 2015), with PyTorch's defaults."""
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 1e-3
-    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of gradients.")] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")] = 0.999
-    eps: Annotated[float, Gt(0), Doc("Added to the root, so that nothing is divided by zero.")] = (
-        1e-8
+    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 1e-3
+    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of gradients.")] = (
+        0.9
     )
-    weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
+    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
+        0.999
+    )
+    eps: Annotated[
+        float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")
+    ] = 1e-8
+    weight_decay: Annotated[
+        float,
+        Ge(0),
+        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
+    ] = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("first", "second", "count")

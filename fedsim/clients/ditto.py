@@ -22,9 +22,15 @@ class Ditto(LocalAlgorithm):
     rounds, and evaluates v (``client.state = "client"``). Source: Li et al. 2021, Algorithm 1.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a step of the model that is sent.")] = 0.1
-    own_lr: Annotated[float, Gt(0), Doc("The rate of a step of the client's own model.")] = 0.1
-    pull: Annotated[float, Ge(0), Doc("How strongly that is pulled to the global one.")] = 0.1
+    lr: Annotated[
+        float, Gt(0), Doc("The learning rate of the shared model, which clients send.")
+    ] = 0.1
+    own_lr: Annotated[float, Gt(0), Doc("The learning rate of the client's own model.")] = 0.1
+    pull: Annotated[
+        float,
+        Ge(0),
+        Doc("lambda: how strongly the client's own model is pulled towards the global one."),
+    ] = 0.1
 
     carried: ClassVar[tuple[str, ...]] = ("own",)
     evaluates: ClassVar[str] = "own"

@@ -39,8 +39,9 @@ class FedNova(SGD):
         float,
         Ge(0),
         Doc(
-            "How far the model goes along the mean direction, a public number, as a private run "
-            "needs it; 0 for the mean of how far clients have gone, which they then send."
+            "tau_eff, the number of steps that the server takes along the mean normalised "
+            "update: a public number, which private runs need; 0 for the mean of the "
+            "clients' own numbers, which they then send."
         ),
     ] = 0.0
 

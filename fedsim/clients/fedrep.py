@@ -23,10 +23,16 @@ class FedRep(LocalAlgorithm):
     ``head_steps`` steps sends an update of zero. Source: Collins et al. 2021, Algorithm 1.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a step of what is shared.")] = 0.1
-    head_lr: Annotated[float, Gt(0), Doc("The rate of a step of what is personal.")] = 0.1
+    lr: Annotated[float, Gt(0), Doc("The learning rate of the shared parameters.")] = 0.1
+    head_lr: Annotated[
+        float, Gt(0), Doc("The learning rate of the personal parameters (the head).")
+    ] = 0.1
     head_steps: Annotated[
-        int, Ge(1), Doc("Steps, the first of a round, that train what is personal.")
+        int,
+        Ge(1),
+        Doc(
+            "How many steps at the start of a round train the personal parameters (the head) alone."
+        ),
     ] = 5
     schedule: LocalSchedule = CONSTANT
 

@@ -18,12 +18,18 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class RMSProp(LocalAlgorithm):
     """``E <- decay E + (1 - decay) g^2;  theta <- theta - lr g / (sqrt(E) + eps)``, as PyTorch."""
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 1e-2
-    decay: Annotated[float, Ge(0), Lt(1), Doc("Weight of the old mean of squares.")] = 0.99
-    eps: Annotated[float, Gt(0), Doc("Added to the root, so that nothing is divided by zero.")] = (
-        1e-8
+    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 1e-2
+    decay: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
+        0.99
     )
-    weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
+    eps: Annotated[
+        float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")
+    ] = 1e-8
+    weight_decay: Annotated[
+        float,
+        Ge(0),
+        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
+    ] = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("second",)
@@ -65,9 +71,12 @@ class AdadpNoise(RMSProp):
     """
 
     decay: Annotated[
-        float, Ge(0), Lt(1), Doc("Weight of the old mean of squares: one minus their gamma.")
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("Decay rate of the moving average of squares: 1 - gamma in the paper."),
     ] = 0.9
-    eps: Annotated[float, Gt(0), Doc("Added within the root.")] = 1e-8
+    eps: Annotated[float, Gt(0), Doc("A small number added under the root.")] = 1e-8
 
     def _root(self, second: Tensor) -> Tensor:
         return second.add(self.eps).sqrt_()

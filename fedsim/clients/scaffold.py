@@ -38,8 +38,9 @@ class Scaffold(SGD):
     control: Annotated[
         Literal["steps", "gradient"],
         Doc(
-            "What a client's variate is made of: the steps that it took (option II), or gradients "
-            "at the server's model, which every other batch goes to (option I)."
+            "How a client updates its control variate: from the steps that it took (option "
+            "II of the paper), or from gradients at the server's model, for which every "
+            "other batch is used (option I)."
         ),
     ] = "steps"
 

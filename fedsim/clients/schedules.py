@@ -112,8 +112,9 @@ LocalSchedule = Annotated[
     Schedule,
     Text(Schedule.parse, str),
     Doc(
-        "What lr is multiplied by, such as 'cosine(length=100)' over rounds, or "
-        "'inverse(decay=0.1, over=step)'; also exponential, staircase and warm-up."
+        "A schedule that multiplies lr, such as 'cosine(length=100)' over rounds, or "
+        "'inverse(decay=0.1, over=step)' over local steps; also exponential, staircase and "
+        "warm-up."
     ),
 ]
 """Type of a client algorithm's field for a schedule."""

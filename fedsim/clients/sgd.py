@@ -22,9 +22,15 @@ class SGD(LocalAlgorithm):
     of Das et al. 2021.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 0.1
-    momentum: Annotated[float, Ge(0), Lt(1), Doc("What of the last step the next one keeps.")] = 0.0
-    weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
+    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 0.1
+    momentum: Annotated[
+        float, Ge(0), Lt(1), Doc("Momentum: the share of the last step that the next one repeats.")
+    ] = 0.0
+    weight_decay: Annotated[
+        float,
+        Ge(0),
+        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
+    ] = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("velocity",)

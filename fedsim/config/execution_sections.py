@@ -13,12 +13,17 @@ from fedsim.settings import Doc, Ge, Gt, Le
 class CheckpointSection(ConfigTable, table="checkpoint"):
     """When a run writes a checkpoint, from which it can be resumed."""
 
-    every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for none at all.")] = 10
+    every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for no checkpoints.")] = 10
     seconds: Annotated[
-        float, Ge(0), Doc("Seconds after which one is due in any round; 0 to count rounds only.")
+        float,
+        Ge(0),
+        Doc(
+            "Seconds after which the next round writes a checkpoint, whatever checkpoint.every "
+            "says; 0 to count rounds only."
+        ),
     ] = 600.0
     best: Annotated[
-        str, Doc("A column of the metrics whose best round's model is kept as well.")
+        str, Doc("A column of metrics.csv; the model of its best round is saved too.")
     ] = ""
     resume: Annotated[
         bool,
@@ -31,17 +36,25 @@ class StopSection(ConfigTable, table="stop"):
     """When a run stops before its last round."""
 
     metric: Annotated[
-        str, Doc("The column of the metrics that must improve, or the run stops; empty for none.")
+        str,
+        Doc(
+            "Early stopping: the column of metrics.csv that must improve, or the run ends; "
+            "empty for none."
+        ),
     ] = ""
     callbacks: Annotated[
         bool,
         Doc(
-            "Whether callbacks from Python may end the run by what it has released: with either, "
-            "half of delta is for that. Undeclared, such an end costs all planned rounds."
+            "Whether Python callbacks may end the run depending on what it has released. "
+            "This and stop.metric take half of delta. A run that a callback ends undeclared"
+            " is charged all planned rounds."
         ),
     ] = False
     patience: Annotated[
-        int, Needs("metric"), Ge(1), Doc("Rounds without an improvement after which the run ends.")
+        int,
+        Needs("metric"),
+        Ge(1),
+        Doc("Rounds without an improvement of stop.metric after which the run ends."),
     ] = 10
 
 
@@ -51,7 +64,10 @@ class LogSection(ConfigTable, table="log"):
 
     to: Annotated[
         str,
-        Doc("tensorboard, mlflow, wandb, or several with commas: extras of fedsim."),
+        Doc(
+            "Experiment trackers that also receive the metrics: tensorboard, mlflow, wandb, or "
+            "several with commas. Each needs the extra of its name."
+        ),
     ] = ""
 
 
@@ -67,7 +83,8 @@ class EngineSection(ConfigTable, table="engine"):
         ),
     ] = "local"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Doc("Where tensors are; auto takes a GPU if there is one.")
+        Literal["auto", "cpu", "cuda"],
+        Doc("The device of models and data; auto takes a GPU if there is one."),
     ] = "auto"
     workers: Annotated[
         int,
@@ -75,31 +92,36 @@ class EngineSection(ConfigTable, table="engine"):
         Ge(0),
         Le(10_000),
         Doc(
-            "Processes that train, and threads that evaluate the global model, at most one a core. "
-            "0 is one thread a core, and as many processes as help: on 'ray' one a core or GPU, on "
-            "'local' what a fixed rule of model, cohort and cores says."
+            "How many processes train, and how many threads evaluate the global model: at "
+            "most one a core. 0 for one thread a core and as many processes as help: with "
+            "'ray' one a core or GPU, with 'local' by a fixed rule of model, cohort and "
+            "cores."
         ),
     ] = 0
-    address: Annotated[str, Beside(("ray",)), Doc("Of a Ray cluster; empty starts one here.")] = ""
+    address: Annotated[
+        str,
+        Beside(("ray",)),
+        Doc("The address of a Ray cluster; empty to start Ray on this machine."),
+    ] = ""
     cpus_per_worker: Annotated[
         float,
         Beside(("ray", "simulation")),
         Gt(0),
-        Doc("Cores that Ray keeps for a worker or client."),
+        Doc("CPU cores that Ray reserves for a worker or client."),
     ] = 1.0
     gpus_per_worker: Annotated[
         float,
         Beside(("ray", "simulation")),
         Ge(0),
-        Doc("GPUs, or shares of one, that Ray keeps for a worker or client."),
+        Doc("GPUs, or the share of one, that Ray reserves for a worker or client."),
     ] = 0.0
     federation: Annotated[
         str,
         Beside(("deployment",)),
-        Doc("The folder of a federation that is up; empty brings one up for this run."),
+        Doc("The folder of a running federation; empty to start one on this machine for this run."),
     ] = ""
-    timeout: Annotated[float, Gt(0), Le(1e8), Doc("Seconds that a round may take.")] = 3600.0
+    timeout: Annotated[float, Gt(0), Le(1e8), Doc("Time limit of a round, in seconds.")] = 3600.0
     # Starting ten virtual clients on two busy cores took more than a minute.
     node_timeout: Annotated[
-        float, Gt(0), Le(1e8), Doc("Seconds to wait for nodes to be there.")
+        float, Gt(0), Le(1e8), Doc("How many seconds to wait for nodes to connect.")
     ] = 180.0

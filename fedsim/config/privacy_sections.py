@@ -27,9 +27,9 @@ TargetEpsilon: TypeAlias = Annotated[
 class BoundingSection(Choice):
     """How rows are bounded before they are summed, at client or example level."""
 
-    name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
+    name: Annotated[str, Doc("The bound on updates; 'none' for no privacy.")] = "none"
     per_layer: Annotated[
-        bool, Doc("Whether every layer is bounded, summed and noised on its own.")
+        bool, Doc("Whether each layer is bounded, summed and noised separately.")
     ] = False
 
     @property
@@ -52,7 +52,10 @@ class MechanismSection(BoundingSection, table="mechanism"):
 
     private_scalar: Annotated[
         str,
-        Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
+        Doc(
+            "A number that clients report, such as 'loss', whose noisy mean is released with "
+            "the update."
+        ),
     ] = ""
     private_scalar_high: Annotated[
         float,
@@ -65,7 +68,7 @@ class MechanismSection(BoundingSection, table="mechanism"):
         Needs("private-scalar"),
         Ge(0),
         Lt(1),
-        Doc("What it takes of the privacy budget; the update has the rest."),
+        Doc("The share of the privacy budget for that number; the update has the rest."),
     ] = 0.1
 
 
@@ -74,48 +77,70 @@ class NoiseSection(Choice, table="noise"):
     """Kind and amount of a release's noise, and the privacy that it must give."""
 
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
-    name: Annotated[str, Doc("What is added to the sum.")] = "independent"
+    name: Annotated[str, Doc("The kind of noise that is added to the sum.")] = "independent"
     multiplier: Annotated[
-        Multiplier, Doc("Standard deviation of the noise on the sum, over C; 0.0 for no noise.")
+        Multiplier,
+        Doc(
+            "Noise multiplier: standard deviation of the noise on the sum, divided by the clip "
+            "norm C; 0.0 for no noise."
+        ),
     ] = None
     target_epsilon: Annotated[
-        TargetEpsilon, Doc("In its place: the epsilon that all rounds together may cost.")
+        TargetEpsilon,
+        Doc(
+            "In place of multiplier: the epsilon of all rounds together, from which the "
+            "multiplier is found."
+        ),
     ] = None
     max_epsilon: Annotated[
         float | None,
         OUTSIDE_RELEASE,
-        Doc("A budget: the run ends before its epsilon exceeds it, and keeps the model."),
+        Doc("Privacy budget: the run ends before its epsilon exceeds this, and keeps the model."),
     ] = None
     cohort_size: Annotated[
         int,
         Ge(0),
         Doc(
-            "A larger cohort, whose noise on the mean a simulation adds in place of its own "
-            "cohort's: the multiplier is of that; less noise is added here, and charged. 0 for no."
+            "Simulate the noise of a larger cohort: the multiplier is that of a cohort of "
+            "this size, and the mean gets as much noise as there. The noise really added is"
+            " smaller, and is charged as such. 0 for the run's own cohort."
         ),
     ] = 0
     cohort_population: Annotated[
         int,
         Ge(0),
-        Doc("The clients that such a cohort would be drawn from; 0 for partition.clients."),
+        Doc(
+            "The population from which the cohort of noise.cohort-size would be sampled; 0 for "
+            "partition.clients."
+        ),
     ] = 0
     delta: Annotated[
-        float, Ge(1e-100), Lt(1), Doc("Of every epsilon; below one over the population.")
+        float,
+        Ge(1e-100),
+        Lt(1),
+        Doc("The delta of every epsilon; it should be below 1 / population."),
     ] = 1e-5
     entropy: Annotated[
         Literal["", "config", "system"],
         Doc(
-            "Where noise, cohorts and batches come from: the seed, so that runs repeat, or the "
-            "operating system, as real clients need; empty for system in a deployment that draws "
-            "noise, and config elsewhere."
+            "The source of noise, cohorts and batches: 'config' is the seed, so that runs "
+            "repeat; 'system' is the operating system, which real clients need. Empty for "
+            "'system' in a deployment that adds noise, else 'config'."
         ),
     ] = ""
     placement: Annotated[
         Literal["server", "client"],
-        Doc("Who adds the noise: the server to the sum, or every client its share of it."),
+        Doc(
+            "Who adds the noise: the server adds it to the sum, or every client adds a share to"
+            " its update."
+        ),
     ] = "server"
     hardened: Annotated[
-        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+        bool,
+        Doc(
+            "Draw noise so that its lowest bits reveal nothing of the data: slower, and needed "
+            "for real data."
+        ),
     ] = True
     ledger_key: Annotated[
         str,
@@ -137,29 +162,32 @@ class SecAggSection(ConfigTable, table="secagg"):
         int,
         Ge(0),
         Doc(
-            "The fewest clients in a sum; with fewer a round is lost, and charged nevertheless. 0 "
-            "for no secure aggregation."
+            "The fewest clients in a masked sum: with fewer the round is lost, and charged "
+            "nevertheless. 0 for no secure aggregation."
         ),
     ] = 0
     colluders: Annotated[
         int,
         Ge(0),
         Doc(
-            "The most clients that give the server all they know: only the noise of threshold "
-            "minus colluders clients is counted on."
+            "How many clients may collude with the server: only the noise of threshold - "
+            "colluders clients is relied on."
         ),
     ] = 0
     observer: Annotated[
         Literal["server", "outsider"],
         Doc(
-            "The adversary: the server, which knows the sampled clients, so that sampling "
-            "amplifies nothing, or an outsider, who sees the models only."
+            "The adversary: 'server', which knows who was sampled, so that sampling "
+            "amplifies nothing; or 'outsider', who sees the models only."
         ),
     ] = "server"
     simulate: Annotated[
         bool,
         OUTSIDE_RELEASE,
-        Doc("Whether engine 'local' sends masked messages too, not the same shares without masks."),
+        Doc(
+            "Whether engine 'local' sends masked messages, instead of the same shares without "
+            "masks."
+        ),
     ] = False
 
 
@@ -173,20 +201,20 @@ class PrivacySection(ConfigTable, table="privacy"):
         Ge(1),
         Le(1000),
         Doc(
-            "The most clients that one person owns: the statement says what that person is "
-            "promised too. Budgets and targets stay those of one client."
+            "Group privacy: the most clients that one person owns. The statement adds the "
+            "epsilon of such a person; budgets and targets stay those of one client."
         ),
     ] = 1
     selection: Annotated[
         Literal["", "logarithmic", "geometric", "poisson"],
         OUTSIDE_RELEASE,
         Doc(
-            "For the best of a random number of runs, the others of which stay secret: the "
-            "distribution of that number. `fedsim sweep --select` sets it; empty for other runs."
+            "Set by `fedsim sweep --select`, which publishes only the best of a random "
+            "number of runs: the distribution of that number; empty for other runs."
         ),
     ] = ""
     selection_mean: Annotated[
-        float, OUTSIDE_RELEASE, Gt(1), Le(1e6), Doc("The mean of that number.")
+        float, OUTSIDE_RELEASE, Gt(1), Le(1e6), Doc("The mean number of runs of such a selection.")
     ] = 2.0
 
 
@@ -205,38 +233,54 @@ class ClientNoiseSection(Choice, table="client.noise"):
     name: Annotated[
         str,
         Doc(
-            "What is added to each sum: 'independent', or 'lambda-cgd', 'bisr' or 'tree', which "
-            "are correlated over the steps of a client's round and need shuffled passes."
+            "The kind of noise that is added to each sum of gradients: 'independent', or "
+            "'lambda-cgd', 'bisr' or 'tree', which are correlated over the steps of a "
+            "client's round and need shuffled passes."
         ),
     ] = "independent"
     multiplier: Annotated[
-        Multiplier, Doc("Standard deviation of the noise on a sum of gradients, over C.")
+        Multiplier,
+        Doc(
+            "Noise multiplier: standard deviation of the noise on a sum of gradients, divided "
+            "by the clip norm C."
+        ),
     ] = None
     target_epsilon: Annotated[
         TargetEpsilon,
-        Doc("In its place: the epsilon of the client that pays most, over all rounds."),
+        Doc(
+            "In place of multiplier: the largest epsilon of any client over all rounds, from "
+            "which the multiplier is found."
+        ),
     ] = None
     max_epsilon: Annotated[
         float | None,
         OUTSIDE_RELEASE,
-        Doc("A budget: the run ends before any client's epsilon exceeds it."),
+        Doc("Privacy budget: the run ends before any client's epsilon exceeds this."),
     ] = None
     delta: Annotated[
-        float, Ge(1e-100), Lt(1), Doc("Of epsilon; below one over a client's examples.")
+        float,
+        Ge(1e-100),
+        Lt(1),
+        Doc("The delta of epsilon; it should be below 1 / (a client's examples)."),
     ] = 1e-5
     sampling: Annotated[
         Literal["poisson", "shuffle"],
         Doc("An independent Poisson batch for each step, or shuffled passes over the examples."),
     ] = "poisson"
     hardened: Annotated[
-        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+        bool,
+        Doc(
+            "Draw noise so that its lowest bits reveal nothing of the data: slower, and needed "
+            "for real data."
+        ),
     ] = True
     chunk: Annotated[
         int,
         OUTSIDE_RELEASE,
         Ge(0),
         Doc(
-            "Rows of a batch that are bounded at a time; 0 to choose. It changes last digits only."
+            "How many examples of a batch go through the model at a time; 0 to choose. It "
+            "changes last digits only."
         ),
     ] = 0
 
@@ -285,29 +329,39 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     """How often and by whom the model is evaluated, and which metrics are released."""
 
     every: Annotated[
-        int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")
+        int,
+        Ge(0),
+        Doc(
+            "Rounds between two evaluations of the global model on test examples; the last "
+            "round is always evaluated. 0 for never."
+        ),
     ] = 1
     clients_every: Annotated[
         int,
         Ge(0),
-        Doc("Clients test it on their own examples every so many rounds; 0 for never."),
+        Doc("Rounds between two evaluations by clients, on their own examples; 0 for never."),
     ] = 0
     fraction: Annotated[
-        float, Needs("clients-every"), Gt(0), Le(1), Doc("The share of clients that test it.")
+        float,
+        Needs("clients-every"),
+        Gt(0),
+        Le(1),
+        Doc("The share of clients that take part in such an evaluation."),
     ] = 1.0
     private: Annotated[
         bool,
         Doc(
-            "Whether their metrics are released as noisy means over clients: an evaluation is one "
-            "more release of a run with client-level privacy, charged to its ledger and budget."
+            "Whether the clients' metrics are released as noisy means over clients. In a "
+            "run with client-level privacy each evaluation is one more release, charged to "
+            "its ledger and budget."
         ),
     ] = False
     multiplier: Annotated[
         Multiplier,
         Needs("private"),
         Doc(
-            "Noise multiplier of such a release, whose metrics are bounded together; if unset, "
-            "with noise.target-epsilon, it follows from target-share."
+            "Noise multiplier of a private evaluation, whose metrics are bounded together; "
+            "unset, with noise.target-epsilon, it follows from target-share."
         ),
     ] = None
     target_share: Annotated[
@@ -316,8 +370,8 @@ class EvaluateSection(ConfigTable, table="evaluate"):
         Gt(0),
         Lt(1),
         Doc(
-            "The share of noise.target-epsilon that all these releases would cost alone; the rest "
-            "is for the rounds."
+            "The share of noise.target-epsilon for all private evaluations together; the "
+            "rest is for the rounds."
         ),
     ] = 0.1
     ranges: Annotated[

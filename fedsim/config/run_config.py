@@ -78,23 +78,27 @@ class RunConfig(ConfigTable):
         OUTSIDE_RELEASE,
         OUTSIDE_TRAINING,
         _NAME,
-        Doc("Names the run's directory: letters, digits, '.', '_' and '-'."),
+        Doc("The run's name, and its directory's: letters, digits, '.', '_' and '-'."),
     ] = "fedsim-run"
     title: Annotated[
-        str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Doc("What reports call the run, in any words.")
+        str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Doc("The run's title in reports, in any words.")
     ] = ""
     seed: Annotated[
         int,
         OUTSIDE_TRAINING,
-        Doc("Of every draw: the same seed and config give the same model, byte for byte."),
+        Doc(
+            "The seed of all random draws: the same seed and config give the same model, byte "
+            "for byte."
+        ),
     ] = 1
     objects: Annotated[
         str,
         OUTSIDE_RELEASE,
         _MARK,
         Doc(
-            "Written by a run that was given objects from Python, without which it cannot be "
-            "repeated: model=, data=, partition=, strategy=. Empty, the tables say all."
+            "Which Python objects the run was given (model=, data=, partition=, strategy=),"
+            " without which it cannot be repeated; written by the run. Empty if the config "
+            "describes everything."
         ),
     ] = ""
     # Outside of release: schedules have explicit lengths, and a resolved config has the calibrated

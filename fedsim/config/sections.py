@@ -88,28 +88,33 @@ class DataSection(Choice, table="data"):
     ] = "digits"
     dir: Annotated[str, OUTSIDE_RELEASE, Doc("The folder that holds data sets.")] = "data"
     download: Annotated[
-        bool, OUTSIDE_RELEASE, Doc("Whether a data set that is missing there may be fetched.")
+        bool,
+        OUTSIDE_RELEASE,
+        Doc("Whether a data set that is missing from data.dir may be downloaded."),
     ] = False
     normalize: Annotated[
         bool,
         Doc(
-            "Whether inputs are normalised by the data set's published mean and deviation; those "
-            "of an object, data=, are used if it has them."
+            "Whether inputs are normalised by the data set's published mean and standard "
+            "deviation. Those of a Python object, data=, are used if it has them."
         ),
     ] = False
     train: Annotated[
         Range,
-        Doc("Which training examples there are, as start:stop; '10000:' leaves out 10,000."),
+        Doc(
+            "A range of the training examples to use, as start:stop; '10000:' leaves out the "
+            "first 10,000."
+        ),
     ] = ""
     test: Annotated[
-        Range, OUTSIDE_RELEASE, Doc("Which test examples there are, in the same way.")
+        Range, OUTSIDE_RELEASE, Doc("A range of the test examples to use, as in data.train.")
     ] = ""
     validation: Annotated[
         float,
         Ge(0),
         Doc(
-            "Training examples that nobody trains on, to choose settings and rounds by: a share "
-            "below 1, or their number; 0 for none."
+            "Training examples held out for validation, to choose settings and rounds by: a"
+            " share below 1, or a number; 0 for none."
         ),
     ] = 0.0
 
@@ -124,7 +129,7 @@ class PartitionSection(Choice, table="partition"):
     """How examples are divided among clients."""
 
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
-    name: Annotated[str, Doc("How the training examples are divided among clients.")] = "iid"
+    name: Annotated[str, Doc("How the training examples are split among clients.")] = "iid"
     clients: Annotated[
         int,
         Ge(1),
@@ -142,13 +147,14 @@ class ModelSection(Choice, table="model"):
 
     name: Annotated[str, Doc("The model.")] = "softmax"
     dtype: Annotated[
-        Literal["float32", "float64"], Doc("Of its parameters; float64 is for exact comparisons.")
+        Literal["float32", "float64"],
+        Doc("The number format of the model's parameters; float64 is for exact comparisons."),
     ] = "float32"
     fix: Annotated[
         bool,
         Doc(
-            "Whether GroupNorm takes the place of BatchNorm, which mixes examples: Opacus's cure, "
-            "named layer by layer in the summary."
+            "Whether each BatchNorm, which mixes examples, is replaced by GroupNorm, as "
+            "Opacus does; the summary lists the layers."
         ),
     ] = False
     trainable: Annotated[
@@ -160,7 +166,7 @@ class ModelSection(Choice, table="model"):
     ] = ""
     weights: Annotated[str, Doc("A .safetensors file whose parameters the model starts from.")] = ""
     weights_for: Annotated[
-        str, Doc("Shell patterns of the parameters that come from there; empty for all.")
+        str, Doc("Shell patterns of the parameters to load from model.weights; empty for all.")
     ] = ""
     personal: Annotated[
         str,
@@ -178,7 +184,7 @@ class AdapterSection(Choice, table="adapter"):
     name: Annotated[
         str,
         Doc(
-            "The adapter: its weights, and what model.trainable names besides, are all that is "
+            "The adapter. Only its weights, and parameters that model.trainable names, are "
             "trained, sent, bounded and noised."
         ),
     ] = "none"
@@ -200,8 +206,8 @@ class TaskSection(Choice, table="task"):
         Text(_read_metrics, str),
         NamesOf("metric"),
         Doc(
-            "What is measured besides the loss, with commas between and options in brackets, such "
-            "as 'accuracy, top-k(k=3)'."
+            "The metrics in addition to the loss, separated by commas, with options in "
+            "brackets: 'accuracy, top-k(k=3)'."
         ),
     ] = "accuracy"
 
@@ -216,22 +222,23 @@ class ClientSection(Choice, table="client"):
 
     name: Annotated[str, Doc("The local algorithm.")] = "sgd"
     batch_size: Annotated[
-        int, Ge(0), Doc("Examples of a local step; 0 for all that the client has.")
+        int, Ge(0), Doc("Examples in a local step; 0 for all examples of the client.")
     ] = 10
     epochs: Annotated[
-        int, Ge(0), Le(10_000), Doc("Passes over the client's examples in a round.")
+        int, Ge(0), Le(10_000), Doc("Passes over a client's examples in a round.")
     ] = 1
     steps: Annotated[
         int,
         Ge(0),
         Le(1_000_000),
-        Doc("In place of epochs: local steps in a round, the same for every client."),
+        Doc("In place of epochs: the number of local steps in a round, the same for every client."),
     ] = 0
     work: Annotated[
         Work,
         Doc(
-            "Each client's own number of epochs, or of steps where those are set, in its place: "
-            "whole(1,5) draws it from the seed, a file has one a line; empty for the same for all."
+            "A number of epochs (or steps, if those are set) for each client: 'whole(1,5)' "
+            "draws whole numbers by the seed, a file has one a line. Empty for the same "
+            "number for all."
         ),
     ] = ""
     proximal: Annotated[
@@ -246,39 +253,40 @@ class ClientSection(Choice, table="client"):
         float,
         Ge(0),
         Doc(
-            "The largest L2 norm of a batch's gradient, longer ones are shortened to it; 0 for "
-            "any. It protects nobody: mechanism and client.mechanism do."
+            "Gradient clipping: a batch's gradient with a larger L2 norm is scaled down to "
+            "it; 0 for none. This gives no privacy: mechanism and client.mechanism do."
         ),
     ] = 0.0
     compression: Annotated[
         str,
         Doc(
-            "What of an update is sent: 'top-k(0.01)', the largest of its coordinates, or "
-            "'bits(8)' a coordinate; clients add the rest to their next update. Empty for "
-            "all."
+            "Compression of updates: 'top-k(0.01)' sends the largest hundredth of the "
+            "coordinates, 'bits(8)' sends 8 bits a coordinate. Clients add what was left "
+            "out to their next update. Empty for none."
         ),
     ] = ""
     state: Annotated[
         Literal["reset", "client", "server"],
         Doc(
-            "What outlives a round of an algorithm's state: nothing, what each client keeps, or "
-            "the mean that the server sends."
+            "The algorithm's state (a momentum, an adaptive rate) between rounds: it is "
+            "reset, each client keeps its own, or all start from the mean that the server "
+            "sends."
         ),
     ] = "reset"
     state_dir: Annotated[
         str,
         OUTSIDE_RELEASE,
-        Doc("The folder in which clients keep that, and their ledgers; empty for the run's."),
+        Doc("The folder for clients' state and ledgers; empty for the run's own directory."),
     ] = ""
     path: Annotated[
         Literal["auto", "plain", "func", "layered"],
-        Doc("How gradients of a block of clients are computed; all agree to rounding."),
+        Doc("How gradients of a block of clients are computed. All paths agree up to rounding."),
     ] = "auto"
     kernel: Annotated[
         Literal["auto", "eager", "compiled"],
         Doc(
-            "What the path 'layered' computes with on a CPU: torch's operations, or "
-            "kernels that are compiled at their first use; both agree to rounding."
+            "What the path 'layered' computes with on a CPU: torch's operations, or C "
+            "kernels that are compiled at their first use. Both agree up to rounding."
         ),
     ] = "auto"
     block_size: Annotated[
@@ -286,8 +294,8 @@ class ClientSection(Choice, table="client"):
         OUTSIDE_RELEASE,
         Ge(0),
         Doc(
-            "Clients that are trained at a time; 0 to choose. It changes no result on a CPU, and "
-            "on a GPU last bits."
+            "How many clients are trained at a time; 0 to choose. It changes no result on a"
+            " CPU, and only the last bits on a GPU."
         ),
     ] = 0
     mechanism: ClientMechanismSection
@@ -315,23 +323,23 @@ class ServerSection(Choice, table="server"):
     optimizer: Annotated[
         str,
         Doc(
-            "What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg). A strategy "
-            "of Flower's that refines the mean will do: 'flwr.serverapp.strategy:FedProx', "
-            "where that module is allowed."
+            "The server's optimiser, which steps along the mean update; 'sgd' with lr = 1 "
+            "just adds it (FedAvg). One of Flower's strategies that refine the mean also "
+            "works, such as 'flwr.serverapp.strategy:FedProx', if that module is allowed."
         ),
     ] = "sgd"
     schedule: Annotated[
         str,
         Doc(
-            "What lr is multiplied by, release by release, such as 'warm-up(length=10)' or "
-            "'cosine(length=100)'; empty for 1."
+            "A schedule that multiplies lr, release by release, such as "
+            "'warm-up(length=10)' or 'cosine(length=100)'; empty for a constant lr."
         ),
     ] = ""
     max_failed_rounds: Annotated[
         int,
         OUTSIDE_RELEASE,
         Ge(1),
-        Doc("Rounds in a row without a usable reply after which a run without privacy gives up."),
+        Doc("Rounds in a row without a usable reply after which a run without privacy fails."),
     ] = 3
 
 
@@ -348,30 +356,41 @@ class DevicesSection(ConfigTable, table="devices"):
     trace: Annotated[
         str,
         Doc(
-            "In its place an .npy file of truth values [rounds, clients], repeated as often as "
-            "needed; a sampled client that is not available counts as missing."
+            "In place of availability: an .npy file of truth values [rounds, clients], "
+            "repeated as often as needed. A sampled client that is not available counts as "
+            "missing."
         ),
     ] = ""
     dropout: Annotated[
         float,
         Ge(0),
         Lt(1),
-        Doc("The probability that an available device does not reply, each round by itself."),
+        Doc(
+            "The probability that an available device does not reply, independently in each round."
+        ),
     ] = 0.0
     seconds_per_example: Annotated[
-        float, Ge(0), Doc("Of the median device's training; 0 for none.")
+        float, Ge(0), Doc("Training time of the median device, in seconds an example; 0 for none.")
     ] = 0.0
     bandwidth: Annotated[
-        float, Ge(0), Doc("Of the median device, in megabits a second each way; 0 for no limit.")
+        float,
+        Ge(0),
+        Doc("Bandwidth of the median device, in megabits a second each way; 0 for no limit."),
     ] = 0.0
     spread: Annotated[
         float,
         Ge(0),
         Le(10),
-        Doc("Standard deviation, over devices, of the logarithms of these two."),
+        Doc(
+            "How much devices differ: standard deviation of the logarithms of "
+            "seconds-per-example and bandwidth."
+        ),
     ] = 0.0
     deadline: Annotated[
         float,
         Ge(0),
-        Doc("Seconds of a device's clock after which its reply does not count; 0 for none."),
+        Doc(
+            "Deadline of a round on the device's simulated clock, in seconds: later replies do "
+            "not count; 0 for none."
+        ),
     ] = 0.0

@@ -41,27 +41,37 @@ class Files:
     classes: Annotated[
         int,
         Ge(0),
-        Doc("How many classes there are; 0 for what the file says, or as occur."),
+        Doc("The number of classes; 0 for what the file says, or the classes that occur."),
     ] = 0
     vocabulary: Annotated[
-        int, Ge(0), Doc("How many tokens there are; 0 for what the file says, or as many as occur.")
+        int,
+        Ge(0),
+        Doc(
+            "The number of tokens in the vocabulary; 0 for what the file says, or the tokens "
+            "that occur."
+        ),
     ] = 0
     layout: Annotated[
         Layout,
-        Doc("'as-is' where arrays only look like images with channels last."),
+        Doc(
+            "The layout of arrays: 'auto' takes arrays that look like images with channels last"
+            " for such; 'as-is' takes them as they are."
+        ),
     ] = "auto"
     columns: Annotated[
         str,
         Doc(
-            "Of a table or of what datasets has saved: which columns are inputs, targets and "
-            "others, as in 'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."
+            "Which columns of a table, or of a folder that `datasets` has saved, are "
+            "inputs, targets and others: 'y=income,owner=hospital,x=age+sex' or "
+            "'x=image,y=label'."
         ),
     ] = ""
     types: Annotated[
         str,
         Doc(
-            "What columns of a table hold: a range, which is scaled to [0, 1], categories, or "
-            "numbers as they are, as in 'age=0:100,sex=female|male,height=number'."
+            "The types of a table's columns: a range, which is scaled to [0, 1], "
+            "categories, or numbers that are not scaled: "
+            "'age=0:100,sex=female|male,height=number'."
         ),
     ] = ""
 

@@ -40,20 +40,27 @@ class AdaClip(ScalingBound):
     """
 
     clip_norm: Annotated[
-        float, *NORM, Doc("C: the first round clips at it. The literal form starts at h1 and h2.")
+        float,
+        *NORM,
+        Doc("C, the clip norm of the first round. The literal form starts at h1 and h2."),
     ] = 1.0
     h1: Annotated[
-        float, Gt(0), Between(1e-60, 1e60), Doc("The least that an estimate of a variance may be.")
+        float, Gt(0), Between(1e-60, 1e60), Doc("The smallest estimate of a variance.")
     ] = 1e-12
     h2: Annotated[
         float | None,
         Between(1e-60, 1e60),
-        Doc("The most; unset for C^2 gamma / d. Ten times that suits concentrated gradients."),
+        Doc(
+            "The largest estimate of a variance; unset for C^2 gamma / d. Ten times that suits "
+            "concentrated gradients."
+        ),
     ] = None
-    beta1: Annotated[float, Ge(0), Le(1), Doc("Decay of m, the estimate of the rows' mean.")] = 0.99
-    beta2: Annotated[float, Ge(0), Le(1), Doc("Decay of s^2, the estimate of their variance.")] = (
-        0.9
-    )
+    beta1: Annotated[
+        float, Ge(0), Le(1), Doc("Decay rate of m, the estimate of the rows' mean.")
+    ] = 0.99
+    beta2: Annotated[
+        float, Ge(0), Le(1), Doc("Decay rate of s^2, the estimate of the rows' variance.")
+    ] = 0.9
     gamma: Annotated[
         float,
         Gt(0),

@@ -38,9 +38,7 @@ class AdaptiveNoise(Bound):
     RMSProp, the other half of the paper's method, is left to the optimiser.
     """
 
-    clip_norm: Annotated[float, *NORM, Doc("C, at which rows are clipped in the first phase.")] = (
-        1.0
-    )
+    clip_norm: Annotated[float, *NORM, Doc("C, the clip norm of the first phase.")] = 1.0
     threshold: Annotated[
         float | None,
         Ge(0),
@@ -52,7 +50,10 @@ class AdaptiveNoise(Bound):
         float,
         Gt(0),
         Between(1e-12, 1e12),
-        Doc("Bounds over root mean squares; E is of means, so a row may need one near sqrt(r)."),
+        Doc(
+            "The bound of a coordinate divided by its root mean square. E is of means of r "
+            "rows, so that single rows may need a value near sqrt(r)."
+        ),
     ] = 1.0
     decay: Annotated[
         float, Ge(0), Le(1), Doc("gamma', the weight of the old E; the paper does not say which.")
@@ -61,14 +62,21 @@ class AdaptiveNoise(Bound):
         float,
         Gt(0),
         Between(1e-60, 1e60),
-        Doc("What E is at least taken to be, so that no bound is zero."),
+        Doc("The smallest value of E, so that no bound is zero."),
     ] = 1e-12
     noise_shape: Annotated[
         Literal["proportional", "optimal"],
-        Doc("The paper's noise, or the one of least total variance that is as private (Lemma 1)."),
+        Doc(
+            "The paper's noise ('proportional'), or the equally private one of least total "
+            "variance ('optimal', Lemma 1)."
+        ),
     ] = "proportional"
     unsafe_non_private_raw_statistics: Annotated[
-        bool, Doc("Make E of raw rows, as printed: no noise gives that form any guarantee.")
+        bool,
+        Doc(
+            "Estimate E from raw rows, as printed in the paper: that form has no privacy "
+            "guarantee, whatever the noise."
+        ),
     ] = False
 
     # Clients do not need the noise's shape, which the server multiplies by.

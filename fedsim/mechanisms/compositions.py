@@ -129,11 +129,16 @@ class PrivateScalar(Mechanism):
     scalar takes the share ``fraction``, so that its noise multiplier is ``z / sqrt(fraction)``.
     """
 
-    mechanism: Annotated[Mechanism, Doc("The one inside.")]
-    name: Annotated[str, Doc("Of the scalar, in `PartialSum.add` and `Release.sides`.")] = "loss"
-    high: Annotated[float, *NORM, Doc("The largest value.")] = 1.0
+    mechanism: Annotated[Mechanism, Doc("The bound of the update.")]
+    name: Annotated[str, Doc("Name of the scalar in `PartialSum.add` and `Release.sides`.")] = (
+        "loss"
+    )
+    high: Annotated[float, *NORM, Doc("The largest value; larger ones are clamped to it.")] = 1.0
     fraction: Annotated[
-        float, Ge(0), Lt(1), Doc("0 is infinite noise: the scalar is not released.")
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("The scalar's share of the privacy budget; 0 if it is not released."),
     ] = 0.1
 
     def __post_init__(self) -> None:

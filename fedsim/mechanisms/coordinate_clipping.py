@@ -42,7 +42,9 @@ class CoordinateClipping(Bound):
     """
 
     clip_value: Annotated[
-        float, *NORM, Doc("The largest absolute value of a coordinate; C is it times sqrt(d).")
+        float,
+        *NORM,
+        Doc("The largest absolute value of a coordinate; C is this value times sqrt(d)."),
     ] = 0.01
 
     def radius(self, ready: State, d: int) -> float:

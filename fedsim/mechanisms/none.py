@@ -35,7 +35,8 @@ class NoPrivacy(Bound):
     """
 
     weighting: Annotated[
-        Weighting, Doc("Whether an update counts by its client's examples, as in FedAvg, or once.")
+        Weighting,
+        Doc("The weights of the mean: each client's number of examples, as in FedAvg, or uniform."),
     ] = "num-examples"
 
     guarantee: ClassVar[Guarantee] = "none"

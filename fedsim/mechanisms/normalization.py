@@ -24,11 +24,14 @@ class Normalization(ScalingBound):
     does not depend on the row's length.
     """
 
-    clip_norm: Annotated[float, *NORM, Doc("C: the L2 norm that every row gets.")] = 1.0
+    clip_norm: Annotated[float, *NORM, Doc("C, the L2 norm to which every row is scaled.")] = 1.0
     smoothing: Annotated[
         float,
         Between(0.0, 1e30),
-        Doc("kappa, added to a norm before it divides: rows much shorter than this stay short."),
+        Doc(
+            "kappa, added to a row's norm before dividing by it: rows much shorter than this "
+            "stay short."
+        ),
     ] = 0.0
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:

@@ -40,16 +40,21 @@ class QuantileClipping(ScalingBound):
         float,
         Ge(0),
         Le(1),
-        Doc("The share of rows that shall be no longer than C; 0.5: the median."),
+        Doc("The target share of rows no longer than C; 0.5 for the median."),
     ] = 0.5
     learning_rate: Annotated[
         float,
         Ge(0),
         Le(100),
-        Doc("How fast C follows: its logarithm moves by at most so much a round."),
+        Doc("The learning rate of C: its logarithm changes by at most this much a round."),
     ] = 0.2
     initial_clip_norm: Annotated[
-        float, *NORM, Doc("C of the first round; too small is mended faster than too large.")
+        float,
+        *NORM,
+        Doc(
+            "C of the first round; one that is too small is corrected faster than one that is "
+            "too large."
+        ),
     ] = 0.1
     bit_noise: Annotated[
         float,

@@ -27,7 +27,10 @@ class Statistics(Network):
 
     inputs: Annotated[
         Literal["none", "each", "together"],
-        Doc("Statistics of inputs: of each feature or channel, of all together, or none."),
+        Doc(
+            "Which statistics of inputs are computed: of each feature or channel, of all "
+            "together, or none."
+        ),
     ] = "each"
     low: Annotated[float, Doc("The lower end to which inputs are clamped.")] = 0.0
     high: Annotated[float, Doc("The upper end to which inputs are clamped.")] = 1.0
@@ -36,7 +39,7 @@ class Statistics(Network):
     ] = False
     targets: Annotated[
         Literal["none", "classes", "numbers"],
-        Doc("What targets are; none for no statistics of them."),
+        Doc("The kind of targets; 'none' for no statistics of targets."),
     ] = "none"
 
     @property

@@ -39,7 +39,9 @@ class ByOwner(Partition):
     drawn: ClassVar[bool] = False
     words: ClassVar[str] = "by {0.column}"
     clients: int = 100
-    column: Annotated[str, Doc("The column of the data that says whose an example is.")] = "owner"
+    column: Annotated[str, Doc("The column of the data that has the owner of each example.")] = (
+        "owner"
+    )
     seed: int = 0
 
     def owners(self, columns: Columns) -> npt.NDArray[Any]:

@@ -70,7 +70,10 @@ class Dirichlet(Partition):
         float,
         Gt(0),
         Between(1e-6, 1e6),
-        Doc("Concentration: small for clients of few classes, large for clients that are alike."),
+        Doc(
+            "The concentration parameter: small for clients with few classes, large for similar"
+            " clients."
+        ),
     ] = 0.5
     clients: int = 100
     seed: int = 0
@@ -114,7 +117,7 @@ class Shards(Partition):
 
     words: ClassVar[str] = "shards ({0.shards} a client)"
     shards: Annotated[
-        int, Ge(1), Doc("How many each client has: 2 with McMahan et al., 5 with Das et al.")
+        int, Ge(1), Doc("The number of shards of each client: 2 in McMahan et al., 5 in Das et al.")
     ] = 2
     clients: int = 100
     seed: int = 0
@@ -164,7 +167,10 @@ class InterpolatedPathological(Partition):
 
     words: ClassVar[str] = "interpolated pathological (randomness = {0.randomness:g})"
     randomness: Annotated[
-        float, Ge(0), Le(1), Doc("rho: 0 for clients of their group's classes only, 1 for uniform.")
+        float,
+        Ge(0),
+        Le(1),
+        Doc("rho: 0 for clients with their group's classes only, 1 for uniform."),
     ] = 0.0
     groups: Annotated[
         Groups,

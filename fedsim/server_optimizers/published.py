@@ -17,9 +17,19 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class ServerSGD(StatefulOptimizer):
     """SGD on the mean update, with optional momentum; bitwise equal to `torch.optim.SGD`."""
 
-    lr: Annotated[float, Gt(0), Doc("What of the mean update is added; 1 for all of it.")] = 1.0
+    lr: Annotated[
+        float,
+        Gt(0),
+        Doc(
+            "The server's learning rate: the share of the mean update that is added; 1 for all of "
+            "it."
+        ),
+    ] = 1.0
     momentum: Annotated[
-        float, Ge(0), Lt(1), Doc("Of the heavy ball: what of its last step the next one keeps.")
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("Momentum (heavy ball): the share of the last step that the next one repeats."),
     ] = 0.0
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
@@ -37,11 +47,15 @@ class ServerSGD(StatefulOptimizer):
 class FedAvgM(ServerSGD):
     """FedAvgM (Hsu et al. 2019): SGD on the mean update, with momentum."""
 
-    momentum: Annotated[float, Ge(0), Lt(1), Doc("What of its last step the next one keeps.")] = 0.9
+    momentum: Annotated[
+        float, Ge(0), Lt(1), Doc("Momentum: the share of the last step that the next one repeats.")
+    ] = 0.9
 
 
-Rate = Annotated[float, Gt(0), Doc("eta, the rate.")]
-Adaptivity = Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps are.")]
+Rate = Annotated[float, Gt(0), Doc("eta, the server's learning rate.")]
+Adaptivity = Annotated[
+    float, Gt(0), Doc("tau, added to the root: the smaller, the more adaptive the steps.")
+]
 
 
 @register("server", "fedadagrad")
@@ -68,8 +82,10 @@ class FirstOverRoot(StatefulOptimizer):
     """
 
     lr: Rate = 0.1
-    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")] = 0.99
+    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of updates.")] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
+        0.99
+    )
     tau: Adaptivity = 1e-3
 
     @abstractmethod

@@ -10,11 +10,11 @@ from fedsim.registry import register
 from fedsim.server_optimizers.base import StatefulOptimizer
 from fedsim.settings import Doc, Ge, Gt, Lt, settings_of
 
-Rate = Annotated[float, Gt(0), Doc("The rate.")]
-Beta1 = Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")]
-Beta2 = Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")]
-Decay = Annotated[float, Ge(0), Lt(1), Doc("Weight of the old mean of squares.")]
-Eps = Annotated[float, Gt(0), Doc("Added to the root: nothing is divided by 0.")]
+Rate = Annotated[float, Gt(0), Doc("The server's learning rate.")]
+Beta1 = Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of updates.")]
+Beta2 = Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")]
+Decay = Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")]
+Eps = Annotated[float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")]
 
 
 @dataclass
@@ -71,7 +71,11 @@ class ServerAdamW(ServerAdam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019); as `torch.optim.AdamW`."""
 
     optimizer: ClassVar[str] = "AdamW"
-    weight_decay: Annotated[float, Ge(0), Doc("What of lr times a parameter is taken off.")] = 0.01
+    weight_decay: Annotated[
+        float,
+        Ge(0),
+        Doc("Weight decay: each step subtracts this multiple of lr times the parameters."),
+    ] = 0.01
 
 
 @register("server", "adamax")

@@ -64,7 +64,9 @@ class TopK(Hits):
     With fewer classes than ``k``, every target is.
     """
 
-    k: Annotated[int, Ge(1), Doc("How many of the largest logits are looked at.")] = 5
+    k: Annotated[
+        int, Ge(1), Doc("k: a prediction is correct if the target is among the k largest logits.")
+    ] = 5
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """Counts after more examples."""
@@ -87,7 +89,10 @@ class F1(Metric):
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     average: Annotated[
         Literal["macro", "micro"],
-        Doc("The mean over classes or labels that occur, or one F1 of all of them together."),
+        Doc(
+            "'macro' for the mean over classes or labels that occur; 'micro' for one F1 of all "
+            "of them together."
+        ),
     ] = "macro"
 
     def init(self) -> Ints:
@@ -154,7 +159,7 @@ class CalibrationError(Metric):
     """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    bins: Annotated[int, Ge(1), Doc("Into how many equal parts confidences are sorted.")] = 15
+    bins: Annotated[int, Ge(1), Doc("The number of equally wide bins of confidences.")] = 15
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> Sequence[Any]:

@@ -125,7 +125,10 @@ class CrossEntropy(ExampleLoss):
     """
 
     label_smoothing: Annotated[
-        float, Ge(0), Lt(1), Doc("The share of an example that is of all classes alike.")
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("Label smoothing: the share of a target that is spread evenly over all classes."),
     ] = 0.0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +158,7 @@ class BinaryCrossEntropy(NumberLoss):
     """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``."""
 
     positive_weight: Annotated[
-        float, Gt(0), Doc("How often a label counts that is there, where they are rare.")
+        float, Gt(0), Doc("The weight of positive labels; above 1 where they are rare.")
     ] = 1.0
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ class Huber(NumberLoss):
     Source: Huber 1964.
     """
 
-    delta: Annotated[float, Gt(0), Doc("Beyond it an error counts by its size alone.")] = 1.0
+    delta: Annotated[float, Gt(0), Doc("The error beyond which the loss grows linearly.")] = 1.0
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Quadratic up to delta, linear beyond."""

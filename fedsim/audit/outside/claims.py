@@ -37,24 +37,30 @@ class TargetClaim:
         float | None, Gt(0), Doc("Standard deviation of the noise on the sum, over the clip norm.")
     ] = None
     epsilon: Annotated[
-        float | None, Gt(0), Doc("What all rounds together cost, as the target says.")
+        float | None, Gt(0), Doc("Epsilon of all rounds together, as the target claims it.")
     ] = None
-    delta: Annotated[float, Ge(0), Lt(1), Doc("Of that epsilon.")] = 1e-5
+    delta: Annotated[float, Ge(0), Lt(1), Doc("The delta of that epsilon.")] = 1e-5
     clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
-    rounds: Annotated[int, Ge(1), Doc("How many releases, one after another.")] = 1
+    rounds: Annotated[int, Ge(1), Doc("Number of releases, one after another.")] = 1
     sampling: Annotated[
         Literal["poisson", "fixed", "full"], Doc("How the rows of a round are drawn.")
     ] = "full"
-    rate: Annotated[float, Gt(0), Le(1), Doc("The share of rows that is in a round.")] = 1.0
+    rate: Annotated[
+        float, Gt(0), Le(1), Doc("The sampling rate: the share of rows in a round.")
+    ] = 1.0
     adjacency: Annotated[
         Literal["add-remove", "zero-out", "replace-one"], Doc("Which data sets are neighbours.")
     ] = "add-remove"
-    row: Annotated[Literal["client", "example"], Doc("Whose privacy it is.")] = "client"
+    row: Annotated[
+        Literal["client", "example"], Doc("The level of the guarantee: a client or an example.")
+    ] = "client"
     population: Annotated[int, Ge(3), Doc("How many rows the attacked federation has.")] = 20
     adaptive: Annotated[
         bool, Doc("Whether the clip norm follows the norms of rows from round to round.")
     ] = False
-    source: Annotated[str, Doc("Where the claim is made, for the reader.")] = ""
+    source: Annotated[
+        str, Doc("Where the claim is made (a page, a line of code), for the report.")
+    ] = ""
 
     @classmethod
     def read(cls, path: Path | None, options: Mapping[str, Any]) -> TargetClaim:

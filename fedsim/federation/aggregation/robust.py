@@ -74,7 +74,10 @@ class TrimmedMean(RobustMean):
     """
 
     trim: Annotated[
-        float, Ge(0), Lt(0.5), Doc("The share of clients that is left out at either end.")
+        float,
+        Ge(0),
+        Lt(0.5),
+        Doc("The share of clients that is left out at each end, in each coordinate."),
     ] = 0.1
 
     def center(self, rows: Tensor) -> Tensor:
@@ -98,9 +101,16 @@ class Krum(RobustMean):
     """
 
     byzantine: Annotated[
-        int, Ge(0), Doc("How many of the cohort may send anything at all; below (n - 2) / 2.")
+        int,
+        Ge(0),
+        Doc(
+            "The number of Byzantine clients in a cohort, which may send anything; below (n - "
+            "2) / 2."
+        ),
     ] = 1
-    keep: Annotated[int, Ge(1), Doc("How many rows the mean is of; 1 for Krum itself.")] = 1
+    keep: Annotated[
+        int, Ge(1), Doc("How many rows are averaged (Multi-Krum); 1 for Krum itself.")
+    ] = 1
 
     def check(self, expected: float) -> None:
         """Refuse a cohort in which the byzantine clients could be nearest to each other."""

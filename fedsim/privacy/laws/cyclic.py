@@ -104,7 +104,7 @@ class Cyclic(RememberingSampler):
     name: ClassVar[str] = "cyclic"
     groups: Annotated[int, Ge(1), Doc("How many groups of clients take turns, by rounds.")] = 10
     rate: Annotated[
-        float, Gt(0), Le(1.0), Doc("Of the group whose round it is, the share that takes part.")
+        float, Gt(0), Le(1.0), Doc("The sampling rate within the group whose turn it is.")
     ] = 1.0
     population: int | None = None
 

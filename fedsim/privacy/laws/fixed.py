@@ -126,7 +126,7 @@ class FixedSize(Sampler):
     """
 
     name: ClassVar[str] = "fixed"
-    size: Annotated[int, Ge(1), Doc("How many are in, of all.")] = 10
+    size: Annotated[int, Ge(1), Doc("The size of the cohort.")] = 10
     population: int = 0  # refused: a population must be declared
 
     def __post_init__(self) -> None:

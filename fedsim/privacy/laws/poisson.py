@@ -124,7 +124,10 @@ class Poisson(Sampler):
         float,
         Ge(1e-9),
         Le(1.0),
-        Doc("The probability with which each is in; the smaller, the less a round costs."),
+        Doc(
+            "The sampling rate: the probability of each client being in a round. Smaller rates "
+            "cost less privacy."
+        ),
     ] = 0.1
     population: int | None = None
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)

@@ -80,14 +80,17 @@ class Separated(RememberingSampler):
 
     name: ClassVar[str] = "separated"
     separation: Annotated[
-        int, Ge(1), Doc("A client that was sampled is sampled again so many rounds later at least.")
+        int, Ge(1), Doc("The least number of rounds between two participations of a client.")
     ] = 10
-    rate: Annotated[float, Gt(0), Le(1.0), Doc("The probability of those who may be sampled.")] = (
-        0.5
-    )
+    rate: Annotated[
+        float,
+        Gt(0),
+        Le(1.0),
+        Doc("The sampling rate of the clients that may be sampled in a round."),
+    ] = 0.5
     population: int | None = None
     max_participations: Annotated[
-        int, Ge(0), Doc("In how many rounds a client takes part at most; 0 for any number.")
+        int, Ge(0), Doc("The most rounds in which a client takes part; 0 for any number.")
     ] = 0
 
     @property

@@ -61,7 +61,10 @@ class Noise(ABC):
 
     multiplier: Annotated[
         float,
-        Doc("z: standard deviation of fresh draws on the sum over C, all parts of it together."),
+        Doc(
+            "z, the noise multiplier: standard deviation of a round's fresh draws on the sum, "
+            "divided by C, for all parts of a release together."
+        ),
     ]
     hardened: Annotated[
         bool,

@@ -35,7 +35,9 @@ class BISR(Toeplitz):
     draws: Annotated[
         int,
         Ge(0),
-        Doc("Of how many rounds' draws the noise of one is made; 0 for the best power of 2."),
+        Doc(
+            "From how many rounds' draws the noise of one round is made; 0 for the best power of 2."
+        ),
     ] = 0
 
     def fitted(self, participation: Participation) -> Self:

@@ -31,7 +31,13 @@ class BLT(Toeplitz):
     name: ClassVar[str] = "blt"
 
     buffers: Annotated[
-        int, Ge(1), Le(4), Doc("The most vectors to keep; more than 2 gain next to nothing.")
+        int,
+        Ge(1),
+        Le(4),
+        Doc(
+            "The largest number of buffers, each a vector of the model's size; more than 2 gain"
+            " next to nothing."
+        ),
     ] = 2
 
     def fitted(self, participation: Participation) -> Self:

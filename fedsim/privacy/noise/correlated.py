@@ -52,8 +52,9 @@ class Correlated(Noise):
     coefficients: Annotated[
         str,
         Doc(
-            "What makes the noise of a round from draws of this and earlier rounds; empty to find "
-            "the best for the plan, as a run's config.toml then says."
+            "Coefficients that combine the draws of this and earlier rounds into a round's "
+            "noise; empty to find the best for the plan (a run's config.toml has them "
+            "then)."
         ),
     ] = field(default="", kw_only=True)
     participation: Participation | None = field(default=None, kw_only=True)
