@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,8 @@ from fedsim.config import RunConfig
 from fedsim.config.describe import Key, choice_in, choices_of, keys, schema, template
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
+
+INDENT = "    "
 
 config = typer.Typer(
     cls=Group,
@@ -132,13 +135,16 @@ def _default(key: Key) -> str:
 
 def _explained(key: Key) -> str:
     allowed = f": {key.allowed}" if key.allowed else ""
-    lines = [key.name, f"    {key.doc}", f"    It is {key.type}{allowed}."]
-    lines.append(f"    By default {_default(key)}.")
+    lines = [key.doc, f"It is {key.type}{allowed}.", f"By default {_default(key)}."]
     if key.belongs_to:
-        lines.append(f"    It belongs to {', '.join(key.belongs_to)}.")
+        lines.append(f"It belongs to {', '.join(key.belongs_to)}.")
     if key.name in keys_outside_release():
-        lines.append("    A resumed run may change it: --resume --set.")
-    return "\n".join(lines)
+        lines.append("A resumed run may change it: --resume --set.")
+    filled = (
+        textwrap.fill(line, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
+        for line in lines
+    )
+    return "\n".join((key.name, *filled))
 
 
 @config.command(cls=Command)
