@@ -56,9 +56,10 @@ class PerLayer(Mechanism):
                 )
         for bound in self._bounds:
             require_mechanism(bound, "PerLayer")
-            if bound.weighting != "uniform" or bound.sides:
+            if bound.weighting != "uniform" or bound.sides or isinstance(bound, PerLayer):
                 raise FedsimError(
-                    f"part {bound!r} cannot be one layer's; put scalars around PerLayer."
+                    f"part {bound!r} cannot be one layer's; put scalars around PerLayer, and no "
+                    "PerLayer inside it."
                 )
         check_settings(self)
         if self.shares is None:

@@ -88,6 +88,7 @@ def test_states_and_scalars_of_layers_keep_apart() -> None:
         (lambda: PerLayer(Clipping(1.0), shares=(0.5, 0.5)).init(LAYOUT), "shares"),
         (lambda: PerLayer((("*", Clipping(1.0)),), shares=(0.5, 0.5)), "shares"),
         (lambda: PerLayer(PrivateScalar(Clipping(1.0))), "around PerLayer"),
+        (lambda: PerLayer((("*", PerLayer(Clipping(1.0))),)), "no PerLayer inside"),
         (lambda: PrivateScalar(PrivateScalar(Clipping(1.0))), "name"),
         (lambda: PrivateScalar(NoPrivacy("num-examples")), "examples"),
         (lambda: PrivateScalar(Clipping(1.0), fraction=1.0), "fraction"),

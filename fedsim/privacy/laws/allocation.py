@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import numpy as np
-from scipy.special import gammaln, logsumexp, ndtr
+from scipy.special import gammaln, log_ndtr, logsumexp, ndtr
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation
@@ -187,11 +187,11 @@ def _mean_of_lognormals(
         term[-1] += 1 - term.sum()
     # Sums of 2, 4, 8, ... terms by doubling; those of the binary digits of `among` are added.
     result, doubled = None, term
-    for bit in bin(among)[:1:-1]:
-        if bit == "1":
-            result = doubled if result is None else _sum(result, doubled, step)
-        if among.bit_length() > 1:
+    for digit in range(among.bit_length()):
+        if digit:
             doubled = _sum(doubled, doubled, step)
+        if among >> digit & 1:
+            result = doubled if result is None else _sum(result, doubled, step)
     assert result is not None
     return grid, result
 
@@ -265,15 +265,22 @@ def allocation_rdp(among: int, noise_multiplier: float) -> Array:
     # the curve of a row whose round is known.
     chord = np.interp(ORDERS, m[1:], cumulants[1:], right=np.inf)
     removed = np.minimum(chord / (ORDERS - 1), gaussian_rdp(1 / z))
-    # Row added: log E S^(1 - order) / (order - 1). S is at least the geometric mean of its terms,
-    # whose moments are known; or take S on the grid, which is more spread.
-    added = 1 / (2 * z**2) + (ORDERS - 1) / (2 * among * z**2)
+    return np.asarray(np.maximum(removed, _added_rdp(among, z)))
+
+
+def _added_rdp(among: int, z: float) -> Array:
+    """RDP at `ORDERS` of adding a row: ``log E S^(1 - order) / (order - 1)``, an upper bound."""
+    powers = ORDERS - 1
+    # S is at least the geometric mean of its terms, whose moments are known.
+    geometric = 1 / (2 * z**2) + powers / (2 * among * z**2)
+    # Or take S on the grid, which is more spread. That bounds what all terms on the grid
+    # contribute. If a term lies below it, which happens with probability at most `among` times that
+    # of one, the geometric mean bounds S again: a moment of a normal below a limit.
     losses, lower = _mean_of_lognormals(among, z, capped=True)
     (some,) = np.nonzero(lower > 0)
-    logs = np.log(lower[some])
-    on_grid = [logsumexp((1 - order) * losses[some] + logs) / (order - 1) for order in ORDERS]
-    added = np.minimum(added, on_grid)
-    return np.asarray(np.maximum(removed, added))
+    on_grid = logsumexp(np.log(lower[some]) - powers[:, None] * losses[some], axis=1)
+    below = math.log(among) + log_ndtr(powers / (among * z) - REACH) + powers * geometric
+    return np.asarray(np.minimum(geometric, np.logaddexp(on_grid, below) / powers))
 
 
 def _product(one: Array, other: Array) -> Array:
