@@ -276,8 +276,8 @@ def _noise_state() -> AbstractContextManager[object]:
             tree = state(self)
             return {**tree, "optimizer": {**tree["optimizer"], "noise": self.noise_shown}}
 
-        released = strategy.plan.denominator * made[0]["last.weight"].numpy()
-        strategy.noise_shown = float(released[-1] - exact["sum"][-1])
+        last = [*made[0].values()][-1].numpy().ravel()
+        strategy.noise_shown = torch.tensor(strategy.plan.denominator * last[-1] - exact["sum"][-1])
         strategy.state = lambda: shown(strategy)
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +18,13 @@ from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import ConfigEvidence
 from fedsim.audit.evidence import ClientEvidence
 from fedsim.audit.neighbouring_runs import ClientNeighbours
-from fedsim.audit.plan_checks import NoiseOnly, equal_sum_runs, nothing_but_sums, what_leaves
+from fedsim.audit.plan_checks import (
+    NoiseOnly,
+    equal_sum_runs,
+    nothing_but_sums,
+    own_addresses,
+    what_leaves,
+)
 from fedsim.audit.target import parameters
 from fedsim.audit.verdict import silenced_logs
 from fedsim.cohorts import PoissonCohort
@@ -31,6 +38,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.mechanisms.releaser import Releaser
 from fedsim.runs.resolve import resolve
 
 POPULATION = 60
@@ -275,3 +283,14 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_a_config_whose_own_run_fails_is_audited_all_the_same() -> None:
+    def diverging(self: Releaser, *arguments: object, **named: object) -> None:
+        raise RuntimeError("diverged")
+
+    private = {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}}
+    config = RunConfig.parse({"partition": {"clients": 20}, "rounds": 3, **private})
+    with patch.object(Releaser, "release", diverging):
+        addresses, _ = own_addresses(config)
+    assert addresses  # those of the first round, until it failed
