@@ -422,9 +422,9 @@ def test_only_the_client_that_raises_in_a_shared_block_fails(
     assert {count for label, count in rows if label == grid[1].label} == {1, None}
 
 
-def test_an_axis_reads_values_as_set_does_and_equal_ones_are_one_run() -> None:
+def test_an_axis_reads_values_as_set_does() -> None:
     base = RunConfig().replace(**{"model.name": "mlp", "model.widths": 8})
-    grid = grid_runs(base, parse_axes(["model.widths=64,[64,64],'64','64,64'", "client.lr=1,1.0"]))
+    grid = grid_runs(base, parse_axes(["model.widths=64,[64,64]"]))
     assert [member.point["model.widths"] for member in grid] == ["64", "64,64"]
     for text in ("64,64", "[64,64]", "[64, 64]", "'64,64'"):
         typed = RunConfig.of(["model.name=mlp", f"model.widths={text}"])
@@ -432,9 +432,29 @@ def test_an_axis_reads_values_as_set_does_and_equal_ones_are_one_run() -> None:
     assert RunConfig.of(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        "client.lr=0.1,0.1",
+        "client.lr=0.1,0.3,0.10",
+        "client.lr=1,1.0",
+        "model.widths=64,'64'",
+        "model.widths='64,64',[64,64]",
+        "server.options.lr=0.5,0.50",
+        "server.options.lr=word,'word'",
+    ],
+)
+def test_a_value_that_is_twice_on_an_axis_is_refused(over: str) -> None:
+    base = RunConfig().replace(**{"model.name": "mlp", "model.widths": 8})
+    key = over.partition("=")[0]
+    axes = parse_axes(["server.optimizer=mine:ServerSGD", over, "seed=1,2"])
+    with pytest.raises(FedsimError, match=f"^--over {key} has a value twice"):
+        grid_runs(base, axes)
+
+
 def test_each_value_of_a_users_option_is_a_run_labelled_by_it() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
-                       "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
+                       "server.options.lr=0.5,1.0", "seed=1,2"])  # fmt: skip
     labels = [member.point["server.options.lr"] for member in grid_runs(BASE, axes)]
     assert labels == ["0.5", "0.5", "1.0", "1.0"]
     assert len({member.label for member in grid_runs(BASE, axes)}) == 4
@@ -442,7 +462,7 @@ def test_each_value_of_a_users_option_is_a_run_labelled_by_it() -> None:
 
 def test_options_of_equal_text_and_different_types_have_separate_directories() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
-                       "server.options.lr=1,1.0,'1',true,'true','True',word,'word'"])  # fmt: skip
+                       "server.options.lr=1,1.0,'1',true,'true','True',word"])  # fmt: skip
     grid = grid_runs(BASE, axes)
     values = [member.point["server.options.lr"] for member in grid]
     assert values == ["1", "1.0", "'1'", "True", "'true'", "'True'", "word"]

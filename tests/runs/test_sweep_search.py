@@ -69,6 +69,13 @@ def test_spans_that_make_no_sense_are_refused() -> None:
         random_runs(BASE, parse_axes(["seed=whole(1,9)"]), 3)
 
 
+@pytest.mark.parametrize("over", ["seed=1,2,1", "client.batch-size=5,10,5"])
+def test_a_value_that_is_twice_on_a_random_axis_is_refused(over: str) -> None:
+    axes = parse_axes(["client.lr=log(0.01,1)", over])
+    with pytest.raises(FedsimError, match=f"^--over {over.partition('=')[0]} has a value twice"):
+        random_runs(BASE, axes, 6)
+
+
 RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
 
 

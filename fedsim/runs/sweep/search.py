@@ -52,12 +52,12 @@ class SweepRun:
 
 
 def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
-    """The runs of a grid, the last axis varying fastest; equal configs become one run.
+    """The runs of a grid, the last axis varying fastest.
 
     Raises
     ------
     FedsimError
-        If an axis is a span, or a config is invalid.
+        If an axis is a span or has a value twice, or a config is invalid.
     """
     values = []
     for key, axis in axes.items():
@@ -67,7 +67,14 @@ def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
                 "or give values with commas between."
             )
         values.append(axis)
-    return _distinct(config, axes, itertools.product(*values))
+    runs = _distinct(config, axes, itertools.product(*values))
+    if len(runs) < math.prod(map(len, values)):
+        # As configs write them, in which 0.1 and 0.10 are one value.
+        seen = {key: {run.point[key] for run in runs} for key in axes}
+        raise _repeated(
+            key for key, axis in zip(axes, values, strict=True) if len(seen[key]) < len(axis)
+        )
+    return runs
 
 
 def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
@@ -79,8 +86,11 @@ def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
     Raises
     ------
     FedsimError
-        If the seed is a span, or a config is invalid.
+        If the seed is a span, an axis has a value twice, or a config is invalid.
     """
+    for key, axis in axes.items():
+        if not isinstance(axis, Span) and len(set(map(repr, axis))) < len(axis):
+            raise _repeated([key])
     seeds = axes.get("seed", [config.seed])
     if isinstance(seeds, Span):
         raise FedsimError("--over seed is a span; it must be values: each point is run with all.")
@@ -93,6 +103,12 @@ def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
         for seed in seeds
     ]
     return _distinct(config, axes, points)
+
+
+def _repeated(keys: Iterable[str]) -> FedsimError:
+    return FedsimError(
+        f"--over {' and '.join(keys)} has a value twice, which would be one run; give each once."
+    )
 
 
 def _draw(axis: list[Any] | Span, source: Randomness, key: str, index: int) -> Any:
