@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from fedsim.cli.console import Output, Overrides, check_out, panel_option
+from fedsim.cli.console import CONFIG_ARGUMENT, Output, Overrides, check_out, panel_option
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -24,9 +24,7 @@ _claim = partial(panel_option, "What it claims, in the place of a file")
 
 
 def audit(
-    config: Annotated[
-        Path | None, typer.Argument(help="The TOML file that describes the run.")
-    ] = None,
+    config: Annotated[Path | None, CONFIG_ARGUMENT] = None,
     set_: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-audit.png` if unset.")

@@ -33,7 +33,29 @@ if TYPE_CHECKING:
     from fedsim.runs.record import RunResult
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="The TOML file that describes the run.")]
+def config_in(source: Path) -> Path:
+    """The config of a run whose directory is named; any other path is a config's own.
+
+    Raises
+    ------
+    FedsimError
+        If it is another directory.
+    """
+    if not source.is_dir():
+        return source
+    config = source / "config.toml"
+    if not config.is_file() or not (source / ".fedsim-run").is_file():
+        raise FedsimError(
+            f"{source} is not a run's directory; give a config, or a run's directory."
+        )
+    return config
+
+
+CONFIG_ARGUMENT: Any = typer.Argument(
+    help="The TOML file that describes the run, or a run's directory.",
+    callback=lambda source: source and config_in(source),
+)
+ConfigFile = Annotated[Path, CONFIG_ARGUMENT]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedsim.cli.boundary import notify_of_end
-from fedsim.cli.console import JsonLines, Output, Overrides
+from fedsim.cli.console import JsonLines, Output, Overrides, config_in
 from fedsim.config import RunConfig
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
@@ -136,13 +136,9 @@ def _log_from(level: str) -> None:
 
 def _config_file(source: Path, out: Path | None, *, resume: bool) -> tuple[Path, Path | None]:
     """The config to run, and the directory where it is resumed, if ``source`` is a directory."""
-    config = source / "config.toml"
-    if not source.is_dir():
+    config = config_in(source)
+    if config == source:
         return source, None
-    if not config.is_file() or not (source / ".fedsim-run").is_file():
-        raise FedsimError(
-            f"{source} is not a run's directory; give a config, or a run's directory."
-        )
     if not resume:
         raise FedsimError(
             f"{source} is a run's directory; --resume continues the run, and to repeat it give "

@@ -197,6 +197,31 @@ def test_a_directory_of_another_version_is_named_with_what_to_do(
         assert "Choose another --out" in sentence
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "config show RUN",
+        "partition RUN --out p.png",
+        "stats RUN --epsilon 1 --inputs 0,1 --together",
+        "tune RUN --set client.momentum=2",
+        "sweep RUN --over client.lr=0",
+        "audit RUN --runs 10 --set mechanism.name=clipping --set noise.multiplier=1",
+    ],
+)
+def test_what_takes_a_config_takes_a_run_for_its_config(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("run", "c.toml", "--quiet") == 0
+    told = []
+    for source in ("runs/small/config.toml", "runs/small"):
+        ended = status(*command.replace("RUN", source).split())
+        told.append((ended, said(capsys)))
+    assert told[0] == told[1]
+    assert "cannot read" not in told[0][1]
+    assert status(*command.replace("RUN", ".").split()) == 2
+    assert said(capsys).endswith(". is not a run's directory; give a config, or a run's directory.")
+
+
 def test_explaining_a_table_fits_on_a_screen_and_names_the_way_to_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
