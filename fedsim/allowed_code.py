@@ -12,7 +12,6 @@ import importlib.util
 import os
 import pkgutil
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -247,9 +246,9 @@ def _listed() -> tuple[str, ...]:
 def _listed_in(path: Path, _modified: int, _size: int) -> tuple[str, ...]:
     """Modules that this file lists; by its time and size, so that a changed file is read again."""
     try:
-        table = tomllib.loads(regular_files.read_text(path)).get("tool", {})
+        table = regular_files.read_toml(path).get("tool", {})
         listed = table.get("fedsim", {}).get("code", [])
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise FedsimError(f"{path} cannot be read: {error}.") from None
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
         raise FedsimError(

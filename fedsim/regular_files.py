@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
 
 
 def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
@@ -60,6 +62,33 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
     """
     with open(path, encoding="utf-8", errors=errors, opener=opener) as file:
         return file.read()
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tree of a TOML file.
+
+    Raises
+    ------
+    OSError
+        As `read_bytes` does.
+    ValueError
+        As `parse_toml` does.
+    """
+    return parse_toml(read_bytes(path))
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """The tree of a TOML file's content.
+
+    Raises
+    ------
+    ValueError
+        If its syntax or its encoding is bad, or an integer has too many digits.
+    """
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def require(path: Path) -> Path:

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from fedsim import regular_files
+from fedsim.allowed_code import now
+from fedsim.apps.user_app import FlowerApp
+from fedsim.audit.outside.claims import TargetClaim
 from fedsim.cli import main
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.party_files import read_roster
@@ -79,6 +82,44 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
         regular_files.read_bytes(tmp_path)
     with pytest.raises(FileNotFoundError):
         regular_files.read_bytes(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("node.toml", "[policy]", Policy.load),
+        ("roster.toml", f"[clients]\n{'a' * 64} = 1", read_roster),
+        ("federation.toml", "nodes = 1", lambda path: Federation.load(path.parent)),
+        ("claim.toml", "epsilon = 1.0", lambda path: TargetClaim.read(path, {})),
+        (
+            "pyproject.toml",
+            "[tool.flwr.app.components]\nserverapp = 'marked:server'\nclientapp = 'marked:client'",
+            lambda path: FlowerApp.load(path.parent).run_config,
+        ),
+        ("pyproject.toml", "[tool.fedsim]\ncode = ['outside']", lambda _: now().allows("outside")),
+    ],
+)
+def test_toml_may_begin_with_a_byte_order_mark(
+    name: str,
+    content: str,
+    read: Callable[[Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("marked.py").write_text(
+        "import flwr.clientapp, flwr.serverapp\n"
+        "client, server = flwr.clientapp.ClientApp(), flwr.serverapp.ServerApp()\n"
+    )
+    if name == "federation.toml":
+        Federation.create(tmp_path, nodes=1, hosts=("127.0.0.1",))
+    path = tmp_path / name
+    content = path.read_text() if path.exists() else content
+    path.write_text(content, "utf-8")
+    os.utime(path, (0, 0))  # what a file lists is read again where its time has changed
+    plain = repr(read(path))
+    path.write_text(content, "utf-8-sig")
+    assert repr(read(path)) == plain
 
 
 # -- by the command -----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -95,8 +94,8 @@ def load(
     """
     path = directory / "experiment.toml"
     try:
-        tree = tomllib.loads(regular_files.read_text(path))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tree = regular_files.read_toml(path)
+    except (OSError, ValueError) as error:
         raise FedsimError(f"{path} cannot be read: {error}.") from None
     smaller = tree.pop("quick", {})
     if quick:

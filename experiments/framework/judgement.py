@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -113,11 +112,11 @@ class Judgement(Section):
         """
         path = directory / "judgement.toml"
         try:
-            return cls.read(tomllib.loads(regular_files.read_text(path)))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FedsimError(f"{path} cannot be read: {error}.") from None
+            return cls.read(regular_files.read_toml(path))
         except FedsimError as error:
             raise FedsimError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise FedsimError(f"{path} cannot be read: {error}.") from None
 
     def sentences(self) -> Iterator[str]:
         """The sentences in which figures may be inserted."""

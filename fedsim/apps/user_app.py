@@ -81,10 +81,10 @@ def run_app(app: FlowerApp, nodes: int) -> None:
 def _app_table(directory: Path) -> dict[str, Any]:
     path = directory / "pyproject.toml"
     try:
-        table = tomllib.loads(regular_files.read_text(path))["tool"]["flwr"]["app"]
+        table = regular_files.read_toml(path)["tool"]["flwr"]["app"]
     except OSError as error:
         raise FedsimError(f"cannot read {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
     except (KeyError, TypeError):
         table = None

@@ -8,7 +8,6 @@ string means unset.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,10 +273,8 @@ def _read(path: str | Path) -> dict[str, Any]:
     if len(content) > LARGEST_FILE:
         raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
-    except RecursionError:
-        raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
-    except ValueError as error:  # bad syntax, bad encoding, or an integer with too many digits
+        return regular_files.parse_toml(content)
+    except ValueError as error:
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
 
 

@@ -6,7 +6,6 @@ These are the parties' settings, and the roster with the client id of each regis
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -48,10 +47,10 @@ def read_party(path: Path, party: type[Any]) -> dict[str, Any]:
         If the file is missing or is not TOML, or has an unknown key or an invalid value.
     """
     try:
-        tree = tomllib.loads(regular_files.read_text(path))
+        tree = regular_files.read_toml(path)
     except OSError:
         raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FedsimError(f"{path} is no TOML: {error}.") from None
     tree.pop("policy", None)
     return read_table(tree, party, str(path))
@@ -106,10 +105,10 @@ def read_roster(path: Path) -> dict[str, int]:
         If the file is not a roster, or gives two keys the same client id.
     """
     try:
-        clients = tomllib.loads(regular_files.read_text(path))["clients"]
+        clients = regular_files.read_toml(path)["clients"]
         if not isinstance(clients, dict):
             raise ValueError("clients is no table")
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise FedsimError(
             f"{path} is no list of clients ({error}); `fedsim deploy init` writes one."
         ) from None

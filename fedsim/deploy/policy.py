@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -128,8 +127,8 @@ class Policy:
             If it cannot be read, or has an unknown key or an invalid value.
         """
         try:
-            tree = tomllib.loads(regular_files.read_text(path))
-        except (OSError, ValueError, RecursionError) as error:
+            tree = regular_files.read_toml(path)
+        except (OSError, ValueError) as error:
             raise FedsimError(f"this node's policy cannot be read: {error}.") from None
         table, clients = tree.get("policy", {}), tree.get("clients", 0)
         if not isinstance(table, dict):

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +146,7 @@ def _compare_model(path: Path, ledger: Ledger, manifest: Manifest | None) -> str
 
 def _compare_config(path: Path, manifest: Manifest | None) -> str:
     try:
-        tomllib.loads(regular_files.read_text(path))
+        regular_files.read_toml(path)
     except FileNotFoundError:
         raise FedsimError("there is none; put back what the run wrote.") from None
     except (OSError, ValueError):

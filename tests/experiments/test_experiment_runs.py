@@ -529,6 +529,17 @@ def test_mistake_in_an_experiment_is_one_sentence(counting: Path, text: str, mes
         load(counting, data=Path("data"))
 
 
+def test_its_files_may_begin_with_a_byte_order_mark(counting: Path) -> None:
+    (counting / "experiment.toml").write_text('experiment = "counting"\nseeds = 4\n', "utf-8-sig")
+    (counting / "judgement.toml").write_text(
+        'title = "T"\npaper-of = "das"\nabout = "A"\n'
+        '[[panels]]\nname = "Fig. 1"\nshows = "s"\nsetting = "s"\n',
+        "utf-8-sig",
+    )
+    assert len(load(counting, data=Path("data")).members()) == 4
+    assert Judgement.load(counting).about == "A"
+
+
 def test_command_shows_verdicts(counting: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(experiment)

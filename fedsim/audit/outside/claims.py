@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,7 @@ class TargetClaim:
         values: dict[str, Any] = {}
         if path is not None:
             try:
-                values = tomllib.loads(regular_files.read_text(path))
+                values = regular_files.read_toml(path)
             except (OSError, ValueError) as error:
                 raise FedsimError(f"--claim is {path}, which cannot be read: {error}.") from error
         values |= {key: value for key, value in options.items() if value is not None}
