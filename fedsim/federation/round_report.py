@@ -25,7 +25,7 @@ _ADVICE: Mapping[Reason, str] = {
     "budget": "client.noise.max-epsilon allows them no further round",
     "timeout": "engine.timeout may be too short",
     "malformed": "the clients may run another app, or train another model",
-    "non-finite": "the app's learning rate or client.lr may be too high",
+    "non-finite": "client.lr, server.lr or another learning rate may be too high",
 }
 
 
@@ -102,8 +102,8 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
     --------
     >>> failures_in([{"asked": 5, "usable": 5, "ignored-nodes": 2}])
     'Up to 2 nodes at once were ignored (ignored-nodes in metrics.csv); the log says why.'
-    >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-non-finite": 1}])
-    "Clients failed once (non-finite 1; the app's learning rate or client.lr may be too high)."
+    >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-timeout": 1}])
+    'Clients failed once (timeout 1; engine.timeout may be too short).'
     """
     rows = list(rows)
     failed = int(sum(row.get("failed", 0) for row in rows))
@@ -259,7 +259,7 @@ def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> 
     Examples
     --------
     >>> describe_reasons({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
-    "non-finite 20, raised 1; the app's learning rate or client.lr may be too high"
+    'non-finite 20, raised 1; client.lr, server.lr or another learning rate may be too high'
     """
     most: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
     counted = [(reason, count) for reason, count in most if count]

@@ -187,7 +187,7 @@ def test_a_private_run_whose_clients_all_fail_ends_well_and_its_summary_says_it(
     result = CliRunner().invoke(app, ["run", str(config), *five, "--out", str(tmp_path / "x")])
     assert result.exit_code == 0
     said = " ".join(result.output.replace("│", " ").split())
-    assert "client.lr may be too high), all that were asked in 5 rounds." in said
+    assert "another learning rate may be too high), all that were asked in 5 rounds." in said
     assert "5 releases" in said
     columns, *rows = (tmp_path / "x" / "metrics.csv").read_text().splitlines()
     last = dict(zip(columns.split(","), rows[-1].split(","), strict=True))
@@ -198,7 +198,7 @@ def test_a_private_run_whose_clients_all_fail_ends_well_and_its_summary_says_it(
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "the run failed: every client that was asked failed in 3 rounds in a row" in said
-    assert "client.lr may be too high" in said
+    assert "client.lr, server.lr or another learning rate" in said
 
 
 @pytest.mark.parametrize("found", ["None", "types.ModuleType('experiments')"])

@@ -282,7 +282,7 @@ def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
     words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
     assert "It failed: every client that was asked failed in 2 rounds in a row" in words
     assert "non-finite" in words
-    assert "client.lr may be too high" in words
+    assert "client.lr, server.lr or another learning rate may be too high" in words
     assert "malformed" not in words
 
 

@@ -366,7 +366,7 @@ def test_a_failed_run_states_its_reason_and_the_others_finish(tmp_path: Path) ->
     outcomes = run_sweep(grid, tmp_path)
     assert [outcomes[member.label].ended for member in grid] == ["finished", "failed"]
     assert "3 rounds in a row" in outcomes[grid[1].label].why
-    assert "client.lr may be too high" in outcomes[grid[1].label].why
+    assert "client.lr, server.lr or another learning rate" in outcomes[grid[1].label].why
     alone = tmp_path / "alone"
     fedsim.run(grid[0].config, out=alone)
     whole = RunDirectory(tmp_path / grid[0].label)
