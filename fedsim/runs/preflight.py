@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord
+from torch import nn
 
 from fedsim import extras
 from fedsim.clients.base import Dense, Step
@@ -28,9 +29,12 @@ from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.round_rows import columns_of
 from fedsim.runs.split_record import check_state_dir
 from fedsim.tasks import MeanOf, TopK
+from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy
 from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.own_state import OwnState
+from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.plain import PlainPath
+from fedsim.training.structure.tables import has_hooks
 
 TOO_NOISY = 0.05
 """Warn if the noise on a mean has a larger standard deviation than this share of its range."""
@@ -99,6 +103,7 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         smallest = min((len(part) for part in resolved.data.parts if len(part)), default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     sentences += _certain_metrics(resolved)
+    sentences += _second_softmax(resolved)
     return [sentence for sentence in sentences if sentence]
 
 
@@ -111,6 +116,39 @@ def _certain_metrics(resolved: Resolved) -> Iterator[str]:
                 f"Warning: {name} is 1 whatever the model gives: k = {metric.k} (task.metrics), "
                 f"and there are {classes} classes."
             )
+
+
+_INSIDE: dict[object, tuple[object, ...]] = {
+    CrossEntropy: (nn.Softmax, nn.functional.softmax, torch.softmax, "softmax"),
+    BinaryCrossEntropy: (nn.Sigmoid, torch.sigmoid, "sigmoid"),
+}
+"""What a loss does itself; a log-softmax may be repeated, which changes nothing."""
+
+
+def _second_softmax(resolved: Resolved) -> Iterator[str]:
+    """A warning of a model that ends in what its loss does once more."""
+    inside = _INSIDE.get(type(resolved.trainer.loss), ())
+    if _ending(resolved.trainer.trained) in inside:
+        *_, name = inside
+        yield (
+            f"Warning: the model ends in a {name}, and task.loss = "
+            f"'{resolved.config.task.loss}' applies one to what the model gives: with both it "
+            "trains badly; leave out the model's, so that it gives logits."
+        )
+
+
+def _ending(trained: TrainedModel) -> object:
+    """The class, function or name of a method that a model calls last, where that is known."""
+    last: nn.Module = trained.model
+    if (read := trained.reading.model) is not None:
+        (output,) = (node for node in read.module.graph.nodes if node.op == "output")
+        (node,) = output.all_input_nodes
+        if node.op != "call_module":
+            return node.target
+        last = read.module.get_submodule(str(node.target))
+    while type(last) is nn.Sequential and len(last) and not has_hooks(last):
+        last = last[-1]
+    return None if has_hooks(last) else type(last)
 
 
 def _noisy_metrics(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,73 @@ def starts_with_nan() -> nn.Module:
 
 def complex_numbers() -> nn.Module:
     return nn.Linear(64, 10, dtype=torch.complex64)
+
+
+class Ending(nn.Module):
+    """Ten outputs, and what is done with them."""
+
+    def __init__(self, ending: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.ending = nn.Linear(64, 10), ending
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ending(self.linear(x))
+
+
+class Unread(nn.Sequential):
+    """Gives the logarithm of what its last module gives, by code of which there is no graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.log() if float(y.detach().sum()) else y
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "warned"),
+    [
+        (nn.Sequential(nn.Linear(64, 10), nn.Softmax(dim=1)), "cross-entropy", "softmax"),
+        (
+            nn.Sequential(nn.Linear(64, 10), nn.Sequential(nn.Dropout(0.1), nn.Softmax(-1))),
+            "cross-entropy",
+            "softmax",
+        ),
+        (Ending(nn.Softmax(dim=1)), "cross-entropy", "softmax"),
+        (Ending(lambda y: nn.functional.softmax(y, 1)), "cross-entropy", "softmax"),
+        (Ending(lambda y: torch.softmax(y, dim=-1)), "cross-entropy", "softmax"),
+        (Ending(lambda y: y.softmax(-1)), "cross-entropy", "softmax"),
+        (Ending(lambda y: y.softmax(-1).log()), "cross-entropy", ""),
+        (Unread(nn.Linear(64, 10), nn.Softmax(dim=1)), "cross-entropy", ""),
+        (nn.Sequential(nn.Linear(64, 10), nn.LogSoftmax(dim=1)), "cross-entropy", ""),
+        (nn.Sequential(nn.Linear(64, 10), nn.Sigmoid()), "cross-entropy", ""),
+        (nn.Linear(64, 10), "cross-entropy", ""),
+        (nn.Sequential(nn.Linear(64, 10), nn.Softmax(1)), "tests.runs.test_preflight:nll", ""),
+        (None, "cross-entropy", ""),  # the one called 'softmax', which gives logits
+    ],
+)
+def test_a_model_that_does_what_its_loss_does_is_warned_of(
+    model: nn.Module | None, loss: str, warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fedsim.run(BASE.replace(**{"task.loss": loss}), model=model)
+    told = [record.message for record in caplog.records if "the model ends in" in record.message]
+    assert len(told) == bool(warned)
+    if warned:
+        assert told[0].startswith(
+            f"Warning: the model ends in a {warned}, and task.loss = '{loss}'"
+        )
+
+
+def test_a_sigmoid_under_binary_cross_entropy_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x, y = torch.randn(40, 3), torch.arange(40).remainder(2).float()
+    config = BASE.replace(**{"task.loss": "binary-cross-entropy", "task.metrics": ""})
+    data = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    fedsim.run(config, data=data, model=nn.Sequential(nn.Linear(3, 1), nn.Sigmoid()))
+    assert "ends in a sigmoid, and task.loss = 'binary-cross-entropy'" in caplog.text
+
+
+def nll(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -outputs.gather(1, targets[:, None])[:, 0].log()
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=[str(c) for c, _ in REFUSED])
