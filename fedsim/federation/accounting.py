@@ -224,21 +224,33 @@ class Accounting:
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
         return {"head": self.ledger.head, **lines}
 
-    def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
-        """Continue from `state`, with the plan as it is now.
+    @property
+    def _empty(self) -> bool:
+        """Whether the ledger is in memory and empty, so that a state brings its lines."""
+        return self.ledger.path is None and not self.ledger.entries
+
+    def check_ledger(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state from which `restore` could not continue; nothing is changed.
 
         Raises
         ------
         FedsimError
             If the ledger lacks releases that the state counts.
         """
-        if self.ledger.path is None and not self.ledger.entries:
-            self.ledger.load_state_dict(dict(state))
-        if state["head"] not in (GENESIS, *self.ledger.heads):
+        ledger = self.ledger
+        if self._empty:
+            ledger = Ledger(declared=ledger.declared)
+            ledger.load_state_dict(dict(state))
+        if state["head"] not in (GENESIS, *ledger.heads):
             raise FedsimError(
                 f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
                 "state counts; it must be the ledger of the run whose state= this is."
             )
+
+    def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
+        """Continue from `state`, with the plan as it is now."""
+        if self._empty:
+            self.ledger.load_state_dict(dict(state))
         # The first line is the header, which is no entry.
         heads, self.plan = self.ledger.heads, plan
         self.known = heads.index(state["head"]) if state["head"] in heads else 0

@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, MetricRecord
 from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, RoundMeans
-from fedsim.errors import printable
+from fedsim.errors import FedsimError, printable
 from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record, same_arrays
 from fedsim.federation.exchange import Instructions
@@ -182,6 +182,12 @@ class NamedVectors(Extra):
         """The layout of the parameters, followed by the vectors that clients send."""
         self._parameters = layout
         self._received = with_vectors(layout, self._algorithm.receives)
+        size = self._received.d - layout.d
+        if self.values is not None and self.values.shape != (size,):
+            raise FedsimError(
+                f"state= holds vectors of shape {list(self.values.shape)}; with this algorithm and "
+                f"these parameters it must be [{size}]."
+            )
         return with_vectors(layout, self._algorithm.sends)
 
     def send(self, instructions: Instructions) -> Instructions:
@@ -219,4 +225,4 @@ class NamedVectors(Extra):
 
     def restore(self, state: Tensor | None) -> None:
         """Continue from `state`."""
-        self.values = state
+        self.values = None if state is None else state.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation import strategy_state
 from fedsim.federation.accounting import Accounting, Placement
 from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
 from fedsim.federation.arrays import array_record, tensors
@@ -40,12 +41,6 @@ from fedsim.rows import Layout
 from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import RUN
 from fedsim.server_optimizers import ServerOptimizer
-
-_STATE = {
-    "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
-    "ledger": Mapping,
-}  # fmt: skip
-"""Entries that every state of a strategy has, and their types."""
 
 
 class PrivateRounds(ResumableStrategy):
@@ -345,25 +340,29 @@ class PrivateRounds(ResumableStrategy):
         ------
         FedsimError
             If it is no such state, or this strategy has done rounds of its own, or its ledger lacks
-            releases that the state counts, or its plan does not continue that of the state.
+            releases that the state counts, or its plan does not continue that of the state. The
+            strategy is then as it was.
         """
-        if wrong := [k for k, kinds in _STATE.items() if not isinstance(state.get(k, 0.0), kinds)]:
-            raise FedsimError(
-                f"state= has no '{wrong[0]}' as it must be; state= must be what "
-                f"{type(self).__name__}.state() gave after a round."
-            )
+        own = type(self).__name__
+        strategy_state.check_form(state, own)
         if self.rounds_done:
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        self.plan = resumed_plan(self.plan, state)
-        self._accounting.restore(state["ledger"], self.plan)
-        self._aggregation_settings.noise.restore(state.get("noise"))
+        with strategy_state.in_one_sentence(own):
+            plan = resumed_plan(self.plan, state)
+            self._accounting.check_ledger(state["ledger"])
+            strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)
+            strategy_state.check_shapes(state, self.mechanism, self.server_optimizer)
+            mechanism = {name: value.clone() for name, value in state["mechanism"].items()}
+            noise = self._aggregation_settings.noise
+            strategy_state.restore_parts({"noise": noise, **self._parts}, state)
+        # From here on nothing raises.
+        self.plan = plan
+        self._accounting.restore(state["ledger"], plan)
         self._layout, self._parameters = None, state["parameters"]
-        self._mechanism_state = {name: value.clone() for name, value in state["mechanism"].items()}
+        self._mechanism_state = mechanism
         self.rounds_done = self.evaluation.last_round = state["round"]
-        for name, owner in self._parts.items():
-            owner.restore(state.get(name))
         self.stopped = state["stopped"]
 
     @property

@@ -118,7 +118,7 @@ class ResumableStrategy(Strategy):
         refuse_other_arrays(arrays, getattr(grid, "layout", None))
         self.log = logging.getLogger("flwr")
         if state is not None:
-            self._resume(state)
+            self.restore(state)
         elif first_round is None:
             first_round = 1
         if first_round is not None:
@@ -164,19 +164,6 @@ class ResumableStrategy(Strategy):
             if not self._observer_failed:
                 self.log.warning("on_round failed; the run continues.", exc_info=True)
             self._observer_failed = True
-
-    def _resume(self, state: Tree) -> None:
-        try:
-            self.restore(state)
-            if self.rounds_done < 0:
-                raise ValueError(f"round {self.rounds_done}")
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            if isinstance(error, FedsimError):
-                raise
-            raise FedsimError(
-                f"state= is not what {type(self).__name__}.state() gave after a round, with the "
-                f"settings of this strategy ({type(error).__name__}: {error})."
-            ) from error
 
     def _check_first(self, first_round: int) -> None:
         done = self.rounds_done

@@ -5,10 +5,11 @@ They apply the noisy mean update, which is post-processing and has no privacy co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fedsim.lazy import Tensor
+from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
 
 
@@ -48,3 +49,10 @@ class StatefulOptimizer(ServerOptimizer):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self.tensors = {name: tensor.clone() for name, tensor in state.items()}
+
+    def after_a_step(self, d: int) -> dict[str, Tensor]:
+        """What one with these settings keeps after a first step of ``d`` parameters."""
+        fresh = copy.copy(self)
+        fresh.tensors = {}
+        fresh.step(torch.zeros(d, device="meta"), torch.zeros(d, device="meta"))
+        return fresh.tensors

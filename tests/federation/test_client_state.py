@@ -220,3 +220,17 @@ def test_a_state_of_nonsense_is_one_sentence(key, nonsense):
     second, state = strategy_of(made), {**first.state(), key: nonsense}
     with pytest.raises(FedsimError, match="state"):
         second.start(LocalGrid(made.trainer), reached.arrays, 2, state=state)
+
+
+def test_vectors_of_another_size_than_an_algorithm_receives_are_refused():
+    scaffold = {"client.name": "scaffold", "client.state": "client"}
+    made = build(**scaffold, **{"mechanism.weighting": "uniform"})
+    first = strategy_of(made)
+    reached = first.start(LocalGrid(made.trainer), made.initial_arrays, 1)
+    state = first.state()
+    for wrong in (torch.zeros(3), 5):
+        with pytest.raises(FedsimError, match="state= "):
+            strategy_of(made).start(
+                LocalGrid(made.trainer), reached.arrays, 2, state={**state, "vectors": wrong}
+            )
+    strategy_of(made).start(LocalGrid(made.trainer), reached.arrays, 2, state=state)

@@ -103,6 +103,34 @@ def test_a_plan_is_charged_before_its_first_round_and_ends_with_its_last(tmp_pat
     assert "would follow a plan of 8 rounds" in (strategy.stopped or "")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ({"noise": Independent(Z)}, {}, "do not share draws .* they must"),
+        ({}, {"noise": Independent(Z)}, "rounds share draws .* they must not"),
+        ({"seed": 5}, {}, "noise comes from the seed; .* from the operating system"),
+        ({}, {"seed": 5}, "noise comes from the operating system; .* from the seed"),
+    ],
+)
+def test_a_state_of_other_noise_is_refused_and_changes_nothing(before, after, sentence) -> None:
+    first, other = strategy_of(**before), strategy_of(**after)
+    releases(first, range(1, 4))
+    noise = other.state().get("noise")
+    with pytest.raises(FedsimError, match=sentence):
+        other.restore(first.state())
+    assert other.state().get("noise") == noise
+    assert not other.ledger.entries
+
+
+def test_the_secret_of_a_state_that_is_refused_is_not_taken() -> None:
+    first, other = strategy_of(), strategy_of()
+    releases(first, range(1, 4))
+    noise = other.state()["noise"]
+    with pytest.raises(FedsimError, match="state= is not"):
+        other.restore({**first.state(), "failures": {}})
+    assert other.state()["noise"] == noise
+
+
 @pytest.mark.parametrize("noise", [Banded(Z, coefficients="1 .6"), BLT(Z, coefficients=".7 .5")])
 def test_a_plan_is_extended_by_a_strategy_with_more_rounds(tmp_path: Path, noise: Noise) -> None:
     for seed in (None, 5):

@@ -12,10 +12,12 @@ from fixed_clients import Fixed
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
+from fedsim.clients.schedules import Schedule
 from fedsim.cohorts import Cohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.optimizers import Scheduled
 from fedsim.federation.state_tree import join_tree, split_tree
 from fedsim.mechanisms import (
     AdaClip,
@@ -144,6 +146,94 @@ def test_a_state_is_refused_with_another_ledger_model_or_past(tmp_path):
     other = array_record({"a": torch.zeros(30)})
     with pytest.raises(FedsimError, match="state= is of a model with other parameters"):
         run(strategy("sgd", "quantile", tmp_path / "ledger.jsonl"), other, 6, state=state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("adam", "momentum", r"exp_avg_sq \[30\] of the server optimiser; .* hold velocity \[30\]"),
+        (
+            "momentum",
+            "adam",
+            r"velocity \[30\] of the server optimiser; .* hold step \[\], exp_avg",
+        ),
+        ("momentum", "sgd", r"velocity \[30\] of the server optimiser; .* must hold nothing"),
+        ("FedAdam", "sgd", "rounds .* of the server optimiser"),
+        ("sgd", "FedAdam", "state= is not what DPFedAvg.state"),
+    ],
+)
+def test_a_state_of_another_server_optimiser_is_refused(before, after, sentence):
+    half = strategy(before, "quantile")
+    reached, _ = run(half, initial(), 3)
+    with pytest.raises(FedsimError, match=sentence):
+        run(strategy(after, "quantile"), reached, 6, state=half.state())
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_state_of_other_tensors_than_are_kept_is_refused(scheduled):
+    def made() -> DPFedAvg:
+        optimizer = adam(0.05)
+        if scheduled:
+            optimizer = Scheduled(optimizer, Schedule.parse("cosine(length=9)"))
+        return DPFedAvg(
+            mechanism=AdaClip(0.2), cohort=PoissonCohort(0.4, CLIENTS), noise_multiplier=1.0,
+            seed=4, server_optimizer=optimizer,
+        )  # fmt: skip
+
+    half = made()
+    reached, _ = run(half, initial(), 3)
+    state = half.state()
+    made().restore(state)
+    cut = {name: value[:5] if value.ndim else value for name, value in state["mechanism"].items()}
+    edited = {
+        "mechanism": [{}, cut, {**state["mechanism"], "clip_norm": torch.tensor(1.0)}],
+        "optimizer": [
+            {**state["optimizer"], "exp_avg": torch.zeros(5)},
+            {k: v for k, v in state["optimizer"].items() if k != "exp_avg"},
+        ],
+        "parameters": [None, [["a", [30], "torch.float32"], ["b", [30], "torch.float32"]]],
+        "round": [-1],
+    }
+    for key, wrongs in edited.items():
+        for wrong in wrongs:
+            with pytest.raises(FedsimError, match="state= h"):
+                run(made(), reached, 6, state={**state, key: wrong})
+
+
+class Unwilling:
+    """An optimiser that cannot resume its state."""
+
+    def step(self, vector, update):
+        return vector + update
+
+    def state(self):
+        return {"steps": 3}
+
+    def restore(self, state) -> None:
+        if state["steps"] != 3:
+            raise RuntimeError("other steps")
+
+
+def test_a_restore_that_fails_half_way_leaves_the_strategy_as_it_was():
+    def made() -> DPFedAvg:
+        return DPFedAvg(
+            mechanism=QuantileClipping(initial_clip_norm=0.2, bit_noise=0.2), cohort=Apart(CLIENTS),
+            noise_multiplier=1.0, seed=4, server_optimizer=Unwilling(),
+        )  # fmt: skip
+
+    half = made()
+    reached, cohorts = run(half, initial(), 3)
+    whole = half.state()
+    for wrong in ({"optimizer": {"steps": 4}}, {"failures": {}}, {"ledger": {"head": "0"}}):
+        second = made()
+        for _ in range(2):
+            with pytest.raises(FedsimError, match="state"):
+                second.restore({**whole, **wrong})
+        assert split_tree(second.state())[1] == split_tree(made().state())[1]
+        assert not second.ledger.entries
+        ended, asked = run(second, initial(), 3)
+        assert as_bytes(ended) == as_bytes(reached)
+        assert asked == cohorts
 
 
 def test_a_state_may_be_given_on_before_the_next_round():

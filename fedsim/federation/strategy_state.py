@@ -1,0 +1,136 @@
+"""What a strategy is resumed from: held against its settings before anything is taken from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.federation.optimizers import Scheduled
+from fedsim.federation.state_tree import Tree
+from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms.base import without_noise
+from fedsim.privacy.plan import Bounded, ReleasePlan, of_user
+from fedsim.rows import Layout
+from fedsim.rows.layout import PREFIX
+from fedsim.server_optimizers import ServerOptimizer
+from fedsim.server_optimizers.base import StatefulOptimizer
+
+_FORM = {
+    "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
+    "ledger": Mapping,
+}  # fmt: skip
+"""What every state of a strategy has, and of which types."""
+
+
+@contextmanager
+def in_one_sentence(strategy: str) -> Iterator[None]:
+    """Whatever a state raises that is none of this strategy's becomes a sentence that says so."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        if isinstance(error, FedsimError):
+            raise
+        raise FedsimError(
+            f"state= is not what {strategy}.state() gave after a round, with the settings of this "
+            f"strategy ({type(error).__name__}: {error})."
+        ) from error
+
+
+def check_form(state: Tree, strategy: str) -> None:
+    """Refuse what is no state of any strategy.
+
+    Raises
+    ------
+    FedsimError
+    """
+    wrong = [key for key, kinds in _FORM.items() if not isinstance(state.get(key, 0.0), kinds)]
+    if not wrong and state["round"] < 0:
+        wrong = ["round"]
+    if not wrong and state["round"] and state["parameters"] is None:
+        wrong = ["parameters"]
+    if wrong:
+        raise FedsimError(
+            f"state= has no '{wrong[0]}' as it must be; state= must be what {strategy}.state() "
+            "gave after a round."
+        )
+
+
+def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> None:
+    """Refuse the state of a run with other noise, which could not be continued.
+
+    Raises
+    ------
+    FedsimError
+    """
+    noise, needed = state.get("noise"), plan.noise.correlated
+    over = state["round"] >= (plan.rounds or math.inf)  # no further round needs it
+    if not over and (noise is not None) != needed:
+        raise FedsimError(
+            f"state= is of a run whose rounds {'do not ' if needed else ''}share draws of noise; "
+            f"with the settings of this strategy they must{'' if needed else ' not'}."
+        )
+    if noise is not None and bool(noise["secret"]) == seeded:
+        sources = "the seed", "the operating system"
+        raise FedsimError(
+            f"state= is of a run whose noise comes from {sources[seeded]}; with the settings of "
+            f"this strategy it must come from {sources[not seeded]}."
+        )
+
+
+def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) -> None:
+    """Refuse tensors that this mechanism and optimiser, where they are fedsim's, do not keep.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if state["parameters"] is None:
+        return
+    entries = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+        for name, shape, dtype in state["parameters"]
+    }
+    if not of_user(mechanism):
+        expected = mechanism.init(Layout.of(entries))
+        _compare("mechanism", without_noise(state["mechanism"]), expected)
+    kept = state["optimizer"]
+    if isinstance(optimizer, Scheduled):
+        optimizer, kept = optimizer.optimizer, {k: v for k, v in kept.items() if k != "releases"}
+    if kept and isinstance(optimizer, StatefulOptimizer) and not of_user(optimizer):
+        trained = {name: like for name, like in entries.items() if not name.startswith(PREFIX)}
+        _compare("server optimiser", kept, optimizer.after_a_step(Layout.of(trained).d))
+
+
+def _compare(part: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    held, needed = (
+        {name: list(getattr(value, "shape", ())) for name, value in tree.items()}
+        for tree in (given, expected)
+    )
+    if held != needed:
+        raise FedsimError(
+            f"state= holds {_listed(held)} of the {part}; with the settings of this strategy it "
+            f"must hold {_listed(needed)}."
+        )
+
+
+def _listed(shapes: Mapping[str, list[int]]) -> str:
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return f"{listed:.300}" or "nothing"
+
+
+def restore_parts(parts: Mapping[str, Any], state: Tree) -> None:
+    """Have each part resume its own state: all of them or, if one raises, none."""
+    before = {name: part.state() for name, part in parts.items()}
+    try:
+        for name, part in parts.items():
+            part.restore(state.get(name))
+    except BaseException:
+        for name, part in parts.items():
+            part.restore(before[name])
+        raise
