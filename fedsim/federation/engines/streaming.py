@@ -110,18 +110,21 @@ class StreamingGrid(OwnGrid):
         return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids; none if the SuperLink restarts in the middle.
+        """Send messages, and return their ids; none if the SuperLink restarts in the middle, twice.
 
-        It then has the messages but has lost their contents, so that no node can answer.
+        It then has the messages but has lost their contents, so that no node can answer. They are
+        sent once more under the same ids, by which the SuperLink gives each to its node only once.
         """
         messages = list(messages)
         if self._packs:
             messages = list(pack_messages(messages))
-        try:
-            return self._grid.push_messages(messages)
-        except ObjectPushError as error:
-            _log.warning("%d messages did not reach their nodes: %s", len(messages), error)
-            return []
+        for then in ("they are sent once more", "these do not answer"):
+            try:
+                return self._grid.push_messages(messages)
+            except ObjectPushError as error:
+                count = len(messages)
+                _log.warning("%d messages did not reach their nodes; %s: %s", count, then, error)
+        return []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have arrived."""
