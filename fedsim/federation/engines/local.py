@@ -73,7 +73,8 @@ class LocalGrid(Closed, OwnGrid):
         this one when training first begins, share its memory, and end with `close`. Each bounds and
         sums the rows that it trains, and sums merge exactly: bytes do not depend on the number of
         workers. A worker that dies is replaced and its clients are trained again; clients that keep
-        killing their worker fail, and so does one that alone exceeds the round's timeout.
+        killing their worker fail, and so does one that alone exceeds the round's timeout. A
+        Flower app's clients run one after another in this process, for any number.
     retries : int
         How many times clients may lose their worker before they are tried one by one, each on a
         worker that does nothing else meanwhile.
