@@ -127,7 +127,7 @@ class AdadpLR(LocalAlgorithm):
             **super().init(theta, numbers),
             "eta": numbers["lr"].clone(),
             "half": theta,
-            "peak": _largest(theta),
+            "peak": _row_peaks(theta),
             "accepted": zeros,
             "rejected": zeros.clone(),
         }
@@ -145,7 +145,7 @@ class AdadpLR(LocalAlgorithm):
         """Make one half of an iteration, or a plain step once the rate is fixed."""
         theta, eta = state["theta"], state["eta"]
         if self._rate_is_fixed(at):
-            gradient.subtract_from(theta, eta * at.number(self._post))
+            gradient.subtract_from(theta, eta * at.number(self._late_rate_factor))
         elif at.index % 2 == 0:
             # Keep theta unchanged, since a rejected iteration returns to it.
             half = state.pop("spare", None)
@@ -156,20 +156,20 @@ class AdadpLR(LocalAlgorithm):
                 gradient.subtract_from(theta, eta / 2, out=half)
             state["half"], state["first"] = half, gradient
         else:
-            self._second(state, gradient)
+            self._full_step(state, gradient)
 
     def _rate_is_fixed(self, at: Step) -> bool:
         return 0 < self.adapt_rounds < at.round
 
-    def _post(self, at: Step) -> float:
+    def _late_rate_factor(self, at: Step) -> float:
         """Factor of the rate once it is no longer adapted."""
         return self.post_scale / (1 + self.post_decay * (at.round - self.adapt_rounds))
 
-    def _second(self, state: State, gradient: Gradient) -> None:
+    def _full_step(self, state: State, gradient: Gradient) -> None:
         theta, eta, first = state["theta"], state["eta"], state.pop("first")
         hat = state["half"]
         gradient.subtract_from(hat, eta / 2)
-        err, peak, moved = _error(theta, eta, first, gradient, state["peak"])
+        err, peak, new_peak = _error(theta, eta, first, gradient, state["peak"])
         accept = err < torch.inf  # False for NaN too
         if self.discard is not False:
             accept = accept & (err <= state["tol"])
@@ -179,7 +179,7 @@ class AdadpLR(LocalAlgorithm):
         # iterations "half" is theta itself, so that `point` is right in both phases.
         state["theta"], state["spare"] = _select(accept, hat, theta)
         state["half"] = state["theta"]
-        state["peak"] = torch.where(accept, moved, peak)
+        state["peak"] = torch.where(accept, new_peak, peak)
         state["accepted"] = state["accepted"] + accept
         state["rejected"] = state["rejected"] + ~accept
         # tol / 0 is infinity, which is clamped. NaN comes from a step that was not finite, and is
@@ -224,17 +224,17 @@ def _error(
         return _dense_error(theta, eta, first, second), peak, peak
     err: Tensor = eta / 2 * second.distance(first)
     reach = eta * first.peak()
-    within = peak + reach <= 1
-    if not bool(within.all()):
-        for k in (~within).nonzero().flatten().tolist():
-            one = slice(k, k + 1)
-            peak[one] = _largest(theta[one])
+    are_small = peak + reach <= 1
+    if not bool(are_small.all()):
+        for k in (~are_small).nonzero().flatten().tolist():
+            row = slice(k, k + 1)
+            peak[row] = _row_peaks(theta[row])
             if not bool(peak[k] + reach[k] <= 1):
-                err[one] = _dense_error(theta[one], eta[one], first[one], second[one])
+                err[row] = _dense_error(theta[row], eta[row], first[row], second[row])
     return err, peak, peak + reach + eta * second.peak()
 
 
-def _largest(theta: Tensor) -> Tensor:
+def _row_peaks(theta: Tensor) -> Tensor:
     """The largest absolute value of each row, ``[n]``; NaN if the row has a NaN."""
     return torch.maximum(theta.amax(1), -theta.amin(1))
 

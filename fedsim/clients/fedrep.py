@@ -49,6 +49,6 @@ class FedRep(LocalAlgorithm):
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """Make a step of the head, or of the body."""
         head: Tensor = state[PERSONAL_MASK]
-        turn, rate = (head, "head_lr") if at.index < self.head_steps else (1 - head, "lr")
-        moved = Dense(gradient.dense().mul_(turn))
-        moved.subtract_from(state["theta"], state[rate] * at.number(self.schedule))
+        mask, rate = (head, "head_lr") if at.index < self.head_steps else (1 - head, "lr")
+        masked_gradient = Dense(gradient.dense().mul_(mask))
+        masked_gradient.subtract_from(state["theta"], state[rate] * at.number(self.schedule))

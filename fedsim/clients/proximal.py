@@ -19,7 +19,7 @@ MU = "proximal-mu"
 """Name of mu in the config that Flower's FedProx sends to clients."""
 
 
-def _inside(name: str) -> Any:
+def _inner(name: str) -> Any:
     return property(lambda self: getattr(self.algorithm, name), doc="As the algorithm inside.")
 
 
@@ -39,11 +39,11 @@ class Proximal(LocalAlgorithm):
     algorithm: LocalAlgorithm
     mu: Annotated[float, Ge(0)]
 
-    carried, evaluates = _inside("carried"), _inside("evaluates")
-    sends, receives = _inside("sends"), _inside("receives")
-    remembers, plain_means, parts = _inside("remembers"), _inside("plain_means"), _inside("parts")
-    point, phase, finish = _inside("point"), _inside("phase"), _inside("finish")
-    report, send, combine = _inside("report"), _inside("send"), _inside("combine")
+    carried, evaluates = _inner("carried"), _inner("evaluates")
+    sends, receives = _inner("sends"), _inner("receives")
+    remembers, plain_means, parts = _inner("remembers"), _inner("plain_means"), _inner("parts")
+    point, phase, finish = _inner("point"), _inner("phase"), _inner("finish")
+    report, send, combine = _inner("report"), _inner("send"), _inner("combine")
 
     def numbers(self) -> dict[str, float]:
         """The wrapped algorithm's numbers, and mu."""

@@ -46,11 +46,11 @@ class Schedule:
         check_settings(self, "schedule's ")
         if not 0 <= self.decay < math.inf:
             raise FedsimError(f"schedule's decay is {self.decay}; it must be zero or positive.")
-        least = 2 if self.shape == "cosine" else 1  # after its length a cosine is zero
-        if self.length < least:
+        min_length = 2 if self.shape == "cosine" else 1  # after its length a cosine is zero
+        if self.length < min_length:
             raise FedsimError(
                 f"schedule's length is {self.length}; for '{self.shape}' it must be at least "
-                f"{least}."
+                f"{min_length}."
             )
 
     def __call__(self, at: Step) -> float:
@@ -87,12 +87,12 @@ class Schedule:
         """
         if not text.strip():
             return cls()
-        written = re.fullmatch(r"([^()]*)(?:\(([^()]*)\))?", text.strip())
-        if written is None:
+        match = re.fullmatch(r"([^()]*)(?:\(([^()]*)\))?", text.strip())
+        if match is None:
             raise FedsimError(f"schedule '{text}' must be of the form shape, or shape(key=value).")
-        shape, rest = written[1], written[2] or ""
+        shape, arguments = match[1], match[2] or ""
         values: dict[str, float | int | str] = {}
-        for setting in filter(None, (piece.strip() for piece in rest.split(","))):
+        for setting in filter(None, (piece.strip() for piece in arguments.split(","))):
             key, _, value = (side.strip() for side in setting.partition("="))
             try:
                 read = {"decay": float, "length": int, "over": str}[key]
