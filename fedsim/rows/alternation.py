@@ -27,8 +27,8 @@ class Alternation:
     parts: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
-        every = [name for names in self.parts for name in names]
-        if len(self.parts) < 2 or not all(self.parts) or len(set(every)) < len(every):
+        all_names = [name for names in self.parts for name in names]
+        if len(self.parts) < 2 or not all(self.parts) or len(set(all_names)) < len(all_names):
             raise FedsimError("an alternation must have two or more parts without common names.")
 
     def resting(self, turn: int) -> frozenset[str]:

@@ -70,7 +70,7 @@ class MeasuredRows:
         Norms, with a relative error below 2^-20, as has each row in `sum`; NaN for a non-finite
         row.
     scale, center : float64 Tensor ``[..., d]``, optional
-    written : mapping of indices to float64 Tensor ``[d]``
+    exact_rows : mapping of indices to float64 Tensor ``[d]``
         Materialised rows, in these coordinates: those for which the formulas would be inaccurate.
     """
 
@@ -78,20 +78,20 @@ class MeasuredRows:
     norms: Tensor
     scale: Tensor | None = None
     center: Tensor | None = None
-    written: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
+    exact_rows: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def sum(self, weights: Tensor) -> Tensor:
         """Weighted sum of the rows, float64 ``[..., d]``; a row of weight zero adds nothing."""
         # The others by linearity: sum w (row - center) * scale, from one plain weighted sum.
-        certain = weights.clone() if self.written else weights
-        for index in self.written:
+        certain = weights.clone() if self.exact_rows else weights
+        for index in self.exact_rows:
             certain[index] = 0.0
         total = self.rows.sum(certain)
         if self.center is not None:
             total = total - certain.sum(-1, keepdim=True) * self.center
         if self.scale is not None:
             total = total * self.scale
-        for index, row in self.written.items():
+        for index, row in self.exact_rows.items():
             if weights[index] > 0:
                 total[index[:-1]] += row * weights[index]
         return total
@@ -121,8 +121,8 @@ class DenseRows:
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """Norms ``[..., rows]``, correct wherever float64 can represent the norm itself."""
         lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
-        out = self._led(lengths)
-        for (clients, chunk), y in self._pieces():
+        out = self._with_client_axis(lengths)
+        for (clients, chunk), y in self._row_chunks():
             # A vector is `[d]` for all rows, or `[n, d]` with one for each client.
             vectors = (v if v is None or v.dim() == 1 else v[clients] for v in (scale, center))
             whiten_(y, *vectors)
@@ -137,8 +137,8 @@ class DenseRows:
         """Plain float64 sum in the order of the rows, ``[..., d]``; not exact."""
         d = self.tensor.shape[-1]
         total = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
-        out, weights = self._led(total), self._led(weights)
-        for (clients, chunk), y in self._pieces():
+        out, weights = self._with_client_axis(total), self._with_client_axis(weights)
+        for (clients, chunk), y in self._row_chunks():
             weight = weights[clients, chunk, None].to(y)
             # Wiped, since NaN times zero is NaN.
             out[clients] += y.masked_fill_(weight == 0, 0.0).mul_(weight).sum(1)
@@ -158,12 +158,12 @@ class DenseRows:
         """Some rows of some clients, or of one."""
         return DenseRows(self.tensor[index])
 
-    def _led(self, tensor: Tensor) -> Tensor:
+    def _with_client_axis(self, tensor: Tensor) -> Tensor:
         """View of a tensor of these rows with a leading axis of clients, if they have none."""
         return tensor if self.tensor.dim() == 3 else tensor[None]
 
-    def _pieces(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        block = self._led(self.tensor)
+    def _row_chunks(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        block = self._with_client_axis(self.tensor)
         return Chunks().of_block(DenseRows(block), [self.count] * len(block), block)
 
 
@@ -191,13 +191,13 @@ class Chunks:
         fit, and some rows beyond a client's count if another client has more. ``like [..., d]``
         determines the device.
         """
-        most, n, d = max(counts, default=0), len(counts), like.shape[-1]
-        if most == 0:
+        max_count, n, d = max(counts, default=0), len(counts), like.shape[-1]
+        if max_count == 0:
             return
         # On a CPU a piece stays in the cache from its copy to its addition. On a GPU pieces are
         # large, since each costs several kernel launches.
         fit = max(1, (CUDA_CHUNK_BYTES if like.is_cuda else CHUNK_BYTES) // (8 * max(d, 1)))
-        c, k = min(fit, most), min(max(1, fit // most), n) if like.is_cuda else 1
+        c, k = min(fit, max_count), min(max(1, fit // max_count), n) if like.is_cuda else 1
         buffer = self._buffer
         if buffer is None or len(buffer) < k * c or buffer.shape[1] != d:
             buffer = like.new_empty(k * c, d, dtype=torch.float64)

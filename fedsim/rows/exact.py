@@ -127,14 +127,14 @@ class GridSum:
         # Both the remainder and its product with a power of two are exact, so that the second
         # rounding is the only one in the fine sum.
         if self.fine is not None:
-            coarse = truncate_(y, self._room_for(y))
+            coarse = truncate_(y, self._scratch_like(y))
             _add_rows(self.coarse, coarse, owners)
             y = truncate_(y.sub_(coarse).mul_(self._fine_scale))
             _add_rows(self.fine, y, owners)
         else:
             _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
 
-    def _room_for(self, y: Tensor) -> Tensor:
+    def _scratch_like(self, y: Tensor) -> Tensor:
         """Uninitialised tensor of ``y``'s shape, in a reused buffer.
 
         Allocating memory pages would take longer than the addition.
@@ -186,14 +186,14 @@ class GridSums:
     Parameters
     ----------
     grids : mapping of name to GridSum
-    most : int
+    max_rows : int
         Largest number of rows for which the sums are exact.
     device : torch.device
     """
 
-    def __init__(self, grids: Mapping[str, GridSum], most: int, device: torch.device) -> None:
+    def __init__(self, grids: Mapping[str, GridSum], max_rows: int, device: torch.device) -> None:
         self.grids = grids
-        self._rows, self._most = 0, most
+        self._rows, self._max_rows = 0, max_rows
         # Usable, rejected, clipped. They stay on the device: reading one would wait for the GPU.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
@@ -220,9 +220,9 @@ class GridSums:
         FedsimError
             If the sums might no longer be exact.
         """
-        if self._rows + rows > self._most:
+        if self._rows + rows > self._max_rows:
             raise FedsimError(
-                f"one sum has {self._rows + rows} rows; it is exact up to {self._most}."
+                f"one sum has {self._rows + rows} rows; it is exact up to {self._max_rows}."
             )
         self._rows += rows
 
@@ -249,11 +249,14 @@ class GridSums:
         FedsimError
             If the bounds or layouts differ, as of another round, or there are too many rows.
         """
-        mine = self.state()
-        fits = mine.keys() == state.keys() and all(grid.exact for grid in self.grids.values())
+        own_state = self.state()
+        fits = own_state.keys() == state.keys() and all(grid.exact for grid in self.grids.values())
         if not fits or any(
-            mine[name].shape != tensor.shape
-            or (name.endswith(".unit") and not torch.equal(mine[name], tensor.to(mine[name])))
+            own_state[name].shape != tensor.shape
+            or (
+                name.endswith(".unit")
+                and not torch.equal(own_state[name], tensor.to(own_state[name]))
+            )
             for name, tensor in state.items()
         ):
             raise FedsimError("a partial sum is of other bounds; only sums of one round merge.")
@@ -284,11 +287,11 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
     """Add rows ``y [..., c, d]`` to these owners' sums, ``total [..., d]``, in place."""
-    theirs = total if owners is EVERYBODY else total[owners]
+    owner_totals = total if owners is EVERYBODY else total[owners]
     if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
         for row in y.unbind(-2):
-            theirs += row
+            owner_totals += row
     else:
-        theirs += y.sum(-2)
+        owner_totals += y.sum(-2)
     if torch.is_tensor(owners):  # indexing by a tensor copies, where a slice is a view
-        total[owners] = theirs
+        total[owners] = owner_totals

@@ -23,7 +23,7 @@ from fedsim.rows.packing import aligned_double, product
 
 # Least ratio of a value to the sum of its terms' sizes at which it is trusted. In a sum of a
 # thousand rows each then keeps 23 binary digits.
-LEAST = 2.0**-16
+MIN_RATIO = 2.0**-16
 DEPTH = 16
 # A squared norm below this may come from products that underflowed.
 TINY = 2.0**-900
@@ -171,7 +171,7 @@ class OuterRows:
         return self.parts[0].count
 
     @property
-    def _places(self) -> list[tuple[LinearPart, slice]]:
+    def _layer_columns(self) -> list[tuple[LinearPart, slice]]:
         """Each layer with its columns in a row."""
         ends = accumulate(layer.size for layer in self.parts)
         return [(p, slice(end - p.size, end)) for p, end in zip(self.parts, ends, strict=True)]
@@ -191,32 +191,34 @@ class OuterRows:
         cancels = center is not None or any(layer.cancels for layer in self.parts)
         if cancels and self.parts[0].x.is_cuda:
             return None
-        every = []
-        for layer, columns in self._places:
+        layer_squares = []
+        for layer, columns in self._layer_columns:
             parts = (None if v is None else v[..., columns] for v in (scale, center))
-            every.append(layer.squares(*parts))
-        values = torch.stack([squares.values for squares in every]).sum(0)
+            layer_squares.append(layer.squares(*parts))
+        values = torch.stack([squares.values for squares in layer_squares]).sum(0)
         norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
         doubtful: list[list[int]] = []
         if cancels:
-            sizes = torch.stack([s.values if s.sizes is None else s.sizes for s in every]).sum(0)
-            depth = max(squares.depth for squares in every) + DEPTH
-            least = max(LEAST, 2.0**22 * depth * 2.0**-52)
+            sizes = torch.stack(
+                [s.values if s.sizes is None else s.sizes for s in layer_squares]
+            ).sum(0)
+            depth = max(squares.depth for squares in layer_squares) + DEPTH
+            min_ratio = max(MIN_RATIO, 2.0**22 * depth * 2.0**-52)
             # A row with NaN is not doubtful: it contributes nothing.
-            doubted = torch.isfinite(sizes) & (sizes > 0) & ~(values >= least * sizes)
+            doubted = torch.isfinite(sizes) & (sizes > 0) & ~(values >= min_ratio * sizes)
             doubtful = doubted.nonzero().tolist()
         if scale is not None or self.parts[0].x.dtype == torch.float64:
             # Such squares may have lost digits by underflow, and count as non-finite. Products of
             # float32 numbers cannot be that small.
             norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
-        written = {}
+        exact_rows = {}
         for index in map(tuple, doubtful):
             row = self._row(index).double()
             row = row if center is None else row - center[index[:-1]]
             row = row if scale is None else row * scale[index[:-1]]
             length, power = norms_(row)
-            norms[index], written[index] = length * power, row * power
-        return MeasuredRows(self, norms, scale, center, written)
+            norms[index], exact_rows[index] = length * power, row * power
+        return MeasuredRows(self, norms, scale, center, exact_rows)
 
     def _row(self, index: tuple[int, ...]) -> Tensor:
         """One row ``[d]``; from copies, so that alignment, and with it bits, cannot depend on k."""
@@ -233,13 +235,13 @@ class OuterRows:
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
         """The same rows over these columns only; still factored if they are whole layers."""
-        chosen = [
+        layers = [
             layer
-            for layer, place in self._places
-            if any(piece.start <= place.start and place.stop <= piece.stop for piece in slices)
+            for layer, columns in self._layer_columns
+            if any(piece.start <= columns.start and columns.stop <= piece.stop for piece in slices)
         ]
-        if chosen and sum(p.size for p in chosen) == sum(s.stop - s.start for s in slices):
-            return OuterRows(tuple(chosen))
+        if layers and sum(p.size for p in layers) == sum(s.stop - s.start for s in slices):
+            return OuterRows(tuple(layers))
         return DenseRows(self.dense()).columns(slices)
 
     def __getitem__(self, index: Index) -> OuterRows:

@@ -105,18 +105,18 @@ class Layout:
 
         Columns of neighbouring entries are joined to one slice.
         """
-        alone: list[Parameter] = []
+        taken_entries: list[Parameter] = []
         columns: list[slice] = []
         start = 0
         for entry in entries:
             stop = start + entry.stop - entry.start
-            alone.append(replace(entry, start=start, stop=stop))
+            taken_entries.append(replace(entry, start=start, stop=stop))
             if columns and columns[-1].stop == entry.start:
                 columns[-1] = slice(columns[-1].start, entry.stop)
             else:
                 columns.append(slice(entry.start, entry.stop))
             start = stop
-        return Layout(tuple(alone)), tuple(columns)
+        return Layout(tuple(taken_entries)), tuple(columns)
 
     def slices(self) -> dict[str, slice]:
         """Slice of a row for each name."""

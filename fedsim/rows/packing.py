@@ -102,15 +102,15 @@ class Packing:
     def pack(self, rows: Tensor) -> Tensor:
         """Rows ``[n, d]`` as ``[n, D]`` of the layout's dtype, zeros in the gaps."""
         packed = rows.new_zeros(len(rows), self.width, dtype=self.layout.dtype)
-        for row, inside in self.runs:
-            packed[:, inside] = rows[:, row]
+        for row, columns in self.runs:
+            packed[:, columns] = rows[:, row]
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed rows ``[n, D]`` as ``[n, d]``."""
         rows = packed.new_empty(len(packed), self.layout.d)
-        for row, inside in self.runs:
-            rows[:, row] = packed[:, inside]
+        for row, columns in self.runs:
+            rows[:, row] = packed[:, columns]
         return rows
 
     def difference_(self, packed: Tensor, vector: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ class Packing:
         result is a new tensor.
         """
         if len(self.runs) == 1:
-            ((row, inside),) = self.runs
-            return packed[:, inside].sub_(vector[row])
+            ((row, columns),) = self.runs
+            return packed[:, columns].sub_(vector[row])
         rows = packed.new_empty(len(packed), self.layout.d)
-        for row, inside in self.runs:
-            torch.sub(packed[:, inside], vector[row], out=rows[:, row])
+        for row, columns in self.runs:
+            torch.sub(packed[:, columns], vector[row], out=rows[:, row])
         return rows
 
     def named(self, packed: Tensor) -> dict[str, Tensor]:
