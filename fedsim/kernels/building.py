@@ -103,8 +103,8 @@ def _cache() -> Path:
 def _require_private(path: Path) -> None:
     """Raise OSError if another user could have written a path whose code is about to be run."""
     status = path.lstat()
-    others = stat.S_IWGRP | stat.S_IWOTH
-    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & others:
+    write_bits = stat.S_IWGRP | stat.S_IWOTH
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & write_bits:
         raise PermissionError(f"{path} is not this user's alone to write")
 
 

@@ -78,9 +78,9 @@ class ClassBatches:
         shape = outputs.shape
         count = shape[0] if len(shape) == 3 else 1
         if self._least < 0 or self._largest >= shape[-1]:
-            wrong = self._least if self._least < 0 else self._largest
+            bad_class = self._least if self._least < 0 else self._largest
             raise FedsimError(
-                f"a target is class {wrong}; the model has outputs for 0 to {shape[-1] - 1}."
+                f"a target is class {bad_class}; the model has outputs for 0 to {shape[-1] - 1}."
             )
         if self._compiled is None:
             return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
@@ -116,14 +116,14 @@ def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Float
         The target's output minus the largest output.
     """
     x = outputs - outputs.max(axis=-1, keepdims=True)
-    places = targets[..., None]
-    below = np.take_along_axis(x, places, axis=-1)[..., 0]
+    target_indices = targets[..., None]
+    below = np.take_along_axis(x, target_indices, axis=-1)[..., 0]
     exponentials = _exponentials(x)
     # One class after another, as in C; `sum` adds in another order.
     sums = np.cumsum(exponentials, axis=-1)[..., -1]
     gradients = exponentials / sums[..., None]
-    of_target = np.take_along_axis(gradients, places, axis=-1) - np.float32(1)
-    np.put_along_axis(gradients, places, of_target, axis=-1)
+    of_target = np.take_along_axis(gradients, target_indices, axis=-1) - np.float32(1)
+    np.put_along_axis(gradients, target_indices, of_target, axis=-1)
     gradients *= weights[..., None]
     return gradients, sums, below
 
@@ -174,10 +174,10 @@ def _self_test(compiled: ctypes.CDLL) -> bool:
     block = (10 * random.standard_cauchy((3, 7, 11))).astype(np.float32)
     outputs, targets = np.ascontiguousarray(block[1:, :6]), random.integers(0, 11, (3, 6))
     weights = random.random((3, 6), dtype=np.float32)
-    wanted = by_arrays(outputs, targets[1:], weights[1:])
+    expected = by_arrays(outputs, targets[1:], weights[1:])
     gradients, sums, below = np.empty_like(outputs), *np.empty((2, 3, 6), dtype=np.float32)
     places = (array.ctypes.data for array in (targets, weights, sums, below))
     batches = _Batches(*places, 6)
     first = block[1:].ctypes.data
     compiled.gradients(ctypes.addressof(batches), 1, 2, 11, first, 77, gradients.ctypes.data)
-    return all(map(np.array_equal, (gradients, sums[1:], below[1:]), wanted))
+    return all(map(np.array_equal, (gradients, sums[1:], below[1:]), expected))

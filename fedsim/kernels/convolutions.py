@@ -252,19 +252,21 @@ def _agrees(
         convolved = torch.nn.functional.conv2d(images, kernels, stride=patches.stride)
         pooled, places = torch.nn.functional.max_pool2d(convolved, 2, 1, return_indices=True)
         delta = torch.randn(pooled.shape, generator=generator).relu_()
-        wanted = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
+        grads = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
     windows, winners = (_last(t).flatten(1, 2).contiguous() for t in (delta, places))
     bias = torch.randn(outputs, generator=generator)
-    largest, found = convolve_and_pool(
+    largest, positions = convolve_and_pool(
         x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0)), compiled
     )
     # By rounding another position of a window may win, but only one with nearly the same number.
-    at_found = convolved.detach().flatten(2).gather(2, found.flatten(1, 2).transpose(1, 2))
+    position_values = (
+        convolved.detach().flatten(2).gather(2, positions.flatten(1, 2).transpose(1, 2))
+    )
     pairs = (
         (largest - bias, _last(pooled.detach())),
-        (at_found.view(pooled.shape), pooled.detach()),
-        (weight_gradient(x, windows, winners, patches, compiled), _last(wanted[0]).flatten(2)),
-        (input_gradient(weight.flatten(2), windows, winners, patches, compiled), _last(wanted[1])),
+        (position_values.view(pooled.shape), pooled.detach()),
+        (weight_gradient(x, windows, winners, patches, compiled), _last(grads[0]).flatten(2)),
+        (input_gradient(weight.flatten(2), windows, winners, patches, compiled), _last(grads[1])),
     )
     return all(bool((ours - torchs).norm() <= TOLERANCE * torchs.norm()) for ours, torchs in pairs)
 

@@ -177,9 +177,9 @@ def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
     x, rows, delta = normal(2, 12, 100), normal(2, 4944), normal(2, 12, 10)
     rates = torch.tensor([0.3, -0.7], dtype=dtype)
     kernel = DenseKernel(compiled, shapes, 12, dtype)
-    buffers, moved = kernel.forward(rows, x), rows.clone()
+    buffers, updated_rows = kernel.forward(rows, x), rows.clone()
     below = kernel.backward(rows, buffers, delta, below=True)
-    kernel.subtract(rates, moved, moved, x, buffers)
+    kernel.subtract(rates, updated_rows, updated_rows, x, buffers)
     squares = kernel.inner((x, buffers), (x, buffers))
 
     leaf, leaf_x = rows.clone().requires_grad_(), x.clone().requires_grad_()
@@ -195,7 +195,7 @@ def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
     pairs = (
         (kernel.values(buffers, 2), h.detach()),
         (below, gradient_x),
-        (moved, rows - rates[:, None] * gradient),
+        (updated_rows, rows - rates[:, None] * gradient),
         (squares, gradient.square().sum(1)),
     )
     tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]

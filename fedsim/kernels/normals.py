@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 ARCHIVE = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
 """Static library with which numpy draws."""
 # Number of draws from which on reading and writing back a generator's state pays off.
-LEAST = 1024
+MIN_DRAWS = 1024
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "learn": (),
@@ -43,19 +43,21 @@ def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> A
     """
     philox = generator.bit_generator
     # A subclass of the generator may make other draws from the same bits.
-    plain = type(generator) is np.random.Generator and count * terms >= LEAST
-    if plain and isinstance(philox, np.random.Philox):
+    is_supported = type(generator) is np.random.Generator and count * terms >= MIN_DRAWS
+    if is_supported and isinstance(philox, np.random.Philox):
         compiled = _compiled()
         if compiled is not None:
             with philox.lock:
-                return _drawn(compiled, philox, count, terms)
+                return _compiled_sums(compiled, philox, count, terms)
     draws = generator.standard_normal(count)
     for _ in range(terms - 1):
         draws += generator.standard_normal(count)
     return draws
 
 
-def _drawn(compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: int) -> Array:
+def _compiled_sums(
+    compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: int
+) -> Array:
     state: Any = philox.state
     stream = _Stream(
         tuple(state["state"]["counter"].tolist()),
@@ -87,7 +89,7 @@ def _self_test(compiled: ctypes.CDLL) -> bool:
     compiled.learn()
     philox = np.random.Philox(key=1)
     ours, numpys = np.random.Generator(philox), np.random.Generator(np.random.Philox(key=1))
-    draws = _drawn(compiled, philox, 2**14, 2)
-    wanted = numpys.standard_normal(2**14)
-    wanted += numpys.standard_normal(2**14)
-    return draws.tobytes() == wanted.tobytes() and ours.random() == numpys.random()
+    draws = _compiled_sums(compiled, philox, 2**14, 2)
+    expected = numpys.standard_normal(2**14)
+    expected += numpys.standard_normal(2**14)
+    return draws.tobytes() == expected.tobytes() and ours.random() == numpys.random()

@@ -112,6 +112,6 @@ def _agrees(compiled: ctypes.CDLL, rows: Tensor) -> bool:
     sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(3)]
     add_rounded(rows, factors, sums[0], None, scale, compiled)
     add_rounded(rows, factors, sums[1], sums[2], scale, compiled)
-    wanted = [by_halves(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
-    given = [squared_norms(rows, compiled), *sums]
-    return all(map(torch.equal, given, wanted))
+    expected = [by_halves(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
+    results = [squared_norms(rows, compiled), *sums]
+    return all(map(torch.equal, results, expected))
