@@ -147,8 +147,8 @@ class ValueRange:
         shares = self.cumulative(sums)
         last = int(np.searchsorted(shares, share, side="left"))
         before, after = shares[max(last - 1, 0)], shares[last]
-        within = (share - before) / (after - before) if after > before else 0.0
-        return float(edges[max(last - 1, 0)] + within * (edges[1] - edges[0]))
+        fraction = (share - before) / (after - before) if after > before else 0.0
+        return float(edges[max(last - 1, 0)] + fraction * (edges[1] - edges[0]))
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Moments:
     @property
     def size(self) -> int:
         """Number of entries of a row."""
-        return sum(one.size for one in self.ranges)
+        return sum(value_range.size for value_range in self.ranges)
 
     def encoded(self, values: Tensor) -> Tensor:
         """Means ``[..., size]`` of the rows of n numbers, ``[..., n]``; NaN counts as zeros."""
@@ -212,18 +212,21 @@ class Moments:
 
 def joint_norm(ranges: Sequence[ValueRange]) -> float:
     """Largest norm of a joint row of several ranges: the sensitivity of its sum."""
-    return math.sqrt(sum(one.parts for one in ranges))
+    return math.sqrt(sum(value_range.parts for value_range in ranges))
 
 
 def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count: int) -> Floats:
     """Joint rows ``[n, sum of sizes]`` of ``count`` clients; missing numbers count as NaN."""
-    missing = np.full(count, np.nan)
-    parts = [one.rows(np.asarray(values.get(one.name, missing))) for one in ranges]
+    unreported = np.full(count, np.nan)
+    parts = [
+        value_range.rows(np.asarray(values.get(value_range.name, unreported)))
+        for value_range in ranges
+    ]
     return np.concatenate(parts, axis=1)
 
 
 def split_sums(ranges: Sequence[ValueRange], sums: Floats) -> dict[str, Floats]:
     """The sums of each range, by its name."""
-    ends = np.cumsum([one.size for one in ranges])
+    ends = np.cumsum([value_range.size for value_range in ranges])
     parts = np.split(sums, ends[:-1])
-    return {one.name: sums for one, sums in zip(ranges, parts, strict=True)}
+    return {value_range.name: sums for value_range, sums in zip(ranges, parts, strict=True)}

@@ -157,14 +157,14 @@ class PrivateScalar(Mechanism):
 
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
         """The inner mechanism's segments, with the remaining budget."""
-        rest = 1 - self.fraction
+        inner_share = 1 - self.fraction
         inner = self.mechanism.cover(layout)
-        return tuple(replace(segment, shares=(rest, *segment.shares)) for segment in inner)
+        return tuple(replace(segment, shares=(inner_share, *segment.shares)) for segment in inner)
 
     @property
     def sides(self) -> tuple[Side, ...]:
         """The inner mechanism's scalars, with the remaining budget, and this one."""
-        rest, half = 1 - self.fraction, self.high / 2
+        inner_share, half = 1 - self.fraction, self.high / 2
         scalar = Scalar(center=half, half=half)
-        inner = (replace(side, shares=(rest, *side.shares)) for side in self.mechanism.sides)
+        inner = (replace(side, shares=(inner_share, *side.shares)) for side in self.mechanism.sides)
         return (*inner, Side(self.name, scalar, (self.fraction,)))

@@ -242,8 +242,8 @@ class SegmentSum:
         for name, scalar in bound.scalars.items():
             self.grids[name] = GridSum.scalar(zeros, scalar.half)
         for name, bare_sum in bound.bare_sums.items():
-            alone = GridSum(zeros, 1, unit=bare_sum.unit)
-            self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else alone
+            narrow_sum = GridSum(zeros, 1, unit=bare_sum.unit)
+            self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else narrow_sum
 
     def add(
         self,

@@ -116,7 +116,7 @@ class Releaser:
         device: torch.device | str = "cpu",
         exact: bool = True,
     ) -> None:
-        self._one = not isinstance(plan, Sequence)
+        self._is_single = not isinstance(plan, Sequence)
         plans = plan if isinstance(plan, Sequence) else [plan]
         mechanism, noise = plans[0].bound, plans[0].noise
         numbers = [plan.denominator for plan in plans]
@@ -140,7 +140,7 @@ class Releaser:
             segments=segments,
             sides=mechanism.sides,
             split=self._splits[0],
-            owners=None if self._one else len(numbers),
+            owners=None if self._is_single else len(numbers),
             device=torch.device(device),
             # Without a guarantee there are bare sums, which need the grid to be exact.
             exact=exact or mechanism.guarantee == "none",
@@ -200,18 +200,18 @@ class Releaser:
             NOISE_PREFIX + name: tensor for name, tensor in noise_state.items()
         }
         info: dict[str, float] = {}
-        means, sides = [], self._sides(total, units)
+        means, sides = [], self._noisy_sides(total, units)
         for summed in total.segments:
             segment, bound = summed.segment, summed.segment.bound
-            released = self._released(summed, units, sides, total.terms.active_owners)
+            released = self._released_segment(summed, units, sides, total.terms.active_owners)
             new = bound.next(segment.select(total.before), summed.ready, released)
             means.append(released.mean)
             state |= segment.named(new)
-            if self._one:
+            if self._is_single:
                 info |= segment.named(bound.info(summed.ready, new, segment.layout.d))
         return Release(total.joined(means), state, sides, info)
 
-    def _sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
+    def _noisy_sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
         """Noisy means of all released scalars, by their names in the mechanism."""
         r = self._denominators[total.terms.active_owners]
         scalars: dict[str, Scalar] = {}
@@ -223,9 +223,9 @@ class Releaser:
             for name, scalar in scalars.items()
             if name in units
         }
-        return {name: float(mean) if self._one else mean for name, mean in means.items()}
+        return {name: float(mean) if self._is_single else mean for name, mean in means.items()}
 
-    def _released(
+    def _released_segment(
         self,
         summed: SegmentSum,
         units: Mapping[str, Tensor],
@@ -244,7 +244,7 @@ class Releaser:
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
         """Sizes of the draws that a release of ``total`` takes from each source, in order."""
-        return [*_drawn(self._splits[0], total.grids).values()]
+        return [*_noise_sizes(self._splits[0], total.grids).values()]
 
     def noised(
         self,
@@ -273,14 +273,14 @@ class Releaser:
             splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
             split, multipliers = splits[0], self._by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
-        sizes = _drawn(split, grids)
+        sizes = _noise_sizes(split, grids)
         if not sizes:
             return units, noise_state
 
         def drawn(age: int, number: int) -> Tensor:
             of_round = [source.at(age, number) for source in sources]
             draws = normals(of_round, [*sizes.values()], self._terms.device)
-            return draws[0] if self._one else draws
+            return draws[0] if self._is_single else draws
 
         noise, noise_state = self.noise.combine(
             NoiseDraws(sources[0].round, drawn), noise_state or self.noise.start()
@@ -295,11 +295,11 @@ class Releaser:
             # In place, into the contiguous one of the two: a single owner's draws are contiguous;
             # those of n owners are strided, and their sums are overwritten (``total`` is used up).
             sums = grids[name].on_grid()
-            units[name] = draws.add_(sums) if self._one else sums.add_(draws)
+            units[name] = draws.add_(sums) if self._is_single else sums.add_(draws)
         return units, noise_state
 
 
-def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
+def _noise_sizes(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
     """Names of the sums that get noise, in the order of drawing, with their sizes."""
     return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}
 
@@ -382,19 +382,19 @@ def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
     # since no thread of its process releases it.
     prepare()
     thread = ThreadPoolExecutor(1, "noise")
-    drawn = deque([thread.submit(source.normal, size) for size in sizes])
+    futures = deque([thread.submit(source.normal, size) for size in sizes])
     thread.shutdown(wait=False)  # the thread ends after the last draw
-    return _Prefetched(**vars(source), drawn=drawn)
+    return _Prefetched(**vars(source), futures=futures)
 
 
 @dataclass(frozen=True)
 class _Prefetched(NoiseSource):
     """A source whose first draws are made in a background thread."""
 
-    drawn: deque[Future[Array]] = field(kw_only=True, repr=False)
+    futures: deque[Future[Array]] = field(kw_only=True, repr=False)
 
     def normal(self, size: int) -> Array:
         """The next draws, as soon as the thread has made them."""
-        draws = self.drawn.popleft().result()
+        draws = self.futures.popleft().result()
         assert len(draws) == size, "draws are asked for in other sizes than they were made in"
         return draws

@@ -20,13 +20,13 @@ class ScalingBound(Bound):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         methods = ("shape_", "scaled", "implicit")
-        nearest, *others = (
+        shape_depth, *depths = (
             [method in vars(base) for base in cls.__mro__].index(True) for method in methods
         )
         # A subclass may override `shape_`, to do more than multiply. The faster ways it inherits
         # only multiply and would bypass that: disable those defined further up than `shape_`.
-        for method, place in zip(methods[1:], others, strict=True):
-            if nearest < place:
+        for method, depth in zip(methods[1:], depths, strict=True):
+            if shape_depth < depth:
                 setattr(cls, method, getattr(Bound, method))
 
     @abstractmethod
