@@ -93,7 +93,7 @@ class LinearPart:
         if scale is None and center is None:
             delta, x = self._squares
             return Squares(delta * (x + self.bias))
-        x, delta = self._precise
+        x, delta = self._doubles
         lead = self.x.shape[:-2]
         q = x.new_ones(*lead, self.size) if scale is None else scale.square()
         squares = self._inner(aligned_double(delta).square_(), x.square(), q)
@@ -123,7 +123,7 @@ class LinearPart:
 
     def sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_k weights_k row_k``, float64 ``[..., size]``, as a list: weight, then bias."""
-        x, delta = self._precise
+        x, delta = self._doubles
         delta = aligned_double(delta).mul_(weights[..., None])
         # NaN times zero is NaN: non-finite rows, whose weight is zero, must be wiped.
         if weights.is_cuda or not all(
@@ -135,13 +135,13 @@ class LinearPart:
         return [weight, delta.sum(-2)] if self.bias else [weight]
 
     @cached_property
-    def _precise(self) -> tuple[Tensor, Tensor]:
+    def _doubles(self) -> tuple[Tensor, Tensor]:
         return aligned_double(self.x), aligned_double(self.delta)
 
     @cached_property
     def _squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of every ``delta_k`` and ``x_k``."""
-        x, delta = (torch.linalg.vector_norm(factor, dim=-1).square_() for factor in self._precise)
+        x, delta = (torch.linalg.vector_norm(factor, dim=-1).square_() for factor in self._doubles)
         return delta, x
 
     def dense(self) -> Tensor:

@@ -148,7 +148,7 @@ class AlternatingTrainer(Trainer):
         theta = vectors.expand(len(client_ids), -1).clone()
         metrics: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
         # Frozen parts are set in the model, so only clients that were sent the same go together.
-        for members in _alike(vectors, len(client_ids)):
+        for members in _equal_vector_groups(vectors, len(client_ids)):
             trainer, columns = self._placed(theta[int(members[0])], round)
             result = trainer.fit(
                 theta[torch.from_numpy(members)][:, columns],
@@ -196,7 +196,7 @@ def _frozen_copy(model: nn.Module, names: frozenset[str]) -> nn.Module:
     return copied
 
 
-def _alike(vectors: Tensor, n: int) -> Iterator[Ints]:
+def _equal_vector_groups(vectors: Tensor, n: int) -> Iterator[Ints]:
     """Positions of ``n`` clients, in groups that were sent equal ``vectors [1 or n, d]``."""
     if len(vectors) == 1:
         yield np.arange(n)

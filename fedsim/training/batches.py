@@ -110,11 +110,11 @@ class Batches:
 
     def within(self, first: int, stop: int) -> Batches:
         """Batches of the clients at positions ``first`` to ``stop - 1``, renumbered from 0."""
-        inside = (self.members >= first) & (self.members < stop)
-        steps = self.steps[inside]
-        most = int(steps[0]) if len(steps) else 0
-        index, weight = self.index[inside, :most], self.weight[inside, :most]
-        return Batches(self.members[inside] - first, index, weight, steps)
+        in_range = (self.members >= first) & (self.members < stop)
+        steps = self.steps[in_range]
+        max_steps = int(steps[0]) if len(steps) else 0
+        index, weight = self.index[in_range, :max_steps], self.weight[in_range, :max_steps]
+        return Batches(self.members[in_range] - first, index, weight, steps)
 
 
 def width(batch_size: int, size: int) -> int:
@@ -123,10 +123,10 @@ def width(batch_size: int, size: int) -> int:
     The batch size where the client can (nearly) fill it, else the next power of two above
     its size, so that clients of similar size share a block.
     """
-    wanted = min(batch_size or size, size)
+    batch = min(batch_size or size, size)
     if 2 * size > batch_size > 0:
         return max(2, batch_size)
-    return max(2, 1 << (wanted - 1).bit_length())
+    return max(2, 1 << (batch - 1).bit_length())
 
 
 def plan_batches(
@@ -162,20 +162,21 @@ def plan_batches(
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
         sizes = np.array([len(indices[i]) for i in members])
         # Clients with the same (size, steps), for each pair a different number, are drawn together.
-        alike = sizes * (steps[0] + 1) + steps
-        for number in np.unique(alike):
-            rows = np.flatnonzero(alike == number)
+        pair_numbers = sizes * (steps[0] + 1) + steps
+        for number in np.unique(pair_numbers):
+            rows = np.flatnonzero(pair_numbers == number)
             examples = np.stack([indices[i] for i in members[rows]])
             draws = [
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)
                 for i in members[rows].tolist()
             ]
-            own, size = works[members[rows[0]]], examples.shape[1]
-            sampler, number_of_steps = own.passes(size, one_order=one_order), own.steps_of(size)
+            group_work, size = works[members[rows[0]]], examples.shape[1]
+            sampler = group_work.passes(size, one_order=one_order)
+            number_of_steps = group_work.steps_of(size)
             orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
             passes = np.take_along_axis(examples[:, None], orders, axis=2)
             index[rows] = examples[:, :1, None]
-            _fill(index, weight, rows, passes, own.batch_of(size), number_of_steps)
+            _fill(index, weight, rows, passes, group_work.batch_of(size), number_of_steps)
         yield Batches(members, index, weight, steps)
 
 
@@ -221,18 +222,18 @@ def plan_poisson(
             Draws(randomness[i], "example", amplified, client, stream)
             for i, client in zip(members.tolist(), client_ids[members].tolist(), strict=True)
         ]
-        ids, drawn = draw_poisson(samplers, draws, round, [range(count) for count in steps])
-        chunks = max(1, -(-int(drawn.sum(axis=2).max()) // B))
+        ids, included = draw_poisson(samplers, draws, round, [range(count) for count in steps])
+        chunks = max(1, -(-int(included.sum(axis=2).max()) // B))
         shape = (len(members), int(steps[0]), chunks * B)
         index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         # Rows may be wider than that; as drawn ids come first in a row, none is cut off.
-        ids, drawn = ids[:, :, : chunks * B], drawn[:, :, : chunks * B]
+        ids, included = ids[:, :, : chunks * B], included[:, :, : chunks * B]
         filled = slice(ids.shape[2])
         for row, i in enumerate(members.tolist()):
             # If a step draws any example, the first id of its row is one: padding repeats it.
             index[row] = indices[i][ids[row, :, :1]]
-            index[row, :, filled] = np.where(drawn[row], indices[i][ids[row]], index[row, :, :1])
-        weight[:, :, filled] = drawn
+            index[row, :, filled] = np.where(included[row], indices[i][ids[row]], index[row, :, :1])
+        weight[:, :, filled] = included
         shape_in_chunks = (*shape[:2], chunks, B)
         yield Batches(
             members, index.reshape(shape_in_chunks), weight.reshape(shape_in_chunks), steps
@@ -264,10 +265,10 @@ def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, ste
     for number, first in enumerate(range(0, steps, full + (short > 0))):
         shuffled = passes[:, number]
         complete = min(full, steps - first)
-        whole = shuffled[:, : complete * batch].reshape(-1, complete, batch)
+        batches = shuffled[:, : complete * batch].reshape(-1, complete, batch)
         # The first example everywhere, then the batch over it: what remains is padding.
-        index[rows, first : first + complete] = whole[:, :, :1]
-        index[rows, first : first + complete, :batch] = whole
+        index[rows, first : first + complete] = batches[:, :, :1]
+        index[rows, first : first + complete, :batch] = batches
         weight[rows, first : first + complete, :batch] = 1.0 / batch
         if short and first + full < steps:
             index[rows, first + full] = shuffled[:, full * batch : full * batch + 1]
@@ -279,12 +280,12 @@ def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dty
     """Average number of multiplications of a client's local work, over the first clients."""
     data, work = workload.data, workload.work
     sizes = [data.size(client) for client in range(min(data.population, CLIENTS))]
-    one = data.one_example(protected=True)  # the number of processes must not depend on data
-    if one is None or not any(sizes):
+    example = data.one_example(protected=True)  # the number of processes must not depend on data
+    if example is None or not any(sizes):
         return 0.0
     gradients = sum(work.steps_of(n) * min(work.batch_size or n, n) for n in sizes) / len(sizes)
-    two = torch.zeros(2, dtype=torch.int64, device=one.x.device)
-    return gradients * multiplications(model, one.inputs(two, dtype))
+    index = torch.zeros(2, dtype=torch.int64, device=example.x.device)
+    return gradients * multiplications(model, example.inputs(index, dtype))
 
 
 @torch.no_grad()
@@ -301,19 +302,19 @@ def multiplications(model: nn.Module, sample: Tensor) -> float:
     sample : Tensor ``[B, ...]``
         Inputs of some examples.
     """
-    counted = 0.0
+    total = 0.0
 
     def count(module: nn.Module, _: Any, outputs: Any) -> None:
-        nonlocal counted
+        nonlocal total
         tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         parameters = sum(p.numel() for p in module.parameters(recurse=False))
         # Rows of an embedding are looked up, not multiplied.
         if parameters and torch.is_tensor(tensor) and not isinstance(module, nn.Embedding):
             axis = 1 if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else -1
-            counted += parameters * tensor.numel() / max(1, tensor.shape[axis])
+            total += parameters * tensor.numel() / max(1, tensor.shape[axis])
 
     watched = scratch_copy(model).eval()
     for module in watched.modules():
         module.register_forward_hook(count)
     watched(sample)
-    return PASSES * counted / len(sample)
+    return PASSES * total / len(sample)

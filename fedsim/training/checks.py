@@ -53,19 +53,19 @@ def device_of(device: torch.device | str) -> torch.device:
         If PyTorch does not know it, or this machine does not have it.
     """
     try:
-        found = torch.device(device)
+        result = torch.device(device)
     except RuntimeError:
         raise FedsimError(
             f"device is '{device}'; it must be one such as 'cpu' or 'cuda'."
         ) from None
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=result)
     except (RuntimeError, AssertionError):  # the latter from a PyTorch built without CUDA
         raise FedsimError(
             f"device is '{device}', which PyTorch does not find on this machine; it must be one "
             "that is there, such as 'cpu'."
         ) from None
-    return found
+    return result
 
 
 def check_call(
@@ -214,12 +214,12 @@ def _mixes_clients(algorithm: LocalAlgorithm, *, personal: bool) -> bool:
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            together, again = (_rounds(algorithm, slice(None), personal) for _ in range(2))
-            if not _agree(together, again):
+            results, repeated = (_rounds(algorithm, slice(None), personal) for _ in range(2))
+            if not _agree(results, repeated):
                 return False
             rows = [slice(k, k + 1) for k in range(_CLIENTS)]
             return not all(
-                _agree({k: v[row] for k, v in together.items()}, _rounds(algorithm, row, personal))
+                _agree({k: v[row] for k, v in results.items()}, _rounds(algorithm, row, personal))
                 for row in rows
             )
     except Exception:  # a user's code may raise anything: it is reported where clients run it
@@ -236,7 +236,7 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
         values = torch.randn(rows, _WIDTH, generator=generator, dtype=torch.float64)
         return values.expand(_CLIENTS, -1)[clients].clone()
 
-    ended: dict[str, Tensor] = {}
+    round_results: dict[str, Tensor] = {}
     carried: dict[str, Tensor] = {}
     for number in (1, 2):
         start = made(_CLIENTS if personal else 1)
@@ -254,8 +254,8 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
         carried = {name: state[name] for name in algorithm.carried if name in state}
         results = {"update": theta - start, **carried}
         results |= {**algorithm.report(state), **algorithm.send(state)}
-        ended |= {f"{name} {number}": values.clone() for name, values in results.items()}
-    return ended
+        round_results |= {f"{name} {number}": values.clone() for name, values in results.items()}
+    return round_results
 
 
 def _agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

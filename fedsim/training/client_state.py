@@ -122,8 +122,8 @@ class PersistentState:
         if not personal:
             return shared.expand(n, -1)
         theta = shared.repeat(n // len(shared), 1)
-        initial = personal.initial[personal.inside].unsqueeze(0)
-        theta[:, personal.inside] = carried.instead_of(initial, PERSONAL)
+        initial = personal.initial[personal.positions].unsqueeze(0)
+        theta[:, personal.positions] = carried.instead_of(initial, PERSONAL)
         return theta
 
     def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
@@ -218,7 +218,7 @@ class MemoryStore(StateStore):
 
     def __init__(self, population: int) -> None:
         self._row_of = np.full(population, ABSENT, dtype=np.int64)
-        self._used = 0
+        self._row_count = 0
         self._columns: dict[str, Tensor] = {}
 
     @property
@@ -238,22 +238,24 @@ class MemoryStore(StateStore):
         # A column has at least one row: `load` takes any of them for clients without state.
         if not state or not len(client_ids):
             return
-        new = client_ids[self._row_of[client_ids] == ABSENT]
+        new_ids = client_ids[self._row_of[client_ids] == ABSENT]
         # All columns grow before any is written to: an allocation that fails changes nothing.
-        self._columns |= {name: self._column(name, rows, len(new)) for name, rows in state.items()}
-        self._row_of[new] = np.arange(self._used, self._used + len(new))
-        self._used += len(new)
+        self._columns |= {
+            name: self._column(name, rows, len(new_ids)) for name, rows in state.items()
+        }
+        self._row_of[new_ids] = np.arange(self._row_count, self._row_count + len(new_ids))
+        self._row_count += len(new_ids)
         index = torch.from_numpy(self._row_of[client_ids])
         for name, rows in state.items():
             self._columns[name][index.to(rows.device)] = rows
 
-    def _column(self, name: str, rows: Tensor, more: int) -> Tensor:
-        """The entry's column, grown where needed to hold ``more`` further clients."""
+    def _column(self, name: str, rows: Tensor, new_clients: int) -> Tensor:
+        """The entry's column, grown where needed to hold ``new_clients`` further clients."""
         column = self._columns.get(name, rows.new_zeros(0, *rows.shape[1:]))
-        needed = self._used + more
-        if needed <= len(column):
+        min_rows = self._row_count + new_clients
+        if min_rows <= len(column):
             return column
-        larger = column.new_zeros(min(2 * needed, len(self._row_of)), *column.shape[1:])
+        larger = column.new_zeros(min(2 * min_rows, len(self._row_of)), *column.shape[1:])
         larger[: len(column)] = column
         return larger
 
@@ -276,7 +278,7 @@ class MemoryStore(StateStore):
                 f"the checkpoint keeps state of client {client_ids.max()}; this run has clients 0 "
                 f".. {population - 1}."
             )
-        self._row_of[:], self._used, self._columns = ABSENT, 0, {}
+        self._row_of[:], self._row_count, self._columns = ABSENT, 0, {}
         self.store(client_ids, 0, rows)
 
 
@@ -298,11 +300,11 @@ class FileStore(StateStore):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._since: int | None = None
+        self._oldest_round: int | None = None
 
     def keep_since(self, round: object) -> None:
         """Also keep states of the end of ``round`` and since; None: no such round."""
-        self._since = round if isinstance(round, int) else None
+        self._oldest_round = round if isinstance(round, int) else None
 
     def _rounds(self, client: int) -> list[tuple[int, Path]]:
         paths = (self.directory / f"client-{client}").glob("round-*.safetensors")
@@ -321,10 +323,10 @@ class FileStore(StateStore):
         rows: dict[str, Tensor] = {}
         for k, client in enumerate(client_ids.tolist()):
             rounds = self._rounds(client)
-            earlier = [path for number, path in rounds if round is None or number < round]
-            if not earlier:
+            earlier_paths = [path for number, path in rounds if round is None or number < round]
+            if not earlier_paths:
                 continue
-            path = earlier[-1]
+            path = earlier_paths[-1]
             try:
                 state = load_file(regular_files.require(path))
             except (OSError, SafetensorError) as error:
@@ -357,15 +359,15 @@ class FileStore(StateStore):
             draft = path.with_suffix(".draft")
             save_file({name: rows[k].contiguous().clone() for name, rows in state.items()}, draft)
             os.replace(draft, path)
-            for old in self._outdated(client):
-                old.unlink(missing_ok=True)
+            for outdated in self._outdated_files(client):
+                outdated.unlink(missing_ok=True)
 
-    def _outdated(self, client: int) -> list[Path]:
+    def _outdated_files(self, client: int) -> list[Path]:
         rounds = self._rounds(client)
         last = len(rounds) - self.KEEP
-        if self._since is not None:
+        if self._oldest_round is not None:
             # The last file up to that round is the client's state at its end: it must stay too.
-            last = min(last, sum(number <= self._since for number, _ in rounds) - 1)
+            last = min(last, sum(number <= self._oldest_round for number, _ in rounds) - 1)
         return [path for _, path in rounds[: max(last, 0)]]
 
 

@@ -68,12 +68,12 @@ class ClientData:
             )
         for first in range(0, len(self.indices), CHECKED_TOGETHER):
             clients = range(first, min(first + CHECKED_TOGETHER, len(self.indices)))
-            together = [self.indices[c] for c in clients]
-            _require_positions(together, first)
-            if not _within(np.concatenate(together), count):
-                stray = next(c for c in clients if not _within(self.indices[c], count))
+            examples = [self.indices[c] for c in clients]
+            _require_positions(examples, first)
+            if not _in_range(np.concatenate(examples), count):
+                client = next(c for c in clients if not _in_range(self.indices[c], count))
                 raise FedsimError(
-                    f"client {stray} has an example outside 0 .. {count - 1}, the data's range."
+                    f"client {client} has an example outside 0 .. {count - 1}, the data's range."
                 )
 
     @property
@@ -147,18 +147,18 @@ class ClientData:
             first = next((part[:1] for part in self.indices if len(part)), None)
             return None if first is None else replace(self, indices=[first])
         x, y = (torch.ones_like(values[:1]) for values in (self.x, self.y))
-        one = [np.zeros(1, dtype=np.int64)]
-        return replace(self, x=x, y=y, indices=one, mask=None, unusable=None)
+        indices = [np.zeros(1, dtype=np.int64)]
+        return replace(self, x=x, y=y, indices=indices, mask=None, unusable=None)
 
     def require_disjoint(self) -> None:
         """Raise FedsimError if two clients have an example, or one client has it twice."""
-        seen, count = np.zeros(len(self.x), dtype=np.bool_), 0
+        is_used, count = np.zeros(len(self.x), dtype=np.bool_), 0
         for part in self.indices:
-            seen[part] = True
+            is_used[part] = True
             count += len(part)
-        if int(seen.sum()) < count:
+        if int(is_used.sum()) < count:
             raise FedsimError(
-                f"clients have {count} positions, of {int(seen.sum())} examples; with "
+                f"clients have {count} positions, of {int(is_used.sum())} examples; with "
                 "example-level privacy each example must be one client's, and once: what it can "
                 "change is counted once."
             )
@@ -174,6 +174,6 @@ def _require_positions(parts: Sequence[object], first: int) -> None:
             )
 
 
-def _within(examples: npt.NDArray[np.int64], count: int) -> bool:
+def _in_range(examples: npt.NDArray[np.int64], count: int) -> bool:
     """Whether all indices are in ``0 .. count - 1``."""
     return not len(examples) or (int(examples.min()) >= 0 and int(examples.max()) < count)

@@ -102,7 +102,7 @@ class Evaluation:
     def _metrics(self) -> Mapping[str, Metric]:
         """Loss and metrics, which carry nothing over from one client's examples to another's."""
         metrics = {"loss": MeanOf(self.trained.loss), **self.metrics}
-        return {name: _forgetting(metric) for name, metric in metrics.items()}
+        return {name: _restored_metric(metric) for name, metric in metrics.items()}
 
     @cached_property
     def _paths(self) -> tuple[Sequence[Path], bool]:
@@ -138,7 +138,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Forgetting(Metric):
+class _RestoredMetric(Metric):
     """A metric whose attributes are restored after each call."""
 
     metric: Metric
@@ -158,10 +158,10 @@ class _Forgetting(Metric):
         return self.metric.finish(state)
 
 
-def _forgetting(metric: Metric) -> Metric:
+def _restored_metric(metric: Metric) -> Metric:
     owner: Any = metric.function if isinstance(metric, MeanOf) else metric
     own_state = OwnState(nn.Identity(), owner, strict=False)
-    return metric if own_state.quiet else _Forgetting(metric, own_state)
+    return metric if own_state.quiet else _RestoredMetric(metric, own_state)
 
 
 @torch.no_grad()
@@ -194,52 +194,56 @@ def evaluate_clients(
     sizes = np.array([len(examples) for examples in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
     padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
-    real = np.zeros(padded.shape, dtype=np.bool_)
+    is_example = np.zeros(padded.shape, dtype=np.bool_)
     # A client's chunks are consecutive rows, so that its examples are one run of them, flattened.
     for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
         padded[start:].reshape(-1)[: len(examples)] = examples
-        real[start:].reshape(-1)[: len(examples)] = True
+        is_example[start:].reshape(-1)[: len(examples)] = True
     # Padding copies the first example of its chunk.
-    padded = np.where(real, padded, padded[:, :1])
+    padded = np.where(is_example, padded, padded[:, :1])
     owner = np.repeat(np.arange(len(sizes)), chunks)
-    drawn = None if seeds is None else _by_chunk(seeds, chunks)
+    chunk_seeds = None if seeds is None else _by_chunk(seeds, chunks)
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
     start, call_size = 0, call_size or CallSize()
 
     @torch.no_grad()  # which a thread does not inherit
-    def called(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
-        x, whose = data.inputs(all_indices[call], theta.dtype), torch.from_numpy(owner[call])
+    def outputs_of(path: Path, call: slice) -> tuple[Tensor, Tensor, Tensor]:
+        x, owners = data.inputs(all_indices[call], theta.dtype), torch.from_numpy(owner[call])
         # One row for all clients is expanded, not copied for each chunk.
-        points = theta.expand(len(x), -1) if len(theta) == 1 else theta[whose.to(theta.device)]
+        points = theta.expand(len(x), -1) if len(theta) == 1 else theta[owners.to(theta.device)]
         if isinstance(path, PlainPath):
-            counts = real[call].sum(axis=1).tolist()
-            outputs = path.outputs(points, x, counts, None if drawn is None else drawn[call])
+            counts = is_example[call].sum(axis=1).tolist()
+            outputs = path.outputs(
+                points, x, counts, None if chunk_seeds is None else chunk_seeds[call]
+            )
         else:
             outputs = path.outputs(points, x)
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
     with exact(data.x.device), thread_pool(len(paths)) as pool:
         while start < len(padded):
-            left = len(padded) - start
+            chunks_left = len(padded) - start
             # Calls of one size for all threads; what fits into one call is not split.
-            threads = min(len(paths), -(-left // call_size.chunks))
-            turns = -(-left // (threads * call_size.chunks))
-            size = -(-left // (threads * turns))
+            threads = min(len(paths), -(-chunks_left // call_size.chunks))
+            calls_per_thread = -(-chunks_left // (threads * call_size.chunks))
+            size = -(-chunks_left // (threads * calls_per_thread))
             starts = range(start, min(start + size * threads, len(padded)), size)
             calls = [slice(first, first + size) for first in starts]
-            results = (map if threads == 1 else pool.map)(called, paths, calls)
+            results = (map if threads == 1 else pool.map)(outputs_of, paths, calls)
             for call, (x, outputs, targets) in zip(calls, results, strict=True):
-                whose = owner[call]
-                groups = np.arange(len(whose)) if by_chunk else whose
-                _take(states, metrics, whose, groups, real[call], outputs.cpu(), targets.cpu())
+                owners = owner[call]
+                groups = np.arange(len(owners)) if by_chunk else owners
+                _take(
+                    states, metrics, owners, groups, is_example[call], outputs.cpu(), targets.cpu()
+                )
                 call_size.learn(x, outputs)
             start = calls[-1].stop
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
-        ended = zip(states, sizes, strict=True)
-        values = [metric.finish(state[name]) if size else 0.0 for state, size in ended]
+        state_sizes = zip(states, sizes, strict=True)
+        values = [metric.finish(state[name]) if size else 0.0 for state, size in state_sizes]
         result[name] = np.array(values, dtype=np.float64)
     return result
 
@@ -249,7 +253,7 @@ def _take(
     metrics: Mapping[str, Metric],
     owner: npt.NDArray[np.int64],
     groups: npt.NDArray[np.int64],
-    real: Bools,
+    is_example: Bools,
     outputs: Tensor,
     targets: Tensor,
 ) -> None:
@@ -259,7 +263,7 @@ def _take(
     """
     firsts = np.flatnonzero(np.diff(groups, prepend=-1))
     for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):
-        keep = torch.from_numpy(real[first:end])
+        keep = torch.from_numpy(is_example[first:end])
         state, batch = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
         for name, metric in metrics.items():
             state[name] = metric.update(state[name], *batch)
@@ -267,6 +271,6 @@ def _take(
 
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
     """A seed for each chunk, client by client."""
-    drawn = seeds.of_step(EVALUATION, len(chunks), int(chunks.max(initial=1)))
-    of_clients: list[int] = drawn[np.arange(drawn.shape[1]) < chunks[:, None]].tolist()
+    all_seeds = seeds.of_step(EVALUATION, len(chunks), int(chunks.max(initial=1)))
+    of_clients: list[int] = all_seeds[np.arange(all_seeds.shape[1]) < chunks[:, None]].tolist()
     return of_clients

@@ -130,12 +130,13 @@ class ExamplePrivacy:
 
         They are optimal for a client with the most steps and the shortest passes of any client.
         """
-        each = [
+        participations = [
             self._sampler(work, size).participation(work.steps_of(size)) for size in {*sizes} - {0}
         ]
-        if not self.made.correlated or not each:
+        if not self.made.correlated or not participations:
             return self
-        steps, separation = max(p.rounds for p in each), min(p.separation for p in each)
+        steps = max(p.rounds for p in participations)
+        separation = min(p.separation for p in participations)
         return replace(self, noise=self.made.fitted(Participation(steps, min(steps, separation))))
 
     def plan(
@@ -171,11 +172,11 @@ class ExamplePrivacy:
 
         Batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``.
         """
-        drawn = (work, indices, client_ids, randomness, round)
+        inputs = (work, indices, client_ids, randomness, round)
         if self.sampling == "poisson":
-            yield from plan_poisson(*drawn, self.chunk, widest=widest, amplified=self.private)
+            yield from plan_poisson(*inputs, self.chunk, widest=widest, amplified=self.private)
             return
-        for b in plan_batches(*drawn, one_order=self.made.correlated):
+        for b in plan_batches(*inputs, one_order=self.made.correlated):
             yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
 
     def keyed(
@@ -256,7 +257,7 @@ class ExampleReleases:
         self._rows = method.evidence
         self.run: str | None = None
         self.changing: Collection[str] = ()
-        self._once = f"once:{secrets.token_hex(16)}"
+        self._unique_release = f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[RoundStart]) -> None:
         """Write a ledger line for each of these clients; it is on disk when this returns.
@@ -288,7 +289,7 @@ class ExampleReleases:
                     level="example",
                     event=plan.charge(round),
                     entropy=start.randomness.entropy,
-                    release=(start.randomness.release or "") if self.run else self._once,
+                    release=(start.randomness.release or "") if self.run else self._unique_release,
                     run=self.run,
                     fingerprint=self.ledgers.fingerprint(self._parts(start)),
                     mechanism=str(self._privacy.mechanism),
@@ -328,10 +329,10 @@ class ExampleReleases:
         return digest.digest()
 
 
-def _files_of(things: Iterable[object]) -> Iterator[bytes]:
+def _files_of(objects: Iterable[object]) -> Iterator[bytes]:
     """Contents of the files that define the user's own classes and functions, which may change."""
-    callables = (thing.func if isinstance(thing, partial) else thing for thing in things)
-    for name in sorted({str(thing.__module__) for thing in callables}):
+    callables = (value.func if isinstance(value, partial) else value for value in objects)
+    for name in sorted({str(value.__module__) for value in callables}):
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
         if file.is_file() and name.partition(".")[0] not in ("fedsim", "torch"):
             yield regular_files.read_bytes(file)

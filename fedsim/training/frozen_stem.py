@@ -65,18 +65,18 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     children = list(model._modules.items())
     first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
     stem = nn.Sequential(*(child for _, child in children[:first]))
-    used, positions = np.unique(np.concatenate(data.indices), return_inverse=True)
-    if not any(True for _ in stem.parameters()) or not len(used):
+    used_examples, positions = np.unique(np.concatenate(data.indices), return_inverse=True)
+    if not any(True for _ in stem.parameters()) or not len(used_examples):
         return model, data
-    examples = torch.from_numpy(used).to(data.x.device)
-    outputs = _kept_outputs(stem.to(data.x.device), data, examples, _dtype(model))
+    examples = torch.from_numpy(used_examples).to(data.x.device)
+    outputs = _cached_outputs(stem.to(data.x.device), data, examples, _dtype(model))
     if outputs is None:
         return model, data
     bounds = np.cumsum([len(indices) for indices in data.indices])[:-1]
     indices = [client.astype(np.int64) for client in np.split(positions, bounds)]
     trained = nn.Sequential(OrderedDict(children[first:]))
     mask = None if data.mask is None else data.mask[examples]
-    unusable = None if data.unusable is None else data.unusable[used]
+    unusable = None if data.unusable is None else data.unusable[used_examples]
     y = data.y[examples]
     return trained, ClientData(outputs, y, indices, mask=mask, unusable=unusable)
 
@@ -94,34 +94,34 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.requires_grad)
 
 
-def _kept_outputs(
+def _cached_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """Outputs ``[N, ...]`` of the stem, from the cache or computed; None if they are too large."""
-    about = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
+    label = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
-    key = _digest(*stem.state_dict().values(), *scale, about=about)
+    key = _digest(*stem.state_dict().values(), *scale, label=label)
     if key not in _LATEST:
         _LATEST.clear()
         _LATEST[key] = {}
-    kept = _LATEST[key]
+    cache = _LATEST[key]
     digests = [_digest(example) for example in data.x[examples].cpu()]
     # Old and new outputs together would be too large: those of earlier runs are dropped.
-    if kept and _too_many(len({*kept, *digests}), next(iter(kept.values()))):
-        kept = _LATEST[key] = {}
+    if cache and _too_many(len({*cache, *digests}), next(iter(cache.values()))):
+        cache = _LATEST[key] = {}
     # The first of equal examples: reversed, it overwrites the later ones.
-    first = {digest: k for k, digest in reversed([*enumerate(digests)]) if digest not in kept}
-    if new := sorted(first.values()):
+    firsts = {digest: k for k, digest in reversed([*enumerate(digests)]) if digest not in cache}
+    if new_positions := sorted(firsts.values()):
         with exact(data.x.device):
-            rows = _outputs(stem, data, examples[new], dtype)
+            rows = _outputs(stem, data, examples[new_positions], dtype)
         if rows is None:
             return None
-        kept.update(zip((digests[k] for k in new), rows, strict=True))
-    return torch.stack([kept[digest] for digest in digests])
+        cache.update(zip((digests[k] for k in new_positions), rows, strict=True))
+    return torch.stack([cache[digest] for digest in digests])
 
 
-def _digest(*tensors: Tensor, about: str = "") -> bytes:
-    digest = hashlib.blake2b(about.encode())
+def _digest(*tensors: Tensor, label: str = "") -> bytes:
+    digest = hashlib.blake2b(label.encode())
     for tensor in tensors:
         digest.update(repr(tuple(tensor.shape)).encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -139,12 +139,12 @@ def _outputs(
     """Outputs of the stem ``[N, ...]``; None if they take too much memory."""
     count, width = len(examples), 256 if data.x.is_cuda else 1
     outputs: Tensor | None = None
-    last = not data.x.is_cuda and takes_channels_last(stem.modules())
+    is_reordered = not data.x.is_cuda and takes_channels_last(stem.modules())
     for start in range(0, count, width):
         chunk = examples[start : start + width]
         # The last chunk is padded: with fewer rows a GPU may choose another kernel.
         x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
-        if last and x.dim() == 4:
+        if is_reordered and x.dim() == 4:
             x = channels_last(x)
         features = stem(x)
         if outputs is None:

@@ -235,12 +235,12 @@ class Factored:
         the layers first: no weight gradient is formed.
         """
         total: Tensor | None = None
-        for mine, theirs in zip(self.factors, other.factors, strict=True):
-            products = product(mine.delta, theirs.delta.transpose(-1, -2))
-            if mine.weight is not None:
-                inputs = product(mine.x, theirs.x.transpose(-1, -2))
+        for factor, other_factor in zip(self.factors, other.factors, strict=True):
+            products = product(factor.delta, other_factor.delta.transpose(-1, -2))
+            if factor.weight is not None:
+                inputs = product(factor.x, other_factor.x.transpose(-1, -2))
                 # A bias is the weight of an input that is always 1.
-                products *= inputs if mine.bias is None else inputs.add_(1)
+                products *= inputs if factor.bias is None else inputs.add_(1)
             total = products if total is None else total.add_(products)
         assert total is not None
         return total.flatten(1).sum(1)

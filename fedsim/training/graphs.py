@@ -89,7 +89,7 @@ class StepGraphs:
 
     def __init__(self, stepper: Stepper, recorder: GraphRecorder, block_size: int) -> None:
         self.stepper, self.recorder, self.block_size = stepper, recorder, block_size
-        self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
         self.works = True
         self._buffers: dict[Hashable, Tensor] = {}
         self._rows = 0
@@ -104,10 +104,10 @@ class StepGraphs:
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
         buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
-        after, losses = self._step(buffered, structure, step, rows)
+        new_state, losses = self._step(buffered, structure, step, rows)
         # An algorithm may add entries and drop others: the state is what the step left.
         state.clear()
-        state.update((name, value[:n]) for name, value in after.items())
+        state.update((name, value[:n]) for name, value in new_state.items())
         # The next replay writes over the losses, which are read only at the end of the block.
         return losses[:n].clone()
 
@@ -139,17 +139,17 @@ class StepGraphs:
         captured.replay()
         return captured.state, captured.losses
 
-    def _capture(self, buffered: State, step: Step, rows: int) -> _Captured:
+    def _capture(self, buffered: State, step: Step, rows: int) -> _CapturedStep:
         clock = _Clock(step.round, step.index, buffered[INDEX].device)
         # Capturing runs the step several times, and each run changes the state: afterwards all of
         # it is restored, and the first replay takes the step.
-        before: list[tuple[Tensor, Tensor]] = []
+        saved: list[tuple[Tensor, Tensor]] = []
 
         def save(_: str, tensor: Tensor) -> Tensor:
-            before.append((tensor, tensor.clone()))
+            saved.append((tensor, tensor.clone()))
             return tensor
 
-        _changed(buffered, "", save)
+        _map_tensors(buffered, "", save)
 
         def work() -> tuple[State, Tensor]:
             state = _entries(buffered)
@@ -161,9 +161,9 @@ class StepGraphs:
         try:
             replay, (state, losses) = self.recorder.record(lambda: clock.run(work))
         finally:
-            for tensor, value in before:
+            for tensor, value in saved:
                 tensor.copy_(value)
-        return _Captured(replay, clock, state, losses)
+        return _CapturedStep(replay, clock, state, losses)
 
     def _hold(self, entries: State, rows: int) -> tuple[State, Hashable]:
         """Put the entries into buffers, as ``rows`` rows; those that are elsewhere are copied.
@@ -190,7 +190,7 @@ class StepGraphs:
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
-        result: State = _changed(entries, "", in_buffer)
+        result: State = _map_tensors(entries, "", in_buffer)
         storages = {_storage(buffer) for buffer in self._buffers.values()}
         # Entries may have changed places (an algorithm swaps two of its tensors): what is in
         # another's buffer is saved before anything is written there.
@@ -239,13 +239,13 @@ class _Clock(Step):
 
     def set(self, step: Step) -> None:
         for place, (function, tensor, value) in enumerate(self.numbers):
-            now = function(step)
-            if now != value:
-                self.numbers[place] = function, tensor.fill_(now), now
+            new_value = function(step)
+            if new_value != value:
+                self.numbers[place] = function, tensor.fill_(new_value), new_value
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _CapturedStep:
     """A graph, with the tensors that hold its results."""
 
     replay: Callable[[], None]
@@ -254,17 +254,17 @@ class _Captured:
     losses: Tensor
 
 
-def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
     """A state, or a part of one, with ``change`` applied to every tensor and its own name."""
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, Mapping):
-        return {key: _changed(entry, f"{name}.{key}", change) for key, entry in value.items()}
+        return {key: _map_tensors(entry, f"{name}.{key}", change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
+        return [_map_tensors(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
     if isinstance(value, Dense | Parts | Factored | Factor):
         entry = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **_changed(entry, name, change))
+        return replace(value, **_map_tensors(entry, name, change))
     return value  # a gradient's fields that are not tensors
 
 

@@ -45,8 +45,8 @@ class LocalRounds:
 
     A client's ledger line is on disk before anything of the round is drawn, and the state that it
     keeps changes last, once its block is done: a block that raised can be trained again. Until then
-    its clients have started the round but not ended it (``_started``: client to round). They have
-    released nothing, so that a second attempt repeats the same draws and is not charged again.
+    its clients have started the round but not ended it (``_started_rounds``: client to round). They
+    have released nothing, so that a second attempt repeats the same draws and is not charged again.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class LocalRounds:
     factory: PlainStepFactory | PrivateStepFactory = field(init=False)
     releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
-    _started: dict[int, int] = field(default_factory=dict, init=False)
+    _started_rounds: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         trained, stepper, workload = self.trained, self.stepper, self.workload
@@ -87,9 +87,9 @@ class LocalRounds:
             self.factory = PlainStepFactory(stepper, workload, draws)
         else:
             method = Probe(trained).fastest(gradient_methods(trained))
-            keeps = self.client_state.kind == "client"
+            keeps_state = self.client_state.kind == "client"
             self.factory = PrivateStepFactory(
-                stepper, workload, self.privacy, method, draws, keeps_state=keeps
+                stepper, workload, self.privacy, method, draws, keeps_state=keeps_state
             )
             self.releases = ExampleReleases(self.privacy, trained, stepper, workload.work, method)
         # Here for all modules: to visit them for each block would take longer than a small step.
@@ -108,16 +108,16 @@ class LocalRounds:
             ahead = self.factory.prefetched(client_ids[first:], size)
             ids = client_ids[first : first + (ahead or size)]
             sources = self._sources(ids, round, [randomness] * len(ids))
-            drawn = None
+            group_batches = None
             if ahead:
                 self._mark_started(ids, round)
-                drawn = list(self.factory.batches(ids, round, sources))
+                group_batches = list(self.factory.batches(ids, round, sources))
             for start in range(0, len(ids), size):
                 block = slice(start, min(start + size, len(ids)))
                 carried = self.client_state.store.load(ids[block], round)
                 batches = None
-                if drawn is not None:
-                    parts = (group.within(block.start, block.stop) for group in drawn)
+                if group_batches is not None:
+                    parts = (group.within(block.start, block.stop) for group in group_batches)
                     batches = [part for part in parts if len(part.members)]
                 yield RoundClients(ids[block], round, sources[block], carried, batches)
             first += len(ids)
@@ -135,12 +135,12 @@ class LocalRounds:
     ) -> list[Randomness]:
         """Sources of clients' draws; clients that have started the round repeat theirs."""
         return [
-            source.repeated() if self._started.get(client) == round else source
+            source.repeated() if self._started_rounds.get(client) == round else source
             for client, source in zip(client_ids.tolist(), randomness, strict=True)
         ]
 
     def _mark_started(self, client_ids: Ints, round: int) -> None:
-        self._started.update(dict.fromkeys(client_ids.tolist(), round))
+        self._started_rounds.update(dict.fromkeys(client_ids.tolist(), round))
 
     def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
         """Inputs of each client's round, given the received ``vectors [1 or n, d]``."""
@@ -167,11 +167,11 @@ class LocalRounds:
         for batches in self._batches(clients):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
-            all_of_them = np.array_equal(members, np.arange(n))
-            group = clients if all_of_them else clients.at(members)
+            is_whole_block = np.array_equal(members, np.arange(n))
+            group = clients if is_whole_block else clients.at(members)
             steps = self.factory.steps(batches, group)
             # One start for all stays one expanded row, which steps copy when they write to rows.
-            shared = all_of_them or start.stride(0) == 0
+            shared = is_whole_block or start.stride(0) == 0
             end = steps.run(
                 start[: len(members)] if shared else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
@@ -195,7 +195,7 @@ class LocalRounds:
         for members, carried in result.carried:
             self.client_state.store.store(clients.client_ids[members], clients.round, carried)
         for client in clients.client_ids.tolist():
-            self._started.pop(client, None)
+            self._started_rounds.pop(client, None)
 
     def _batches(self, clients: RoundClients) -> Iterable[Batches]:
         if clients.drawn is not None:
@@ -206,12 +206,12 @@ class LocalRounds:
         """Charge each client for the round, unless it has started the same round before."""
         if self.releases is not None:
             for client in clients.starts(start, numbers):
-                if self._started.get(client.client) != clients.round:
+                if self._started_rounds.get(client.client) != clients.round:
                     self.releases.record(clients.round, [client])
-                    self._started[client.client] = clients.round
+                    self._started_rounds[client.client] = clients.round
         self._mark_started(clients.client_ids, clients.round)
 
-    def _numbers(self, of_each: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
+    def _numbers(self, columns: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
         """Values ``[n]`` of each numeric setting of the algorithm, for ``n`` clients.
 
         Raises
@@ -221,7 +221,7 @@ class LocalRounds:
         """
         numbers = {**self.algorithm.numbers(), **self.server_numbers}
         values: dict[str, Floats] = {k: np.full(n, float(value)) for k, value in numbers.items()}
-        for name, column in of_each.items():
+        for name, column in columns.items():
             if name not in values:
                 raise FedsimError(
                     f"'{name}' cannot differ between clients of one block; allowed: "
@@ -259,10 +259,10 @@ class LocalRounds:
         if LEFT_OUT in carried.rows:
             present = torch.from_numpy(carried.present).to(target.device)[:, None]
             target = torch.where(present, target + carried.rows[LEFT_OUT].to(target), target)
-        sent = vectors + compression(target)
+        rows = vectors + compression(target)
         # Relative to the update as the server sees it: adding the parameters has rounded it.
-        left_out = target - (sent - vectors)
-        return replace(end, theta=shared.pack(sent), carried={**end.carried, LEFT_OUT: left_out})
+        left_out = target - (rows - vectors)
+        return replace(end, theta=shared.pack(rows), carried={**end.carried, LEFT_OUT: left_out})
 
 
 @dataclass
@@ -332,5 +332,5 @@ def _finite_state(members: Ints, end: EndState) -> tuple[Ints, dict[str, Tensor]
 
 def _own_memory(rows: Tensor, theta: Tensor) -> Tensor:
     """These rows, copied if they share memory with ``theta``, which changes before `finish`."""
-    together = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
-    return rows.clone() if together else rows
+    shares_memory = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
+    return rows.clone() if shares_memory else rows

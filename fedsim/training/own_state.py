@@ -37,7 +37,7 @@ _NEVER_CHANGES = (int, float, complex, str, bytes, bool, type(None), torch.dtype
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedAttributes:
     """Attributes of one object, as they were."""
 
     attributes: MutableMapping[str, Any]
@@ -71,7 +71,7 @@ class OwnState:
     def __init__(
         self, model: nn.Module, loss: Loss, trained: Collection[str] = (), *, strict: bool = True
     ) -> None:
-        self._owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
+        self._owners = [*_named_owners("the model's ", model), *_named_owners("the loss's ", loss)]
         self._strict = strict
         # The memo of deep copies: attributes that refer to modules or parameters share them.
         models = [m for m in (model, loss) if isinstance(m, nn.Module)]
@@ -83,8 +83,8 @@ class OwnState:
 
     def _snapshot(self) -> None:
         self._saved = [
-            (whose, self._save(attributes))
-            for whose, owner in self._owners
+            (owner_name, self._save(attributes))
+            for owner_name, owner in self._owners
             for attributes in _attributes(owner)
         ]
         registries = [getattr(module, name) for module in self._modules for name in _REGISTRIES]
@@ -109,21 +109,21 @@ class OwnState:
         """Names of what has changed since the last snapshot."""
         fixed = [name for name, (p, _, before) in self._values.items() if not _same(p.data, before)]
         return fixed + [
-            f"{whose}{name}"
-            for whose, saved in self._saved
-            for name in sorted({*_own(saved.attributes)} | saved.names)
+            f"{owner_name}{name}"
+            for owner_name, saved in self._saved
+            for name in sorted({*_own_entries(saved.attributes)} | saved.names)
             if not _same(
                 saved.attributes.get(name, _NOTHING),
                 (saved.constant | saved.changeable).get(name, _NOTHING),
             )
         ]
 
-    def _save(self, attributes: MutableMapping[str, Any]) -> _Saved:
-        own = _own(attributes)
-        constant = {k: v for k, v in own.items() if self._is_constant(v)}
-        rest = {k: v for k, v in own.items() if k not in constant}
+    def _save(self, attributes: MutableMapping[str, Any]) -> _SavedAttributes:
+        entries = _own_entries(attributes)
+        constant = {k: v for k, v in entries.items() if self._is_constant(v)}
+        variable = {k: v for k, v in entries.items() if k not in constant}
         changeable = {}
-        for name, value in rest.items():
+        for name, value in variable.items():
             try:
                 changeable[name] = copy.deepcopy(value, dict(self._shared))
             except Exception as error:  # a user's object may raise anything when it is copied
@@ -134,7 +134,7 @@ class OwnState:
                         "protected example, begins from the same ones: they must be plain values, "
                         "tensors or modules."
                     ) from error
-        return _Saved(attributes, frozenset(own), constant, changeable)
+        return _SavedAttributes(attributes, frozenset(entries), constant, changeable)
 
     def _is_constant(self, value: Any) -> bool:
         return isinstance(value, _NEVER_CHANGES) or id(value) in self._shared
@@ -148,7 +148,7 @@ class OwnState:
         for parameter, data, before in self._values.values():
             parameter.data = data.copy_(before)
         for _, saved in self._saved:
-            for name in _own(saved.attributes).keys() - saved.names:
+            for name in _own_entries(saved.attributes).keys() - saved.names:
                 del saved.attributes[name]
             saved.attributes.update(saved.constant | saved.changeable)
 
@@ -156,14 +156,14 @@ class OwnState:
 _NOTHING = object()
 
 
-def _named(whose: str, owner: object) -> list[tuple[str, object]]:
+def _named_owners(prefix: str, owner: object) -> list[tuple[str, object]]:
     """A module's submodules, or a function and its owners, each with a name for messages."""
     if isinstance(owner, nn.Module):
-        return [(f"{whose}{name}{name and '.'}", part) for name, part in owner.named_modules()]
+        return [(f"{prefix}{name}{name and '.'}", part) for name, part in owner.named_modules()]
     inner = owner.func if isinstance(owner, partial) else getattr(owner, "__self__", None)
     if inner is None or isinstance(inner, ModuleType | type):
-        return [(whose, owner)]
-    return [(whose, owner), *_named(whose, inner)]
+        return [(prefix, owner)]
+    return [(prefix, owner), *_named_owners(prefix, inner)]
 
 
 def _leaves_itself(owner: object) -> bool:
@@ -176,10 +176,10 @@ def _leaves_itself(owner: object) -> bool:
 
 def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, nn.Parameter]:
     """Parameters that are not trained, each with a name for messages."""
-    own = {f"the model's {n}": p for n, p in model.named_parameters() if n not in trained}
+    parameters = {f"the model's {n}": p for n, p in model.named_parameters() if n not in trained}
     if isinstance(loss, nn.Module):
-        own |= {f"the loss's {name}": p for name, p in loss.named_parameters()}
-    return own
+        parameters |= {f"the loss's {name}": p for name, p in loss.named_parameters()}
+    return parameters
 
 
 class _Slots(MutableMapping[str, Any]):
@@ -224,7 +224,7 @@ def _attributes(owner: object) -> list[MutableMapping[str, Any]]:
     return attributes
 
 
-def _own(attributes: MutableMapping[str, Any]) -> dict[str, Any]:
+def _own_entries(attributes: MutableMapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k not in _MODULES_OWN and k not in _RECURRENT}
 
 
@@ -244,5 +244,5 @@ def _same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and _same(one.tolist(), other.tolist())
     if isinstance(one, (*_NEVER_CHANGES, set, frozenset, bytearray)):
         return bool(one == other) or (one != one and other != other)  # NaN is equal to NaN here
-    inside = getattr(one, "__dict__", None)
-    return inside is None or _same(inside, other.__dict__)
+    attributes = getattr(one, "__dict__", None)
+    return attributes is None or _same(attributes, other.__dict__)

@@ -41,14 +41,14 @@ class Personal:
         Packing of the shared parameters, at their positions in the same packed rows.
     initial : Tensor ``[D]``
         The model's own parameters, packed.
-    inside : int64 Tensor ``[P]``
+    positions : int64 Tensor ``[P]``
         Positions of the personal parameters in a packed row.
     """
 
     packing: Packing
     shared: Packing
     initial: Tensor
-    inside: Tensor
+    positions: Tensor
 
     @classmethod
     def of(cls, model: nn.Module, names: Collection[str]) -> Self:
@@ -59,8 +59,8 @@ class Personal:
         FedsimError
             If no parameter is shared, or the model has none of a given name.
         """
-        known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        if unknown := [name for name in names if name not in known]:
+        known_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        if unknown := [name for name in names if name not in known_names]:
             raise FedsimError(
                 f"personal has {shown(unknown[0])}; it must have names of the model's parameters."
             )
@@ -73,17 +73,17 @@ class Personal:
                 "model.personal leaves no trained parameter to be shared; it must leave one."
             )
         packing = Packing(Layout.of(trained))
-        inside = _places(packing, names, next(model.parameters()).device)
+        positions = _places(packing, names, next(model.parameters()).device)
         return cls(
             packing,
-            Packing(Layout.of(shared), packing if len(inside) else None),
+            Packing(Layout.of(shared), packing if len(positions) else None),
             packing.pack(packing.layout.flatten(trained).detach()[None])[0],
-            inside,
+            positions,
         )
 
     def places(self, names: Collection[str]) -> Tensor:
         """Positions of some parameters in a packed row, int64 ``[P]``."""
-        return _places(self.packing, names, self.inside.device)
+        return _places(self.packing, names, self.positions.device)
 
     @property
     def names(self) -> list[str]:
@@ -91,18 +91,18 @@ class Personal:
         return [name for name in self.packing.slices if name not in self.shared.slices]
 
     def __bool__(self) -> bool:
-        return len(self.inside) > 0
+        return len(self.positions) > 0
 
     @property
     def mask(self) -> Tensor:
         """1 at the positions of the personal parameters, else 0, ``[D]``."""
         mask = torch.zeros_like(self.initial)
-        mask[self.inside] = 1
+        mask[self.positions] = 1
         return mask
 
     def of_rows(self, theta: Tensor) -> dict[str, Tensor]:
         """Personal parameters ``[n, P]`` in ``theta [n, D]``, by name; empty if there are none."""
-        return {PERSONAL: theta[:, self.inside]} if self else {}
+        return {PERSONAL: theta[:, self.positions]} if self else {}
 
 
 def _places(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
@@ -167,27 +167,27 @@ class Payload:
         }
         return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
-    def ended(self, theta: Tensor, sent: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
+    def replies(self, theta: Tensor, sent_vectors: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """Replies ``[n, d]`` of ``n`` clients that were sent ``vectors [1 or n, d]``.
 
         A named vector in a reply is the one that was received plus the one that is sent.
         """
         parameters = self.shared.unpack(theta)
-        if not sent:
+        if not sent_vectors:
             return parameters
         received = vectors_in(self.layout, vectors)
-        added = [values + self._row(name, sent[name]) for name, values in received.items()]
+        added = [values + self._row(name, sent_vectors[name]) for name, values in received.items()]
         return torch.cat([parameters, *added], dim=1)
 
-    def rows(self, theta: Tensor, sent: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """`ended` minus ``vector [d]``: the same bytes as a server computes from replies.
+    def rows(self, theta: Tensor, sent_vectors: Mapping[str, Tensor], vector: Tensor) -> Tensor:
+        """`replies` minus ``vector [d]``: the same bytes as a server computes from replies.
 
         The rows may be written into the memory of ``theta``.
         """
         parameters, added = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
-        if not sent:
+        if not sent_vectors:
             return self.shared.difference_(theta, vector[parameters])
-        vectors = self.ended(theta, sent, vector[None])[:, added] - vector[added]
+        vectors = self.replies(theta, sent_vectors, vector[None])[:, added] - vector[added]
         return torch.cat([self.shared.difference_(theta, vector[parameters]), vectors], dim=1)
 
     def _row(self, name: str, values: Tensor) -> Tensor:
@@ -229,11 +229,11 @@ class Compression:
         ------
         FedsimError
         """
-        written = re.fullmatch(r"(top-k|bits)\(([0-9.e-]{1,20})\)", text)
+        match = re.fullmatch(r"(top-k|bits)\(([0-9.e-]{1,20})\)", text)
         if not text:
             return None
         try:
-            method, amount = written.groups() if written else ("", "")
+            method, amount = match.groups() if match else ("", "")
             if method == "top-k" and 0 < float(amount) <= 1:
                 return cls(share=float(amount))
             if method == "bits" and 1 <= int(amount) <= 16:

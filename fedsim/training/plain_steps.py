@@ -139,30 +139,30 @@ class SequentialSteps(Steps):
         # Bound here once: as long as the algorithm steps in place, `gradient_of_one` finds the
         # parameters bound to this very row, and binds nothing.
         with generator, path.state.restored(), path.bound(algorithm.point(state)):
-            for together in self._gathered(steps):
-                index, weight = self.index[k, together], self.weight[k, together]
+            for chunk in self._gathered(steps):
+                index, weight = self.index[k, chunk], self.weight[k, chunk]
                 x, y = data.inputs(index, dtype), data.targets(index, dtype)
                 loss = path.loss_of(y)
                 losses: list[Tensor] = []
                 batches = zip(x.unbind(), y.unbind(), weight.unbind(), strict=True)
-                for number, (inputs, targets, weights) in enumerate(batches, together.start):
+                for number, (inputs, targets, weights) in enumerate(batches, chunk.start):
                     if counts[number] < is_real.shape[1]:
-                        real = slice(counts[number])
-                        inputs, targets, weights = inputs[real], targets[real], weights[real]
+                        rows = slice(counts[number])
+                        inputs, targets, weights = inputs[rows], targets[rows], weights[rows]
                     if seeds is not None:
                         torch.default_generator.manual_seed(seeds[number])
                     point = algorithm.point(state)
                     gradient, of_step = path.gradient_of_one(point, inputs, targets, weights, loss)
                     stepper.update(state, gradient, Step(self.round, number))
                     losses.append(of_step)
-                self._losses[k, together][is_real[together]] = torch.cat(losses).to(dtype).numpy()
+                self._losses[k, chunk][is_real[chunk]] = torch.cat(losses).to(dtype).numpy()
 
     def _gathered(self, steps: int) -> Iterator[slice]:
         """Ranges of a client's batches whose inputs are gathered at once."""
         batch_bytes = self.stepper.data.x[:1].nbytes * self.index.shape[2]
-        at_once = max(1, GATHERED // max(batch_bytes, 1))
-        for start in range(0, steps, at_once):
-            yield slice(start, min(start + at_once, steps))
+        steps_per_call = max(1, GATHERED // max(batch_bytes, 1))
+        for start in range(0, steps, steps_per_call):
+            yield slice(start, min(start + steps_per_call, steps))
 
     @property
     def example_losses(self) -> Floats:
@@ -192,9 +192,9 @@ class ProgramSteps(SequentialSteps):
         self._step(state, x, index, 0)
 
     def _all_steps(self, state: State, k: int, steps: int) -> None:
-        for together in self._gathered(steps):
-            inputs = self.stepper.data.inputs(self.index[k, together], self.stepper.dtype)
-            for number, x in enumerate(inputs.unbind(0), together.start):
+        for chunk in self._gathered(steps):
+            inputs = self.stepper.data.inputs(self.index[k, chunk], self.stepper.dtype)
+            for number, x in enumerate(inputs.unbind(0), chunk.start):
                 self._step(state, x[None], number, k)
 
     def _step(self, state: State, x: Tensor, number: int, first: int) -> None:

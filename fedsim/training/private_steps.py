@@ -67,8 +67,8 @@ class PrivateStepFactory:
     ) -> Iterator[Batches]:
         """Draw these clients' batches as their plan says, grouped by physical width."""
         indices = [self.stepper.data.indices[i] for i in client_ids]
-        drawn = (self.workload.work, indices, client_ids, randomness, round)
-        return self.privacy.batches(*drawn, self._widest_chunk)
+        inputs = (self.workload.work, indices, client_ids, randomness, round)
+        return self.privacy.batches(*inputs, self._widest_chunk)
 
     @property
     def _widest_chunk(self) -> int:
@@ -117,9 +117,9 @@ class PrivateSteps(Steps):
         """The bound mechanism's state, of the clients that were active in the last step."""
         for name, initial in privacy.mechanism.init(layout).items():
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
-            kept = self.keeps_state
+            is_kept = self.keeps_state
             self.state[name] = (
-                clients.carried.instead_of(start, MECHANISM + name) if kept else start
+                clients.carried.instead_of(start, MECHANISM + name) if is_kept else start
             )
 
     def step(self, state: State, index: int, active: int) -> None:
@@ -174,19 +174,21 @@ class StepNoise:
     """
 
     def __init__(self, noise: Noise, randomness: Randomness, round: int, client: int) -> None:
-        self._hardened, self._shared = noise.hardened, noise.correlated
-        if self._shared and randomness.seed is None:
+        self._hardened, self._is_correlated = noise.hardened, noise.correlated
+        if self._is_correlated and randomness.seed is None:
             randomness = Randomness(0, secrets.token_hex(32))
         self._address = {"round": round, "client": client}
         self._randomness = randomness
-        self._one = None if self._shared else NoiseSource(self._generator(0, 0, 0), self._hardened)
+        self._only_source = (
+            None if self._is_correlated else NoiseSource(self._generator(0, 0, 0), self._hardened)
+        )
 
     def of_step(self, index: int) -> NoiseSource:
         """The noise source of step ``index``, from 0; to be called once for each step."""
-        if self._one is not None:
-            return self._one
-        elsewhere = partial(self._generator, index)
-        return NoiseSource(self._generator(index, 0, 0), self._hardened, index + 1, elsewhere)
+        if self._only_source is not None:
+            return self._only_source
+        generators = partial(self._generator, index)
+        return NoiseSource(self._generator(index, 0, 0), self._hardened, index + 1, generators)
 
     def _generator(self, index: int, age: int, number: int) -> np.random.Generator:
         # Only draws of an earlier step (``age`` steps ago) may use an address a second time.

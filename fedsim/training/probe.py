@@ -86,8 +86,8 @@ class Probe:
         with exact(x.device):
             state = OwnState(self.trained.model, self.trained.loss, self.trained.packing.slices)
             with state.restored():
-                batch, others = self._made_up()
-                self._require_separate(batch, others)
+                batch, other_batch = self._made_up_batches()
+                self._require_separate(batch, other_batch)
                 changed = state.changed
             if changed:
                 raise FedsimError(
@@ -97,27 +97,29 @@ class Probe:
                 )
             if self.trained.draws.evaluation:
                 methods = methods[-1:]  # draws would differ: two methods cannot be compared
-            found: GradientMethod | None = None
-            why = ""
+            correct_method: GradientMethod | None = None
+            last_fault = ""
             for method in methods:
                 try:
-                    fault = self._fault(method, methods[-1], batch, others)
+                    fault = self._fault(method, methods[-1], batch, other_batch)
                 # A user's code may raise anything in surroundings that it was not written for.
                 except (Exception, SystemExit) as error:
                     fault = f"{type(error).__name__}: {error}"
                 if not fault:
-                    found = method
+                    correct_method = method
                     break
-                why = f"{method.name}: {fault}"
+                last_fault = f"{method.name}: {fault}"
             self._train(True)
-        if found is None:
+        if correct_method is None:
             raise FedsimError(
-                f"the model's examples cannot be taken one at a time ({why}), so that it cannot be "
-                "trained with example-level privacy."
+                f"the model's examples cannot be taken one at a time ({last_fault}), so that it "
+                "cannot be trained with example-level privacy."
             )
-        if found is methods[-1] and len(methods) > 1:
-            _log.warning("examples go through this model one by one, which is slow (%s)", why)
-        return found
+        if correct_method is methods[-1] and len(methods) > 1:
+            _log.warning(
+                "examples go through this model one by one, which is slow (%s)", last_fault
+            )
+        return correct_method
 
     def _train(self, drawing: bool) -> None:
         """Set training mode, or, if not ``drawing``, a mode in which the model does not draw."""
@@ -125,7 +127,7 @@ class Probe:
         for module in (self.trained.model, *((structure.module,) if structure else ())):
             module.train(drawing or not self.trained.draws.training)
 
-    def _made_up(self) -> tuple[_Batch, _Batch]:
+    def _made_up_batches(self) -> tuple[_Batch, _Batch]:
         """Two batches without a common example, which the model takes.
 
         If a loss is not finite, other batches are tried: NaN would hide what it depends on.
@@ -189,23 +191,23 @@ class Probe:
         rows = isinstance(outputs, Tensor) and outputs.shape[:1] == losses.shape
         return outputs if rows else None, losses
 
-    def _require_separate(self, batch: _Batch, others: _Batch) -> None:
+    def _require_separate(self, batch: _Batch, other_batch: _Batch) -> None:
         """Refuse a model or a loss in which an example's result depends on other examples."""
         results = self._run(batch)
-        still = self._run(batch, drawing=False)
+        quiet_results = self._run(batch, drawing=False)
         for j in WATCHED:
-            changed = self._run(others.with_example(j, batch))
-            self._require_same(results, changed, j, j, "what the other examples are")
+            changed_results = self._run(other_batch.with_example(j, batch))
+            self._require_same(results, changed_results, j, j, "what the other examples are")
             if not self.trained.draws.evaluation:
                 try:
-                    alone = self._run(batch.only(j), drawing=False)
+                    single = self._run(batch.only(j), drawing=False)
                 except (Exception, SystemExit) as error:
                     raise FedsimError(
                         "the model does not take one example alone "
                         f"({type(error).__name__}: {error}), so that it cannot be trained with "
                         "example-level privacy."
                     ) from error
-                self._require_same(still, alone, j, 0, "how many examples there are")
+                self._require_same(quiet_results, single, j, 0, "how many examples there are")
 
     @staticmethod
     def _require_same(
@@ -215,35 +217,35 @@ class Probe:
         k: int,
         depends: str,
     ) -> None:
-        for what, a, b in zip(("output", "loss"), first, second, strict=True):
+        for result_name, a, b in zip(("output", "loss"), first, second, strict=True):
             if a is None or b is None:
                 continue
             if a.shape[1:] != b.shape[1:] or _distance(a[j], b[k]) > TOLERANCE * _size(a, b):
-                culprit = "model" if what == "output" else "model or its loss"
+                culprit = "model" if result_name == "output" else "model or its loss"
                 raise FedsimError(
-                    f"the {culprit} mixes examples: the {what} of one depends on {depends}, so "
-                    "that no bound on an example's gradient would hold; with example-level privacy "
-                    "each example must go through by itself (sequences batch-first, no statistics "
-                    "over a batch)."
+                    f"the {culprit} mixes examples: the {result_name} of one depends on {depends}, "
+                    "so that no bound on an example's gradient would hold; with example-level "
+                    "privacy each example must go through by itself (sequences batch-first, no "
+                    "statistics over a batch)."
                 )
 
     def _fault(
-        self, method: GradientMethod, reference: GradientMethod, batch: _Batch, others: _Batch
+        self, method: GradientMethod, reference: GradientMethod, batch: _Batch, other_batch: _Batch
     ) -> str:
         """What is wrong with a method's gradients; empty if nothing is."""
         rows, losses = self._rows(method, batch)
         if rows.shape != (EXAMPLES, self.trained.packing.layout.d):
             return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
         for j in WATCHED:
-            changed, their_losses = self._rows(method, others.with_example(j, batch))
+            changed, their_losses = self._rows(method, other_batch.with_example(j, batch))
             if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
                 return "an example's gradient has other bits beside other examples"
         if method is reference or self.trained.draws.evaluation:
             return ""
-        still, _ = self._rows(method, batch, drawing=False)
+        quiet_rows, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):
-            alone, _ = self._rows(reference, batch.only(j), drawing=False)
-            if _distance(still[j], alone[0]) > TOLERANCE * _size(alone, still):
+            single_row, _ = self._rows(reference, batch.only(j), drawing=False)
+            if _distance(quiet_rows[j], single_row[0]) > TOLERANCE * _size(single_row, quiet_rows):
                 return "an example's gradient is not what it is alone"
         return ""
 

@@ -74,9 +74,9 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     """
     if all(type(module) in QUIET for module in model.modules()):
         return HiddenDraws(training=False, evaluation=False)
-    known = any(_known_to_draw(module) for module in model.modules())
+    draws_by_type = any(_known_to_draw(module) for module in model.modules())
     if x is None:
-        return HiddenDraws(training=known, evaluation=False)
+        return HiddenDraws(training=draws_by_type, evaluation=False)
     try:
         training, evaluation = (
             _draws(scratch_copy(model).train(mode), x) for mode in (True, False)
@@ -84,8 +84,8 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     except FedsimError:
         raise
     except (Exception, SystemExit):  # a user's code, which will fail in training too
-        return HiddenDraws(training=known, evaluation=False)
-    return HiddenDraws(training or known, evaluation)
+        return HiddenDraws(training=draws_by_type, evaluation=False)
+    return HiddenDraws(training or draws_by_type, evaluation)
 
 
 def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
@@ -119,7 +119,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _generators(x.device)
         model(x)
-        drawn = before != _generators(x.device)
+        has_drawn = before != _generators(x.device)
         remembers = _remembers(model, x)
     changed = [
         name
@@ -142,17 +142,17 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
             "keeps in between would carry one client's data into another's update; it must be a "
             "function of its inputs, parameters and buffers."
         )
-    return drawn
+    return has_drawn
 
 
 def _remembers(model: nn.Module, x: Tensor) -> bool:
     """Whether the same inputs, with the same draws, give other outputs after other inputs."""
     half = len(x) // 2
     outputs: list[Tensor] = []
-    for others in (None, x[half:], x[:half]):
-        if others is not None:
+    for other_inputs in (None, x[half:], x[:half]):
+        if other_inputs is not None:
             with suppress(Exception):  # a model may take batches of one size only
-                model(others)
+                model(other_inputs)
         with seeded(0, x.device):
             output = model(x[:half])
         if isinstance(output, Tensor):
@@ -204,7 +204,7 @@ def exact(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    products, allowed = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    products, allowed_tf32 = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
     with torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
     ):
@@ -212,7 +212,7 @@ def exact(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            products.allow_tf32 = allowed
+            products.allow_tf32 = allowed_tf32
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ class Steps:
         means = sums / np.maximum(weight.sum(axis=2), 1)
         total = np.zeros(len(steps))
         for count in set(steps.tolist()):
-            alike = steps == count
+            rows = steps == count
             # Summed over exactly its own steps: a client's bytes do not depend on its block.
-            total[alike] = np.ascontiguousarray(means[alike, :count]).sum(axis=1) / max(count, 1)
+            total[rows] = np.ascontiguousarray(means[rows, :count]).sum(axis=1) / max(count, 1)
         return total

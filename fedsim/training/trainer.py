@@ -154,15 +154,15 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.compression = compression
         self.personal = Personal.of(self.model, personal)
-        own = self.personal.names
-        checks.check_algorithm(algorithm, state, compression, personal=bool(own))
+        personal_names = self.personal.names
+        checks.check_algorithm(algorithm, state, compression, personal=bool(personal_names))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
-        statistics = checks.check_statistics(self.model, algorithm, own, private=private)
+        statistics = checks.check_statistics(self.model, algorithm, personal_names, private=private)
         self.kernel = kernel_of(kernel, self.device)
         self.trained = TrainedModel.of(
             self.model,
@@ -360,7 +360,7 @@ class Trainer:
         vectors = self._on_device(vector).view(-1, self.received_layout.d)
         clients = self.rounds.one_block(client_ids, round, sources)
         result = self.rounds.fit(self.payload.received(vectors), clients, numbers or {})
-        theta = self.payload.ended(result.theta, result.vectors, vectors)
+        theta = self.payload.replies(result.theta, result.vectors, vectors)
         self.rounds.finish(result, clients)
         return LocalResult(theta, result.metrics)
 

@@ -162,7 +162,7 @@ class TrainedModel:
         return cls(model, packing, loss, data, draws, reading, plain_only, program)
 
 
-def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Path:
+def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
     """The path that a setting asks for, or that the rule picks.
 
     The rule tests func on made-up examples before it picks it. A model that may look across a batch
@@ -178,24 +178,24 @@ def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Pat
     plain = PlainPath(trained.model, trained.packing, trained.loss)
     kind = type(trained.model).__name__
     if trained.plain_only or structure is None or read_loss is None:
-        if wanted in ("auto", "plain"):
+        if name in ("auto", "plain"):
             return plain
-        refused = f"a model or a loss that may look across a batch ({reading.why})"
+        refused_model = f"a model or a loss that may look across a batch ({reading.why})"
         if trained.plain_only:
-            refused = (
+            refused_model = (
                 "a model that draws random numbers (dropout, say) or keeps statistics of batches"
             )
         raise FedsimError(
-            f"client.path = '{wanted}' does not take {refused}; allowed here: 'auto', 'plain'."
+            f"client.path = '{name}' does not take {refused_model}; allowed here: 'auto', 'plain'."
         )
     if program is not None:
         # Convolutions gain by what pooling discards. On a GPU this path takes them client by
         # client, and would spend its time on launches.
         pooled = any(layer.pool is not None for layer in program.convolutions)
         wins = not program.convolutions or (device.type == "cpu" and pooled)
-        if wanted == "layered" or (wanted == "auto" and wins):
+        if name == "layered" or (name == "auto" and wins):
             return program
-    elif wanted == "layered":
+    elif name == "layered":
         raise FedsimError(
             f"client.path = 'layered' does not take a {kind} like this one; "
             "it takes a chain of convolutions with ReLU and max-pooling, or none, and linear "
@@ -203,15 +203,15 @@ def choose(wanted: PathName, trained: TrainedModel, device: torch.device) -> Pat
         )
     func = FuncPath(structure.module, trained.packing, read_loss)
     small = func.aligned and _row_bytes(trained.packing) <= SMALL_BYTES
-    fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, trained.data)
-    return func if wanted == "func" or fits else plain
+    fits = name == "auto" and (device.type == "cuda" or small) and _takes(func, trained.data)
+    return func if name == "func" or fits else plain
 
 
 def _row_bytes(packing: Packing) -> int:
     return packing.width * packing.layout.dtype.itemsize
 
 
-def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
+def kernel_of(kernel: KernelName, device: torch.device) -> KernelName:
     """Executor of the layered path: "eager" or "compiled".
 
     Compiled kernels add in another order than torch's operations, so that the executor is a part of
@@ -222,11 +222,11 @@ def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
     FedsimError
         If compiled ones are asked for, and cannot be built.
     """
-    if wanted == "eager" or device.type != "cpu":
-        return "eager" if wanted == "auto" else wanted
+    if kernel == "eager" or device.type != "cpu":
+        return "eager" if kernel == "auto" else kernel
     if _can_compile():
         return "compiled"
-    if wanted == "auto":
+    if kernel == "auto":
         return "eager"
     raise FedsimError(
         "client.kernel = 'compiled' needs kernels that cannot be built on this machine (a C "
@@ -246,14 +246,17 @@ def _can_compile() -> bool:
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
     """Whether func can take the model: `vmap` does not support branches on values, for example."""
-    dtype, one = path.packing.layout.dtype, data.one_example(protected=True)
-    if one is None:
+    dtype, example = path.packing.layout.dtype, data.one_example(protected=True)
+    if example is None:
         return True
-    index = torch.zeros(2, 2, dtype=torch.int64, device=one.x.device)
+    index = torch.zeros(2, 2, dtype=torch.int64, device=example.x.device)
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
         path.gradient(
-            theta, one.inputs(index, dtype), one.targets(index, dtype), theta.new_zeros(2, 2)
+            theta,
+            example.inputs(index, dtype),
+            example.targets(index, dtype),
+            theta.new_zeros(2, 2),
         )
     except RuntimeError as error:
         _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
@@ -261,8 +264,10 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
     return True
 
 
-def most_clients(model: nn.Module, packing: Packing, device: torch.device, wanted: int = 0) -> int:
-    """Most clients in a block: ``wanted``, or the rule's number if that is 0.
+def most_clients(
+    model: nn.Module, packing: Packing, device: torch.device, block_size: int = 0
+) -> int:
+    """Most clients in a block: ``block_size``, or the rule's number if that is 0.
 
     On a CPU, convolutions always go one client at a time: that is no slower, and a client's bits
     then do not depend on its block.
@@ -270,13 +275,13 @@ def most_clients(model: nn.Module, packing: Packing, device: torch.device, wante
     Raises
     ------
     FedsimError
-        If ``wanted`` is negative.
+        If ``block_size`` is negative.
     """
-    if wanted < 0:
-        raise FedsimError(f"client.block-size is {wanted}; it must be 0 (auto) or more.")
+    if block_size < 0:
+        raise FedsimError(f"client.block-size is {block_size}; it must be 0 (auto) or more.")
     if device.type == "cpu" and _convolutional(model):
         return 1
-    return wanted or most_rows(device, _row_bytes(packing))
+    return block_size or most_rows(device, _row_bytes(packing))
 
 
 def most_rows(device: torch.device, row_bytes: int) -> int:

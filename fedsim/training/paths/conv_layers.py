@@ -109,7 +109,7 @@ def forward(
 
     The last layer's outputs are the features, channels last.
     """
-    passed = []
+    activations = []
     placed = channels_last if takes_channels_last(layer.module for layer in layers) else torch.clone
     x = placed(x)
     for layer in layers:
@@ -119,9 +119,9 @@ def forward(
         pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations
         convolved, outputs, places = pooled(layer, x, weight, bias)
         outputs = torch.relu_(outputs)
-        passed.append(ConvActivations(layer, x, weight, convolved, places, outputs))
+        activations.append(ConvActivations(layer, x, weight, convolved, places, outputs))
         x = outputs
-    return passed
+    return activations
 
 
 def _has_kernels(layer: ConvLayer, x: Tensor) -> bool:
@@ -142,8 +142,8 @@ def _pooled_by_image(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor |
     images, patches = _images(module, x)
     windows = Windows(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
     rows = weight.permute(0, 2, 3, 1).flatten(2)
-    made = convolve_and_pool(images, rows, bias, patches, windows)
-    outputs, places = (images.permute(0, 3, 1, 2) for images in made)
+    pooled = convolve_and_pool(images, rows, bias, patches, windows)
+    outputs, places = (images.permute(0, 3, 1, 2) for images in pooled)
     return torch.Size((len(x), module.out_channels, *patches.places)), outputs, places
 
 
@@ -159,7 +159,7 @@ def _operations(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def backward(
-    passed: Sequence[ConvActivations],
+    layer_activations: Sequence[ConvActivations],
     delta: Tensor,
     of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
 ) -> list[Result]:
@@ -170,53 +170,53 @@ def backward(
     """
     results = []
     below: Tensor | None = channels_last(delta)
-    for number in range(len(passed) - 1, -1, -1):
-        past = passed[number]
+    for number in range(len(layer_activations) - 1, -1, -1):
+        activations = layer_activations[number]
         assert below is not None
         # ReLU's mask at the pooled size: no gradient goes through an output of 0.
-        delta = torch.ops.aten.threshold_backward.default(below, past.outputs, 0)
-        below, result = of_layer(past, delta, number > 0)
+        delta = torch.ops.aten.threshold_backward.default(below, activations.outputs, 0)
+        below, result = of_layer(activations, delta, number > 0)
         results.append(result)
     return results
 
 
 def gradients_by_name(
-    past: ConvActivations, delta: Tensor, below: bool, *, compiled: bool
+    activations: ConvActivations, delta: Tensor, below: bool, *, compiled: bool
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Gradients of a layer's inputs, if needed (``below``), and of its parameters by name."""
     # Which is faster depends on how much pooling discards.
-    if compiled and _sparse(past):
-        inputs, weight, bias = _of_winners(past, delta, below)
+    if compiled and _sparse(activations):
+        inputs, weight, bias = _of_winners(activations, delta, below)
     else:
-        delta = _before_pooling(past, delta)
-        inputs, weight, bias = _products(past, delta, below, parameters=True)
-    named = {f"{past.layer.name}.weight": weight, f"{past.layer.name}.bias": bias}
+        delta = _before_pooling(activations, delta)
+        inputs, weight, bias = _products(activations, delta, below, parameters=True)
+    named = {f"{activations.layer.name}.weight": weight, f"{activations.layer.name}.bias": bias}
     return inputs, {name: part for name, part in named.items() if part is not None}
 
 
 def factor_of(
-    past: ConvActivations, delta: Tensor, below: bool
+    activations: ConvActivations, delta: Tensor, below: bool
 ) -> tuple[Tensor | None, ConvFactor]:
     """Gradients of a layer's inputs, if needed, and the factors of per-example gradients."""
-    delta = _before_pooling(past, delta)
-    inputs = _products(past, delta, below, parameters=False)[0] if below else None
-    return inputs, ConvFactor(past.layer.module, past.x, delta)
+    delta = _before_pooling(activations, delta)
+    inputs = _products(activations, delta, below, parameters=False)[0] if below else None
+    return inputs, ConvFactor(activations.layer.module, activations.x, delta)
 
 
-def _sparse(past: ConvActivations) -> bool:
+def _sparse(activations: ConvActivations) -> bool:
     """Whether a layer's gradients are computed from its windows' winners alone."""
-    module = past.layer.module
-    if not _has_kernels(past.layer, past.x):
+    module = activations.layer.module
+    if not _has_kernels(activations.layer, activations.x):
         return False
     kernel = module.kernel_size[0] * module.kernel_size[1]
-    return past.convolved.numel() * kernel >= SPARSE * past.outputs.numel()
+    return activations.convolved.numel() * kernel >= SPARSE * activations.outputs.numel()
 
 
-def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
+def _of_winners(activations: ConvActivations, delta: Tensor, below: bool) -> Gradients:
     """Gradients of inputs (if needed), weight and bias, by sums over the windows' winners."""
-    module, places = past.layer.module, past.places
+    module, places = activations.layer.module, activations.places
     assert places is not None
-    images, patches = _images(module, past.x)
+    images, patches = _images(module, activations.x)
     height, width, channels = patches.image
     windows, places = (
         images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, places)
@@ -226,7 +226,7 @@ def _of_winners(past: ConvActivations, delta: Tensor, below: bool) -> Gradients:
     bias = None if module.bias is None else windows.flatten(0, 1).sum(0)
     if not below:
         return None, weights, bias
-    rows = past.weight.permute(0, 2, 3, 1).flatten(2)
+    rows = activations.weight.permute(0, 2, 3, 1).flatten(2)
     inputs = input_gradient(rows, windows, places, patches)
     down, across = _padding(module)  # the kernels' images include it
     inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
@@ -254,28 +254,33 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
 _patches = functools.cache(Patches)
 
 
-def _before_pooling(past: ConvActivations, delta: Tensor) -> Tensor:
+def _before_pooling(activations: ConvActivations, delta: Tensor) -> Tensor:
     """Gradients of the convolution's outputs, from those of the pooled outputs."""
-    if past.layer.pool is None:
+    if activations.layer.pool is None:
         return delta
     # The operation reads the shape of its pooled input and no numbers: they were not kept.
     convolved = torch.empty(
-        past.convolved, dtype=delta.dtype, device=delta.device, memory_format=torch.channels_last
+        activations.convolved,
+        dtype=delta.dtype,
+        device=delta.device,
+        memory_format=torch.channels_last,
     )
     gradients: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(
-        delta, convolved, *_pooling(past.layer.pool), past.places
+        delta, convolved, *_pooling(activations.layer.pool), activations.places
     )
     return gradients
 
 
-def _products(past: ConvActivations, delta: Tensor, below: bool, *, parameters: bool) -> Gradients:
+def _products(
+    activations: ConvActivations, delta: Tensor, below: bool, *, parameters: bool
+) -> Gradients:
     """Gradients of inputs, weight and bias by products over all positions (torch's backward)."""
-    module = past.layer.module
+    module = activations.layer.module
     biased = module.bias is not None
     gradients: Gradients = torch.ops.aten.convolution_backward.default(
         delta,
-        past.x,
-        past.weight,
+        activations.x,
+        activations.weight,
         [module.out_channels] if biased else None,
         module.stride,
         module.padding,

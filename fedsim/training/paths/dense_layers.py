@@ -234,9 +234,9 @@ class CompiledGradient:
             self.kernel.subtract(rates, theta, into, self.x, self.buffers)
             return
         # A user's algorithm may have rows with gaps, which the kernel does not take.
-        moved = into.clone(memory_format=torch.contiguous_format)
-        self.kernel.subtract(rates, theta.contiguous(), moved, self.x, self.buffers)
-        into.copy_(moved)
+        updated = into.clone(memory_format=torch.contiguous_format)
+        self.kernel.subtract(rates, theta.contiguous(), updated, self.x, self.buffers)
+        into.copy_(updated)
 
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, from inner products of the factors."""
@@ -267,23 +267,23 @@ class CompiledGradient:
 
 def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write outputs ``[n, B, few]`` to ``out``, computed by a layer padded to `NARROW` outputs."""
-    n, few, inputs = weight.shape
+    n, outputs, inputs = weight.shape
     wide = weight.new_empty(n, NARROW, inputs)
-    wide[:, :few], wide[:, few:] = weight, 0
+    wide[:, :outputs], wide[:, outputs:] = weight, 0
     h = aligned_empty(x, n, x.shape[1], NARROW)
     if bias is None:
         torch.bmm(x, wide.transpose(1, 2), out=h)
     else:
         wide_bias = bias.new_zeros(n, 1, NARROW)
-        wide_bias[..., :few] = bias
+        wide_bias[..., :outputs] = bias
         torch.baddbmm(wide_bias, x, wide.transpose(1, 2), out=h)
-    out.copy_(h[..., :few])
+    out.copy_(h[..., :outputs])
 
 
 def _on_lines(block: Tensor) -> Tensor:
     """``block [n, B, width]``, copied unless each client in it starts on a cache line."""
-    alone = len(block) == 1 and block.is_contiguous()
-    step = block.data_ptr() if alone else block.stride(0) * block.element_size()
+    is_single = len(block) == 1 and block.is_contiguous()
+    step = block.data_ptr() if is_single else block.stride(0) * block.element_size()
     if step % LINE == 0:
         return block
     return aligned_empty(block, *block.shape).copy_(block)

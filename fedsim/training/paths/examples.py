@@ -129,14 +129,14 @@ class Vmapped(GradientMethod):
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
         of_examples: Any = vmap(
-            grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different"
+            grad(self._example_loss, has_aux=True), in_dims=(None, 0, 0), randomness="different"
         )
         with self.state.restored():
             gradients, losses = of_examples(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
         return DenseRows(torch.cat(parts, dim=1)[None]), losses
 
-    def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
+    def _example_loss(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = call_with(self.model, named, x.unsqueeze(0))
         loss = self.loss(outputs, y.unsqueeze(0))[0]
         return loss, loss
@@ -237,8 +237,8 @@ class Unrolled(GradientMethod):
         watched = GradSampleModule(copied, loss_reduction="sum")
         for module in watched.iterate_submodules(copied):
             trained = any(p.requires_grad for p in module.parameters(recurse=False))
-            known = type(module) in GradSampleModule.GRAD_SAMPLERS
-            if trained and not known and not isinstance(module, DPRNN | DPGRU | DPLSTM):
+            has_rule = type(module) in GradSampleModule.GRAD_SAMPLERS
+            if trained and not has_rule and not isinstance(module, DPRNN | DPGRU | DPLSTM):
                 raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
         return copied
 
@@ -277,8 +277,8 @@ def _unrolled(layer: Any) -> nn.Module:
     unrolled: nn.Module = getattr(layers, f"DP{type(layer).__name__}")(**settings)
     first = next(layer.parameters())
     unrolled.to(first)
-    theirs = dict(unrolled.named_parameters())
+    parameters = dict(unrolled.named_parameters())
     for name, parameter in layer.named_parameters():
-        theirs[name].data.copy_(parameter.data)
-        theirs[name].requires_grad_(parameter.requires_grad)
+        parameters[name].data.copy_(parameter.data)
+        parameters[name].requires_grad_(parameter.requires_grad)
     return unrolled.train(layer.training)

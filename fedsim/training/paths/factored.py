@@ -115,8 +115,8 @@ class PositionsPart(LinearPart):
         if scale is not None or center is not None:
             return self._whitened_squares(scale, center)
         if self.small:
-            return Squares(self._written.square().sum(-1))
-        x, delta = self._precise
+            return Squares(self._dense_rows.square().sum(-1))
+        x, delta = self._doubles
         inputs = (x @ x.mT).add_(float(self.bias))
         values = (delta @ delta.mT).mul_(inputs).sum(-1).sum(-1).clamp_min(0)
         # No entry of a Gram matrix is larger than the product of two norms (Cauchy-Schwarz).
@@ -126,9 +126,9 @@ class PositionsPart(LinearPart):
 
     def _whitened_squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
         """Squared norms of centred and scaled rows, which are formed as precisely as in `sums`."""
-        x, delta = self._precise
-        rows = self._written if self.small else self._write(x, delta)
-        magnitudes = rows if self.small else self._write(x.abs(), delta.abs())
+        x, delta = self._doubles
+        rows = self._dense_rows if self.small else self._multiplied_out(x, delta)
+        magnitudes = rows if self.small else self._multiplied_out(x.abs(), delta.abs())
         factor = rows.new_ones(()) if scale is None else scale.unsqueeze(-2)
         shifted = rows if center is None else rows - center.unsqueeze(-2)
         sizes = (magnitudes * factor).square_().sum(-1)
@@ -143,10 +143,10 @@ class PositionsPart(LinearPart):
         # whether there are any would wait for it.
         wipe = weights.is_cuda or bool(absent.any())
         if self.small:
-            rows = self._written
+            rows = self._dense_rows
             rows = rows.masked_fill(absent[..., None], 0.0) if wipe else rows
             return [(weights.unsqueeze(-2) @ rows).squeeze(-2)]
-        x, delta = self._precise
+        x, delta = self._doubles
         if wipe:
             x, delta = (t.masked_fill(absent[..., None, None], 0.0) for t in (x, delta))
         delta = (delta * weights[..., None, None]).flatten(-3, -2)
@@ -155,9 +155,9 @@ class PositionsPart(LinearPart):
 
     def dense(self) -> Tensor:
         """The rows, multiplied out."""
-        return self._write(self.x, self.delta)
+        return self._multiplied_out(self.x, self.delta)
 
-    def _write(self, x: Tensor, delta: Tensor) -> Tensor:
+    def _multiplied_out(self, x: Tensor, delta: Tensor) -> Tensor:
         outer = self._row(delta.mT @ x)
         return torch.cat([outer, delta.sum(-2)], dim=-1) if self.bias else outer
 
@@ -170,11 +170,11 @@ class PositionsPart(LinearPart):
         return weight.flatten(-2)
 
     @cached_property
-    def _written(self) -> Tensor:
+    def _dense_rows(self) -> Tensor:
         return self.dense().double()
 
     @cached_property
-    def _precise(self) -> tuple[Tensor, Tensor]:
+    def _doubles(self) -> tuple[Tensor, Tensor]:
         return self.x.double(), self.delta.double()
 
 
@@ -238,10 +238,10 @@ class Hooked(GradientMethod):
 
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
-        called: dict[str, tuple[Tensor, Tensor]] = {}
+        layer_calls: dict[str, tuple[Tensor, Tensor]] = {}
         handles = [
             module.register_forward_hook(
-                lambda _, inputs, output, name=name: called.update({name: (inputs[0], output)})
+                lambda _, inputs, output, name=name: layer_calls.update({name: (inputs[0], output)})
             )
             for name, module in self.layers
         ]
@@ -252,7 +252,7 @@ class Hooked(GradientMethod):
         try:
             with torch.enable_grad():
                 losses = self.loss(call_with(self.model, leaves, x), y)
-                calls = [called[name] for name, _ in self.layers]
+                calls = [layer_calls[name] for name, _ in self.layers]
                 deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
         finally:
             for handle in handles:

@@ -64,8 +64,8 @@ class FuncPath:
                 self.packing.named(point), inputs, y[clients], weight[clients]
             )
             losses[clients] = client_losses[:, :B]
-            for name, inside in self.packing.slices.items():
-                gradients[clients, inside] = named[name].flatten(1)
+            for name, columns in self.packing.slices.items():
+                gradients[clients, columns] = named[name].flatten(1)
         return Dense(gradients), losses
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ class FuncPath:
         """``[n, B, ...]`` padded to whole cache lines, or pairs, by copies of the first example."""
         # A kernel's loop takes two vector registers at a time, and computes the rest differently:
         # with whole pairs for each client there is no rest (`fedsim.rows.packing`).
-        whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
-        missing = -batch.shape[1] % whole
-        if not missing or batch.is_cuda or not self.aligned:
+        multiple = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
+        padding = -batch.shape[1] % multiple
+        if not padding or batch.is_cuda or not self.aligned:
             return batch
-        return torch.cat([batch, batch[:, :1].expand(-1, missing, *batch.shape[2:])], dim=1)
+        return torch.cat([batch, batch[:, :1].expand(-1, padding, *batch.shape[2:])], dim=1)
 
     @staticmethod
     def _placed(block: Tensor, clients: slice) -> Tensor:

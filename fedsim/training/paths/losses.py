@@ -50,11 +50,11 @@ class EagerClassLosses:
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Gradients of the outputs of batches from number ``first`` on."""
-        together = slice(first, first + len(outputs))
-        log_p, classes = torch.log_softmax(outputs, -1), self._classes[together]
-        self._losses[together] = log_p.gather(-1, classes).squeeze(-1).neg_()
+        batches = slice(first, first + len(outputs))
+        log_p, classes = torch.log_softmax(outputs, -1), self._classes[batches]
+        self._losses[batches] = log_p.gather(-1, classes).squeeze(-1).neg_()
         # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
-        weights = torch.zeros_like(log_p).scatter_(-1, classes, self._minus_weight[together])
+        weights = torch.zeros_like(log_p).scatter_(-1, classes, self._minus_weight[batches])
         return torch._log_softmax_backward_data(weights, log_p, -1, outputs.dtype)
 
     def values(self) -> Tensor:
@@ -80,12 +80,12 @@ class LossesByAutograd:
         return torch.cat([self._of_some(*copy) for copy in copies])
 
     def _of_some(self, outputs: Tensor, first: int) -> Tensor:
-        together, leaf = slice(first, first + len(outputs)), outputs.requires_grad_()
-        y, weight = self._y[together].flatten(0, 1), self._weight[together].flatten()
+        batches, leaf = slice(first, first + len(outputs)), outputs.requires_grad_()
+        y, weight = self._y[batches].flatten(0, 1), self._weight[batches].flatten()
         with torch.enable_grad():
             losses = self._loss(leaf.flatten(0, 1), y)
             (delta,) = torch.autograd.grad((losses * weight).sum(), leaf)
-        self._losses[together] = losses.detach().view(-1, self._weight.shape[1])
+        self._losses[batches] = losses.detach().view(-1, self._weight.shape[1])
         return delta
 
     def values(self) -> Tensor:
@@ -104,11 +104,11 @@ class SquaredErrors(LossesByAutograd):
         self._all_count = not bool(y.isnan().any())
 
     def _of_some(self, outputs: Tensor, first: int) -> Tensor:
-        together = slice(first, first + len(outputs))
-        y, weight = self._y[together], self._weight[together]
+        batches = slice(first, first + len(outputs))
+        y, weight = self._y[batches], self._weight[batches]
         if not self._all_count or outputs.shape != y.shape:
             return super()._of_some(outputs, first)
         gap, size = outputs - y, y[0, 0].numel()
         squares = gap.square().flatten(0, 1).flatten(1).sum(1) / size
-        self._losses[together] = squares.view(weight.shape)
+        self._losses[batches] = squares.view(weight.shape)
         return gap.mul_(2).mul_((weight / size).view(*weight.shape, *[1] * (y.dim() - 2)))

@@ -200,13 +200,13 @@ class PlainPath:
         """
         outputs: list[Tensor] = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
-            real = inputs if counts is None else inputs[: counts[k]]
+            examples = inputs if counts is None else inputs[: counts[k]]
             # A model that writes to its parameters must not write to those that are evaluated.
             point = point if self.state.quiet else point.clone()
             with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
-                of_real = call_with(self.model, self._named(point), self._placed(real))
-            missing = of_real.new_zeros(len(inputs) - len(real), *of_real.shape[1:])
-            outputs.append(torch.cat([of_real, missing]) if len(missing) else of_real)
+                values = call_with(self.model, self._named(point), self._placed(examples))
+            padding = values.new_zeros(len(inputs) - len(examples), *values.shape[1:])
+            outputs.append(torch.cat([values, padding]) if len(padding) else values)
         return torch.stack(outputs)
 
     @cached_property

@@ -105,8 +105,8 @@ def _chain(structure: Structure) -> list[_Call]:
             calls.append(_Call(str(node.target), module, before.meta["value"].like.dim()))
     parameters = [id(p) for call in calls for p in call.module.parameters()]
     # No function is called in between, and no parameter is used twice (a row has it once).
-    whole = len(calls) == len(nodes) - 2 and len({*parameters}) == len(parameters)
-    return [call for call in calls if not isinstance(call.module, nn.Identity)] if whole else []
+    is_chain = len(calls) == len(nodes) - 2 and len({*parameters}) == len(parameters)
+    return [call for call in calls if not isinstance(call.module, nn.Identity)] if is_chain else []
 
 
 def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseLayer]:
@@ -185,9 +185,9 @@ class Program:
         """
         layers: list[ConvLayer | DenseLayer] = [*self.convolutions, *self.layers]
         starts = [layer.weight.start for layer in layers if layer.weight is not None]
-        alone = any(layer.bias is not None and layer.weight is None for layer in layers)
+        has_lone_bias = any(layer.bias is not None and layer.weight is None for layer in layers)
         grouped = any(layer.module.groups > 1 for layer in self.convolutions)
-        return starts == sorted(starts) and not alone and not grouped
+        return starts == sorted(starts) and not has_lone_bias and not grouped
 
     @cached_property
     def dense(self) -> DenseLayers:

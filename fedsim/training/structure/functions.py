@@ -70,11 +70,11 @@ def elementwise(call: NodeCall) -> Batched:
         if isinstance(value, Batched):
             call.need(not value.axis and value.like.dim() == rank, "sets examples beside others")
         elif isinstance(value, Fixed):
-            below = value.like.dim() < rank or value.like.shape[0] == 1
-            call.need(below, "does something to examples by their place in the batch")
+            is_broadcast = value.like.dim() < rank or value.like.shape[0] == 1
+            call.need(is_broadcast, "does something to examples by their place in the batch")
     if _in_place(call):
-        own = call.args and isinstance(call.args[0], Batched) and not call.shared
-        call.need(bool(own) and "out" not in call.kwargs, "writes to what is fixed")
+        is_batch = call.args and isinstance(call.args[0], Batched) and not call.shared
+        call.need(bool(is_batch) and "out" not in call.kwargs, "writes to what is fixed")
     return call.same_axis(result)
 
 
@@ -145,8 +145,8 @@ def attribute(call: NodeCall) -> Batched:
     """A tensor's ``mT`` or ``T``."""
     value, name = call.args
     rank = value.like.dim() if isinstance(value, Batched) else 0
-    known = (name == "mT" and rank >= 2) or (name == "T" and rank == 2)
-    call.need(known, f"of '{name}' is not known")
+    is_transpose = (name == "mT" and rank >= 2) or (name == "T" and rank == 2)
+    call.need(is_transpose, f"of '{name}' is not known")
     return moved(call, [*range(rank - 2), rank - 1, rank - 2])
 
 
@@ -154,8 +154,8 @@ def expand(call: NodeCall) -> Batched:
     """Copies of something fixed for each example, or of each example's own numbers."""
     sizes, value = _sizes(call), call.args[0]
     if isinstance(value, Fixed):
-        one = value.like.dim() < len(sizes) or value.like.shape[0] == 1
-        call.need(one and isinstance(sizes[0], BatchSize), "is not one for each example")
+        has_one_row = value.like.dim() < len(sizes) or value.like.shape[0] == 1
+        call.need(has_one_row and isinstance(sizes[0], BatchSize), "is not one for each example")
         return call.same_axis(call.results, shared=True)
     call.need(len(sizes) == call.first.like.dim(), "moves the examples")
     call.need(isinstance(sizes[0], BatchSize) or sizes[0] == -1, "is not one for each example")
@@ -175,8 +175,8 @@ def getitem(call: NodeCall) -> Any:
         return call.same_axis(call.results)
     places = index if isinstance(index, tuple) else (index,)
     if value.axis:  # the last layer's hidden state, say
-        whole = slice(None)
-        first = all(place == whole or isinstance(place, int) for place in places)
+        full_slice = slice(None)
+        first = all(place == full_slice or isinstance(place, int) for place in places)
         call.need(first and len(places) <= value.axis, "moves the examples")
         axis = value.axis - sum(isinstance(place, int) for place in places)
         return Batched(call.results, axis, value.shared)
@@ -187,10 +187,11 @@ def getitem(call: NodeCall) -> Any:
         covers = sum(place is not None for place in places[1:]) < value.like.dim()
     call.need(covers, "takes examples by their place in the batch")
     constant = (int, slice, type(None), type(Ellipsis))
-    known = all(isinstance(p, constant) and not isinstance(p, BatchSize) for p in places)
+    are_constant = all(isinstance(p, constant) and not isinstance(p, BatchSize) for p in places)
     ends = [end for p in places if isinstance(p, slice) for end in (p.start, p.stop, p.step)]
     call.need(
-        known and not any(isinstance(end, BatchSize) for end in ends), "is not at a known place"
+        are_constant and not any(isinstance(end, BatchSize) for end in ends),
+        "is not at a known place",
     )
     return call.same_axis(call.results)
 
@@ -207,18 +208,18 @@ def together(call: NodeCall) -> Batched:
 
 def matmul(call: NodeCall) -> Batched:
     """A matrix product that does not sum over examples."""
-    one, two = call.args
-    sides = [side.like.dim() if isinstance(side, Batched) else 0 for side in (one, two)]
+    left, right = call.args
+    sides = [side.like.dim() if isinstance(side, Batched) else 0 for side in (left, right)]
     # A product sums over the last axis of one and the last but one of the other. From three
     # dimensions on, and for a table of two on the other side, neither is the examples'.
-    straight = not any(side.axis for side in (one, two) if isinstance(side, Batched))
+    straight = not any(side.axis for side in (left, right) if isinstance(side, Batched))
     call.need(straight, "sums over examples")
     if all(sides):
         call.need(sides[0] == sides[1] >= 3, "sums over examples")
     elif sides[0]:
-        call.need(sides[0] >= 2 and two.like.dim() <= 2, "sets examples beside others")
+        call.need(sides[0] >= 2 and right.like.dim() <= 2, "sets examples beside others")
     else:
-        call.need(sides[1] >= 3 and one.like.dim() <= 2, "sums over examples")
+        call.need(sides[1] >= 3 and left.like.dim() <= 2, "sums over examples")
     return call.same_axis(call.results)
 
 
@@ -233,15 +234,15 @@ def einsum(call: NodeCall) -> Batched:
     example = equation.partition("->")[2][:1]
     for term, operand in zip(terms, operands, strict=True):
         if isinstance(operand, Batched):
-            own = not operand.axis and term[0] == example and term.count(example) == 1
-            call.need(own, "sums over examples")
+            is_by_example = not operand.axis and term[0] == example and term.count(example) == 1
+            call.need(is_by_example, "sums over examples")
         else:
             call.need(example not in term, "takes examples by their place in the batch")
     return call.same_axis(call.results)
 
 
-def rows(least: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
-    """Rule of functions of one batch with ``least`` or more dimensions, and of fixed arguments.
+def rows(min_rank: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
+    """Rule of functions of one batch with ``min_rank`` or more dimensions, and of fixed arguments.
 
     ``exactly`` so many where torch also takes a single example without a batch axis: the channels
     of an image, say, would pass for examples.
@@ -249,7 +250,7 @@ def rows(least: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
 
     def rule(call: NodeCall) -> Batched:
         rank = call.first.like.dim()
-        fits = rank == least if exactly else rank >= least
+        fits = rank == min_rank if exactly else rank >= min_rank
         call.need(fits, "is given no batch of such examples")
         call.need(len(call.batched) == 1, "has more than one batch")
         return call.same_axis(call.results)

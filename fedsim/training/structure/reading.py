@@ -132,8 +132,8 @@ def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool =
 
 
 def _is_own(loss: Loss) -> bool:
-    ours = type(loss).__module__ == "fedsim.tasks.losses"
-    return isinstance(loss, ExampleLoss) and ours
+    is_shipped = type(loss).__module__ == "fedsim.tasks.losses"
+    return isinstance(loss, ExampleLoss) and is_shipped
 
 
 def _of_batch(tensor: Tensor) -> Batched:
@@ -149,23 +149,23 @@ def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure
     copied = copy.deepcopy(model, {id(p): p for p in parameters.values()})
     graph, outputs = _traced(copied, [x], device)
     module = fx.GraphModule(copied, graph)
-    used = {name for name, _ in module.named_parameters()}
+    used_names = {name for name, _ in module.named_parameters()}
     # A row would have entries without a gradient.
-    missing = [n for n, p in parameters.items() if p.requires_grad and n not in used]
-    if missing:
-        raise NotReadError(f"parameter '{missing[0]}' is not used")
+    unused_names = [n for n, p in parameters.items() if p.requires_grad and n not in used_names]
+    if unused_names:
+        raise NotReadError(f"parameter '{unused_names[0]}' is not used")
     return Structure(module.train(model.training), outputs)
 
 
 def _read_loss(loss: Loss, outputs: Batched, y: Tensor) -> Loss:
-    root = _Called(copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss)
+    root = _LossModule(copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss)
     graph, losses = _traced(root, [outputs, _of_batch(y)], y.device)
     if losses.like.dim() != 1:
         raise NotReadError("result is not one number for each example")
     return fx.GraphModule(root, graph)
 
 
-class _Called(nn.Module):
+class _LossModule(nn.Module):
     """A loss as a module, which can be traced."""
 
     def __init__(self, loss: Loss) -> None:
@@ -181,8 +181,8 @@ def _traced(
 ) -> tuple[fx.Graph, Batched]:
     """The graph of a module, and the abstract value of its result."""
     tracer = _Tracer(inputs, device)
-    drawn = torch.get_rng_state()
-    before = _bytes(drawn)
+    random_state = torch.get_rng_state()
+    before = _bytes(random_state)
     try:
         with torch.enable_grad(), _sizes_by_len():
             graph = tracer.trace(root)
@@ -193,7 +193,7 @@ def _traced(
         raise NotReadError(f"code has no graph ({type(error).__name__}: {lines[0]})") from error
     # A number drawn while a graph is traced is a constant in it: each step would repeat it.
     if before != _bytes(torch.get_rng_state()):
-        torch.set_rng_state(drawn)
+        torch.set_rng_state(random_state)
         raise NotReadError("code draws random numbers beside its graph")
     (output,) = (node for node in graph.nodes if node.op == "output")
     result = tracer.value(output.args[0])
@@ -228,16 +228,16 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node: torch's own do, except containers and losses."""
         # They are traced into, so that what they call has nodes of its own.
-        inside = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
-        return is_torchs_own(m) and not isinstance(m, inside)
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
+        return is_torchs_own(m) and not isinstance(m, containers)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A proxy that knows its shape."""
         return _Proxy(node, self)
 
-    def create_proxy(self, kind: str, target: Any, *given: Any, **named: Any) -> Any:
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         """A node, whose value is computed before any code sees it."""
-        proxy = super().create_proxy(kind, target, *given, **named)
+        proxy = super().create_proxy(kind, target, *args, **kwargs)
         if kind in ("output", "get_attr"):
             return proxy
         # At once: the very next line of the code may ask for a shape.
@@ -248,8 +248,8 @@ class _Tracer(fx.Tracer):
         """A tuple value as a tuple of proxies, so that code can unpack it; others unchanged."""
         if not isinstance(value, tuple):
             return None if value is None else proxy
-        inside = (self._unpacked(proxy[i], v) for i, v in enumerate(value))
-        return Pair(*inside) if isinstance(value, Pair) else tuple(inside)
+        entries = (self._unpacked(proxy[i], v) for i, v in enumerate(value))
+        return Pair(*entries) if isinstance(value, Pair) else tuple(entries)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """As torch's, but without nodes for a module's inner calls while shapes are computed."""
@@ -358,8 +358,8 @@ def _sizes_by_len() -> Iterator[None]:
     """Make ``len(x)`` of a traced tensor ``x.shape[0]``; torch's own cannot be traced."""
     usual = builtins.len
 
-    def length(things: Any) -> Any:
-        return things.shape[0] if isinstance(things, _Proxy) else usual(things)
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, _Proxy) else usual(value)
 
     # `len` is global to the process, so it is replaced only during a trace.
     builtins.len = length

@@ -204,9 +204,9 @@ def recurrent(call: NodeCall) -> Any:
 
 def multihead_attention(call: NodeCall) -> Any:
     """Attention within each example's sequence."""
-    given = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
-    right = all(leads(value) and value.like.dim() == 3 for value in given)
-    call.need(right, "is given no batches of sequences")
+    tensors = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
+    are_sequences = all(leads(value) and value.like.dim() == 3 for value in tensors)
+    call.need(are_sequences, "is given no batches of sequences")
     _masks(call, key=("key_padding_mask", 3), attention=("attn_mask", 5))
     outputs, weights = call.results
     return call.same_axis(outputs), None if weights is None else call.same_axis(weights)
@@ -221,11 +221,11 @@ def encoder_layer(call: NodeCall) -> Batched:
 
 def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
     """Check the masks: of an example's own positions, and of pairs of positions, one for all."""
-    own = call.argument(key[1], key[0])
-    call.need(own is None or leads(own), "has an unknown mask")
-    shared = call.argument(attention[1], attention[0])
-    fixed = isinstance(shared, Fixed) and shared.like.dim() == 2
-    call.need(shared is None or fixed, "has an unknown mask")
+    key_mask = call.argument(key[1], key[0])
+    call.need(key_mask is None or leads(key_mask), "has an unknown mask")
+    attention_mask = call.argument(attention[1], attention[0])
+    fixed = isinstance(attention_mask, Fixed) and attention_mask.like.dim() == 2
+    call.need(attention_mask is None or fixed, "has an unknown mask")
 
 
 _ACTIVATION_MODULES = (

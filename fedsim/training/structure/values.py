@@ -188,10 +188,10 @@ class NodeCall(NamedTuple):
         The examples' dimension must not be among them.
         """
         # `flip(x, 1, 2)` and `flip(x, dims=(1, 2))` are one call.
-        given = self.argument(position, name, default)
-        if isinstance(given, int) and len(self.args) > position + 1 and name == "dims":
-            given = self.args[position:]
-        numbers = [given] if isinstance(given, int) else given
+        argument = self.argument(position, name, default)
+        if isinstance(argument, int) and len(self.args) > position + 1 and name == "dims":
+            argument = self.args[position:]
+        numbers = [argument] if isinstance(argument, int) else argument
         self.need(
             isinstance(numbers, tuple | list) and bool(numbers) and _plain(numbers),
             "goes through all examples",
