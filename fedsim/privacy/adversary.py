@@ -63,10 +63,10 @@ def large_delta(delta: float, level: Level, rows: int | None) -> str:
     """
     if not rows or delta * rows < 1:
         return ""
-    whose = "the population" if level == "client" else "a client's examples"
+    covered_rows = "the population" if level == "client" else "a client's examples"
     key = "noise.delta" if level == "client" else "client.noise.delta"
     return (
-        f"Warning: delta = {delta:g} is at least 1 / {rows:,}, {whose}: it would also allow "
+        f"Warning: delta = {delta:g} is at least 1 / {rows:,}, {covered_rows}: it would also allow "
         f"publishing one {level} drawn at random; {key} should be far below."
     )
 
@@ -105,17 +105,17 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
     """Sentences on who sees what under secure aggregation."""
     threshold = min(int(entry.public["secagg-threshold"] or 0) for entry in masked)
     colluders = max(int(entry.public["secagg-colluders"] or 0) for entry in masked)
-    known = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
-    sees = (
+    are_full = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
+    view = (
         f"sees sums of at least {threshold} masked shares (secure aggregation), and up to "
         f"{colluders} clients that tell it what they know"
     )
     return [
-        f"Adversary: the server, which follows the protocol and {sees}; and anyone who sees the "
+        f"Adversary: the server, which follows the protocol and {view}; and anyone who sees the "
         "models. Sampling, which the server knows, amplifies nothing."
-        if known
+        if are_full
         else "Adversary: anyone who sees the models and nothing else. The server "
-        f"{sees}; it also knows who was sampled, so that less is promised against it "
+        f"{view}; it also knows who was sampled, so that less is promised against it "
         "(secagg.observer).",
         "Clients bound their own rows and add noise to their shares, so that the fewest honest "
         f"clients of a sum, {threshold - colluders}, bring all of the noise that is counted. That "
@@ -133,22 +133,28 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
         "amplifies nothing against it. Where it sees only the sum of r shares, of which D are "
         "missing and k known to colluders, the noise multiplier against it is z sqrt((r-D-k)/r)"
     )
-    known = all(entry.event.law.is_gaussian and entry.event.law.population for entry in entries)
-    if not noise or math.isinf(noise) or not known:
+    are_gaussian = all(
+        entry.event.law.is_gaussian and entry.event.law.population for entry in entries
+    )
+    if not noise or math.isinf(noise) or not are_gaussian:
         return [f"{rule}; where it sees a single share, z / sqrt(r)."]
     cases = {"none missing or colluding": 1.0, "a tenth of them": 0.9}
-    spent = [
+    epsilons = [
         f"epsilon {_unamplified(((e.event, share) for e in entries), delta):.4g} with {name}"
         for name, share in cases.items()
     ]
-    cohorts, left = _largest_cohorts(entries, delta)
-    most = sum(cohorts[entry.event] for entry in entries)
-    alone = _unamplified(((e.event, 1 / cohorts[e.event]) for e in entries), left)
-    unless = f" but with probability {delta - left:g}, which delta includes" if left < delta else ""
+    cohorts, remaining_delta = _largest_cohorts(entries, delta)
+    total = sum(cohorts[entry.event] for entry in entries)
+    single = _unamplified(((e.event, 1 / cohorts[e.event]) for e in entries), remaining_delta)
+    unless = (
+        f" but with probability {delta - remaining_delta:g}, which delta includes"
+        if remaining_delta < delta
+        else ""
+    )
     return [
-        f"{rule} (z = {noise:g}: {', '.join(spent)}); without secure aggregation it sees each "
-        f"single share, at z / sqrt(r), epsilon {alone:.4g} for a client that is sampled whenever "
-        f"it can be, where r is at most {most / len(entries):.4g} on average{unless}."
+        f"{rule} (z = {noise:g}: {', '.join(epsilons)}); without secure aggregation it sees each "
+        f"single share, at z / sqrt(r), epsilon {single:.4g} for a client that is sampled whenever "
+        f"it can be, where r is at most {total / len(entries):.4g} on average{unless}."
     ]
 
 
@@ -172,12 +178,12 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
     independent = []
     for event in rounds:
         population = event.law.population or 0
-        drawn = event.law.inclusion(population)
-        known = drawn is not None and event.law.rounds == 1 and event not in declared
+        inclusion = event.law.inclusion(population)
+        has_inclusion = inclusion is not None and event.law.rounds == 1 and event not in declared
         cohorts[event] = population
-        if known and drawn is not None and drawn.size is not None:
-            cohorts[event] = drawn.size
-        elif known:
+        if has_inclusion and inclusion is not None and inclusion.size is not None:
+            cohorts[event] = inclusion.size
+        elif has_inclusion:
             independent.append(event)
     if not independent:
         return cohorts, delta
@@ -186,8 +192,8 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
     # In the n rounds of a client that is sampled in all of them, the numbers of the other clients
     # add up to Binomial(n (population - 1), rate), whose quantile bounds their mean.
     for event in independent:
-        others, each = rounds[event] * (cohorts[event] - 1), delta / 2 / len(independent)
-        cohorts[event] = 1 + float(binom.isf(each, others, event.law.rate)) / rounds[event]
+        other_draws, failure = rounds[event] * (cohorts[event] - 1), delta / 2 / len(independent)
+        cohorts[event] = 1 + float(binom.isf(failure, other_draws, event.law.rate)) / rounds[event]
     return cohorts, delta / 2
 
 
@@ -222,8 +228,8 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "run."
         )
     facts = _facts(entries)
-    known = facts.get("rows", set())
-    sentences.extend(sentence for how, sentence in ROWS.items() if how in known)
+    evidence = facts.get("rows", set())
+    sentences.extend(sentence for kind, sentence in ROWS.items() if kind in evidence)
     for fact, sentence in DECLARED_SENTENCES.items():
         if DECLARED in facts.get(fact, ()):
             sentences.append(sentence)

@@ -16,7 +16,7 @@ from fedsim.privacy.events import Event
 from fedsim.privacy.laws import FullLaw, Law, Level, Sampler
 from fedsim.privacy.losses import gaussian_mu
 
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 # Range of calibrated noise multipliers; outside of it the target or the plan is a mistake.
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
@@ -113,8 +113,8 @@ def calibrate_events(
 
     def excess(log_z: float) -> float:
         accountant = Accountant(events(math.exp(log_z)))
-        spent = accountant.cost(delta).rdp_epsilon if adaptive else accountant.epsilon(delta)
-        return math.log(max(spent, 1e-9) / target_epsilon)
+        epsilon = accountant.cost(delta).rdp_epsilon if adaptive else accountant.epsilon(delta)
+        return math.log(max(epsilon, 1e-9) / target_epsilon)
 
     # First guess: all releases as one Gaussian whose sensitivity is scaled by the sampling rate,
     # which is roughly the effect of amplification. It is mostly within a factor of 2, so that the
@@ -173,10 +173,10 @@ def rounds_within_events(
     before = Accountant(past)
 
     def fits(rounds: int) -> bool:
-        after = before.copy()
-        for other in others(rounds):
-            after.add(other)
-        return not after.would_exceed(event.over(rounds), max_epsilon, delta)
+        total = before.copy()
+        for further in others(rounds):
+            total.add(further)
+        return not total.would_exceed(event.over(rounds), max_epsilon, delta)
 
     low, high = 0, 1
     while fits(high):
@@ -271,18 +271,18 @@ class Question:
                 "give the first to get a noise multiplier, or the second to get rounds."
             )
         if self.asks == "noise multiplier":
-            return self._noise(self._given("rounds", self.rounds))
-        noise = self._given("noise multiplier", self.noise_multiplier)
+            return self._noise(self._required("rounds", self.rounds))
+        noise = self._required("noise multiplier", self.noise_multiplier)
         if self.max_epsilon is not None:
             rounds = rounds_within_events(
                 self.past,
                 self.event(noise),
                 max_epsilon=self.max_epsilon,
-                delta=self._at,
+                delta=self._planned_delta,
                 others=partial(self.others, self),
             )
-            return self._answered(noise, rounds)
-        return self._answered(noise, self._given("rounds", self.rounds))
+            return self._answer_for(noise, rounds)
+        return self._answer_for(noise, self._required("rounds", self.rounds))
 
     def _noise(self, rounds: int) -> Answer:
         """Answer with the least noise multiplier that meets the target epsilon."""
@@ -294,29 +294,29 @@ class Question:
         _check_rounds(rounds)
         noise = calibrate_events(
             lambda z: self.events(z, rounds),
-            target_epsilon=self._given("target epsilon", self.target_epsilon),
-            delta=self._at,
+            target_epsilon=self._required("target epsilon", self.target_epsilon),
+            delta=self._planned_delta,
             adaptive=bool(self.past),
         )
-        answer = self._answered(noise, rounds)
+        answer = self._answer_for(noise, rounds)
         if not self.past:
             return answer
         # The noise was chosen after looking at releases: only Rényi accounting covers that.
         cost = replace(answer.cost, epsilon=answer.cost.rdp_epsilon, method="rdp")
         return replace(answer, cost=cost)
 
-    def _answered(self, noise: float, rounds: int) -> Answer:
+    def _answer_for(self, noise: float, rounds: int) -> Answer:
         if rounds or self.asks == "epsilon":
             _check_rounds(rounds)
         accountant = Accountant(self.events(noise, rounds))
-        cost = replace(accountant.cost(self._at), delta=self.delta)
+        cost = replace(accountant.cost(self._planned_delta), delta=self.delta)
         return Answer(self, noise, rounds, cost)
 
     @property
-    def _at(self) -> float:
+    def _planned_delta(self) -> float:
         return self.stopping.planned_delta(self.delta)
 
-    def _given(self, name: str, value: Given | None) -> Given:
+    def _required(self, name: str, value: Value | None) -> Value:
         if value is None:
             raise FedsimError(
                 f"{name} is not set; it must be, to find the {self.asks}: of noise multiplier, "

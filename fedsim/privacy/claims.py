@@ -112,12 +112,12 @@ class Stopping:
             return []
         events = [last.event.further(self.left, self.made)]
         if self.evaluation is not None:
-            every = self.evaluation_every
-            if evaluations := (self.made + self.left) // every - self.made // every:
+            interval = self.evaluation_every
+            if evaluations := (self.made + self.left) // interval - self.made // interval:
                 events.append(self.evaluation.times(evaluations))
         # An earlier end of this run, before it was resumed, may have charged some of them.
-        left = [(event, event.count - history.ahead(event, self.run)) for event in events]
-        return [event.once.times(count) for event, count in left if count > 0]
+        counts = [(event, event.count - history.ahead(event, self.run)) for event in events]
+        return [event.once.times(count) for event, count in counts if count > 0]
 
     def unmade(self, history: History) -> list[Entry]:
         """Ledger lines that charge planned rounds that are not made, when releases end the run.
@@ -128,14 +128,14 @@ class Stopping:
         last = history.last_round(self.run)
         if last is None or history.last(self.run) is None or not history.accountant.private:
             return []
-        plan, at = self, self.planned_delta(self.budget_delta)
-        if self.max_epsilon is not None and history.accountant.epsilon(at) <= self.max_epsilon:
+        plan, delta = self, self.planned_delta(self.budget_delta)
+        if self.max_epsilon is not None and history.accountant.epsilon(delta) <= self.max_epsilon:
 
             def epsilon(left: int) -> float:
-                return replace(self, left=left)._with_further(history).epsilon(at)
+                return replace(self, left=left)._with_further(history).epsilon(delta)
 
-            within = bisect(range(self.left + 1), self.max_epsilon, key=epsilon) - 1
-            plan = replace(self, left=within)
+            affordable = bisect(range(self.left + 1), self.max_epsilon, key=epsilon) - 1
+            plan = replace(self, left=affordable)
         line = replace(
             last, kind="planned", attempt=0, settles=False, fragment="", fingerprint=None, sum=None
         )

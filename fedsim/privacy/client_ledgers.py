@@ -51,19 +51,19 @@ class ClientLedgers:
         self.max_epsilon = max_epsilon
         self._budget_delta = stopping.planned_delta(delta)
         self._read_only = read_only
-        self._open: dict[int, Ledger] = {}
+        self._ledgers: dict[int, Ledger] = {}
         self._fingerprints = Fingerprints(directory)
 
     def of(self, client: int) -> Ledger:
         """The ledger of one client."""
-        if client not in self._open:
+        if client not in self._ledgers:
             path = None if self.directory is None else self.directory / f"client-{client}.jsonl"
-            self._open[client] = (
+            self._ledgers[client] = (
                 Ledger.read(path, delta=self.delta)
                 if self._read_only and path is not None
                 else Ledger(path, delta=self.delta, max_epsilon=self.max_epsilon)
             )
-        return self._open[client]
+        return self._ledgers[client]
 
     def fingerprint(self, parts: Iterable[bytes]) -> str:
         """A client's keyed fingerprint of everything that its release depends on."""
@@ -83,7 +83,7 @@ class ClientLedgers:
         try:
             self.of(_client(entry)).record(entry, delta=self._budget_delta)
         except BudgetSpentError:
-            raise BudgetSpentError(f"{self._exceeds(entry)}.") from None
+            raise BudgetSpentError(f"{self._budget_message(entry)}.") from None
 
     def exceeded(self, entries: Iterable[Entry]) -> str | None:
         """Message about the first entry that exceeds its client's budget; None if none does."""
@@ -91,10 +91,10 @@ class ClientLedgers:
             return None
         for entry in entries:
             if self.of(_client(entry)).would_exceed(entry, delta=self._budget_delta):
-                return self._exceeds(entry)
+                return self._budget_message(entry)
         return None
 
-    def _exceeds(self, entry: Entry) -> str:
+    def _budget_message(self, entry: Entry) -> str:
         return (
             f"round {entry.round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
             f"client {entry.client} at delta = {self._budget_delta}"
@@ -102,19 +102,23 @@ class ClientLedgers:
 
     def everyone(self) -> list[Ledger]:
         """Ledgers of all clients that have ever released anything, read up to date."""
-        for client in self._found():
+        for client in self._clients_on_disk():
             self.of(client)
-        for ledger in self._open.values():
+        for ledger in self._ledgers.values():
             ledger.refresh()
-        return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
+        return [
+            self._ledgers[client]
+            for client in sorted(self._ledgers)
+            if self._ledgers[client].charged
+        ]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Each ledger's part of a checkpoint, by client."""
         self.everyone()  # reads what other processes have written
         return {
-            str(client): self._open[client].state()
-            for client in sorted(self._open)
-            if self._open[client].heads
+            str(client): self._ledgers[client].state()
+            for client in sorted(self._ledgers)
+            if self._ledgers[client].heads
         }
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -135,20 +139,20 @@ class ClientLedgers:
         stopping: Stopping = FIXED,
     ) -> float:
         """Epsilon of the client that has spent most; with ``round``, as of `Ledger.as_of`."""
-        spent = [
+        histories = [
             ledger.history if round is None else ledger.as_of(round, release)
             for ledger in self.everyone()
         ]
-        if not spent:
+        if not histories:
             return 0.0
         stopping = replace(stopping, max_epsilon=None)  # the server's
-        return stopping.epsilon(costliest(spent, self.delta, stopping), self.delta)
+        return stopping.epsilon(costliest(histories, self.delta, stopping), self.delta)
 
     def charge_planned(self, stopping: Stopping) -> None:
         """Call `Ledger.charge_planned` for each client that has released anything."""
-        own = replace(stopping, max_epsilon=None, evaluation=None)  # the server's
+        client_stopping = replace(stopping, max_epsilon=None, evaluation=None)  # the server's
         for ledger in self.everyone():
-            ledger.charge_planned(own)
+            ledger.charge_planned(client_stopping)
 
     def worst(self) -> Ledger:
         """Ledger of the client that has spent most; at least one must have released something."""
@@ -164,16 +168,16 @@ class ClientLedgers:
         everyone = self.everyone()
         if not everyone:
             return None
-        many = len(everyone)
+        count = len(everyone)
         place = "kept in memory only" if self.directory is None else f"{self.directory}/"
         return Statement.of(
             everyone,
             self.delta,
-            f"{place}, one for each of {many} client{'s' * (many > 1)}",
+            f"{place}, one for each of {count} client{'s' * (count > 1)}",
             stopping=replace(stopping, max_epsilon=None),  # the server's
         )
 
-    def _found(self) -> list[int]:
+    def _clients_on_disk(self) -> list[int]:
         """Ids of clients with a ledger on disk, archived ones included."""
         if self.directory is None:
             return []

@@ -86,8 +86,8 @@ def _name(definition: Any) -> str:
     # fedsim's classes may move between modules, so that their module does not enter. Two classes
     # of a user may have the same name in different modules.
     module = str(definition.__module__)
-    ours = module.partition(".")[0] == "fedsim"
-    return str(definition.__qualname__ if ours else f"{module}:{definition.__qualname__}")
+    is_shipped = module.partition(".")[0] == "fedsim"
+    return str(definition.__qualname__ if is_shipped else f"{module}:{definition.__qualname__}")
 
 
 KEY = "fingerprint.key"

@@ -21,7 +21,7 @@ from fedsim import regular_files
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create a file atomically; False if the path exists already, which is then unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _written(path, data, mode)
+    temporary = _temporary_file(path, data, mode)
     try:
         # Unlike a rename, a link never replaces a file that another process has just created.
         os.link(temporary, path)
@@ -46,7 +46,7 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         If it cannot be written; the error names ``path``.
     """
     with named_errors(path):
-        os.replace(_written(path, data, mode), path)
+        os.replace(_temporary_file(path, data, mode), path)
         sync_directory(path.parent)
 
 
@@ -95,7 +95,7 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def _written(path: Path, data: bytes, mode: int) -> Path:
+def _temporary_file(path: Path, data: bytes, mode: int) -> Path:
     """Temporary file with this content, synced, in the directory of ``path``."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -132,10 +132,10 @@ def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
     predecessors: list[Path] = []
     path = path.absolute()
     for parent in path.parents[:depth]:
-        inside = path.relative_to(parent)
+        relative_path = path.relative_to(parent)
         for number in _numbers(parent / ARCHIVE):
-            before = parent / ARCHIVE / str(number) / inside
-            for predecessor in sorted(before.parent.glob(before.name)):
+            archived_path = parent / ARCHIVE / str(number) / relative_path
+            for predecessor in sorted(archived_path.parent.glob(archived_path.name)):
                 # A directory that was archived may have an archive of its own, with older files.
                 if parent != path.parent:
                     predecessors += archived(predecessor, depth=1)

@@ -85,7 +85,7 @@ class Entry:
     """
 
     # The order of the fields is that of a line. A torn line is recognised by its beginning
-    # (`LedgerFile.began`): what identifies a release comes first.
+    # (`LedgerFile.has_fragment_of`): what identifies a release comes first.
     kind: Kind = "release"
     round: Annotated[int | None, Ge(0)] = None
     attempt: Annotated[int, Ge(0)] = 0
@@ -115,8 +115,8 @@ class Entry:
             )
         object.__setattr__(self, "public", dict(sorted(self.public.items())))
         # A law that is stored as data came from the user's code.
-        outside = isinstance(self.event.law, DeclaredLaw)
-        object.__setattr__(self, "declared_by_user", self.declared_by_user or outside)
+        has_users_law = isinstance(self.event.law, DeclaredLaw)
+        object.__setattr__(self, "declared_by_user", self.declared_by_user or has_users_law)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping with kebab-case keys, in the order of the fields."""
@@ -140,8 +140,8 @@ class Entry:
             If a field is missing, unknown, of the wrong type or out of range.
         """
         data = {**data, "event": Event.from_dict(data.get("event"))}
-        others = {name: (noted or {}).get(name) for name in _NOTED}
-        return read_record(cls, data, "an entry", **others, version=version)
+        notes = {name: (noted or {}).get(name) for name in _NOTED}
+        return read_record(cls, data, "an entry", **notes, version=version)
 
     @property
     def place(self) -> Place | None:
@@ -161,13 +161,13 @@ class Entry:
 
         At example level this requires the keyed fingerprint, which shows that data are unchanged.
         """
-        known = self.level == "client" or self.fingerprint is not None
-        return self.entropy == "config" and self.place is not None and known
+        is_identified = self.level == "client" or self.fingerprint is not None
+        return self.entropy == "config" and self.place is not None and is_identified
 
     def repeats(self, other: Entry) -> bool:
         """Whether this is the same release as an earlier line of the same `place`."""
-        same = (self.attempt, self.event) == (other.attempt, other.event)
-        return self.repeatable and other.repeatable and same and not self.differs(other)
+        same_charge = (self.attempt, self.event) == (other.attempt, other.event)
+        return self.repeatable and other.repeatable and same_charge and not self.differs(other)
 
     def differs(self, other: Entry) -> bool:
         """Whether the keyed hashes differ from those of another line of the same `place`."""
@@ -230,11 +230,11 @@ class History:
         ahead, net = self._ahead.copy(), []
         for entry in reversed(self.of_this_run):
             if entry.kind == "planned":
-                left = min(entry.event.count, ahead[_planned(entry)])
-                ahead[_planned(entry)] -= left
-                if not left:
+                remaining = min(entry.event.count, ahead[_planned(entry)])
+                ahead[_planned(entry)] -= remaining
+                if not remaining:
                     continue
-                entry = replace(entry, event=entry.event.once.times(left))
+                entry = replace(entry, event=entry.event.once.times(remaining))
             net.append(entry)
         return [*self.before, *reversed(net)]
 
@@ -244,8 +244,8 @@ class History:
         if not self._ahead.total():
             return self.accountant
         net = self.net
-        made = [entry for entry in net[len(self.before) :] if entry.kind != "planned"]
-        return Accountant(entry.event for entry in [*self.before, *made])
+        made_entries = [entry for entry in net[len(self.before) :] if entry.kind != "planned"]
+        return Accountant(entry.event for entry in [*self.before, *made_entries])
 
     def alone(self) -> History:
         """History of this ledger alone, without the archive's entries."""
@@ -337,8 +337,9 @@ class History:
     def _covers(self, event: Event, law: Law) -> bool:
         """Whether the law has been charged already, at the noise of ``event``."""
         return any(
-            made.law.covers(law) and made.noise_multiplier == event.noise_multiplier
-            for made, count in self.counts.items()
+            charged_event.law.covers(law)
+            and charged_event.noise_multiplier == event.noise_multiplier
+            for charged_event, count in self.counts.items()
             if count
         )
 
@@ -346,10 +347,10 @@ class History:
         """Count the entry of one more line; it replaces a torn line that it settles."""
         self.accountant = self.after(entry)
         if entry.settles and self.ends_torn:
-            torn = self.charged.pop().event
-            self.counts[torn.once] -= torn.count
-            if not self.counts[torn.once]:
-                del self.counts[torn.once]
+            torn_event = self.charged.pop().event
+            self.counts[torn_event.once] -= torn_event.count
+            if not self.counts[torn_event.once]:
+                del self.counts[torn_event.once]
         self._count(entry)
 
     def charge(self, entry: Entry) -> None:

@@ -138,8 +138,8 @@ class Event:
         """
         if self.law.rounds == 1:
             return self.times(rounds)
-        begun = -(-made // self.law.rounds)
-        return self.once.times(-(-(made + rounds) // self.law.rounds) - begun)
+        blocks = -(-made // self.law.rounds)
+        return self.once.times(-(-(made + rounds) // self.law.rounds) - blocks)
 
     @cached_property
     def once(self) -> Event:
@@ -176,12 +176,12 @@ def law_from_dict(data: object) -> Law:
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
-    name, others = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
+    name, options = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
     for inner in ("base", "shorter"):  # the laws that a wrapping law contains
-        if isinstance(others.get(inner), Mapping):
-            others[inner] = law_from_dict(others[inner])
+        if isinstance(options.get(inner), Mapping):
+            options[inner] = law_from_dict(options[inner])
     kind = DeclaredLaw if name == NAME else law_named(name)
-    return read_record(kind, others, f"the law '{name}'")
+    return read_record(kind, options, f"the law '{name}'")
 
 
 @cache
@@ -191,8 +191,8 @@ def shipped_laws() -> Mapping[str, type[Law]]:
         importlib.import_module(f"{laws.__name__}.{module.name}")
         for module in pkgutil.iter_modules(laws.__path__)
     )
-    things = [thing for module in modules for thing in vars(module).values()]
-    classes = [thing for thing in things if isinstance(thing, type) and issubclass(thing, Law)]
+    members = [member for module in modules for member in vars(module).values()]
+    classes = [member for member in members if isinstance(member, type) and issubclass(member, Law)]
     return {kind.name: kind for kind in classes if isinstance(vars(kind).get("name"), str)}
 
 
@@ -219,15 +219,17 @@ def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
 
     In these the law was one of four, and its fields were the event's own.
     """
-    known = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
-    known |= {"population", "count", "sides", "guarantee"}
-    if set(data) != known:
-        raise FedsimError(f"an event has the fields {sorted(data)}; it must have {sorted(known)}.")
+    field_names = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
+    field_names |= {"population", "count", "sides", "guarantee"}
+    if set(data) != field_names:
+        raise FedsimError(
+            f"an event has the fields {sorted(data)}; it must have {sorted(field_names)}."
+        )
     law = {"name": data["sampler"], **{k: data[k] for k in ("adjacency", "population")}}
-    own = {"poisson": "rate", "fixed": "size"}.get(data["sampler"])
-    law |= {own: data[own]} if own is not None else {}
-    others = ("noise-multiplier", "count", "sides", "guarantee")
-    return {"law": law, **{name: data[name] for name in others}}
+    parameter = {"poisson": "rate", "fixed": "size"}.get(data["sampler"])
+    law |= {parameter: data[parameter]} if parameter is not None else {}
+    unchanged = ("noise-multiplier", "count", "sides", "guarantee")
+    return {"law": law, **{name: data[name] for name in unchanged}}
 
 
 def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
@@ -257,25 +259,25 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
 
     None without events. For laws that cannot be compared, amplification is not credited.
     """
-    known = list(events)
-    if not known:
+    event_list = list(events)
+    if not event_list:
         return None
-    if not all(event.private for event in known):
+    if not all(event.private for event in event_list):
         return Event(noise_multiplier=0.0, guarantee=False)
-    noise = min(event.total_noise_multiplier for event in known)
-    count = max(event.count for event in known)
-    widest = max((event.law for event in known), key=lambda law: law.rate)
-    if all(widest.comparable(event.law) for event in known):
+    noise = min(event.total_noise_multiplier for event in event_list)
+    count = max(event.count for event in event_list)
+    widest = max((event.law for event in event_list), key=lambda law: law.rate)
+    if all(widest.comparable(event.law) for event in event_list):
         return Event(noise_multiplier=noise, law=widest, count=count)
-    adjacency = common_adjacency(event.adjacency for event in known)
+    adjacency = common_adjacency(event.adjacency for event in event_list)
     # A law that is Gaussian given the sample costs at most as much as an unsampled Gaussian of its
     # sensitivity. For other laws, take the largest Rényi divergence at each order.
-    if all(event.law.is_gaussian for event in known):
-        least = min(
+    if all(event.law.is_gaussian for event in event_list):
+        min_noise = min(
             event.total_noise_multiplier / event.law.sensitivity
-            for event in known
+            for event in event_list
             if event.law.sensitivity
         )
-        return Event(noise_multiplier=least, law=FullLaw(adjacency=adjacency), count=count)
-    curves = [event.law.rdp(event.total_noise_multiplier) for event in known]
+        return Event(noise_multiplier=min_noise, law=FullLaw(adjacency=adjacency), count=count)
+    curves = [event.law.rdp(event.total_noise_multiplier) for event in event_list]
     return Event(noise_multiplier=noise, law=costliest_curve(curves, adjacency), count=count)

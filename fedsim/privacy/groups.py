@@ -119,28 +119,28 @@ def _mixtures(
     # deviation of the loss.
     ratio = max([min(1.0, size * law.rate) / z for (law, z), _ in items] + [mu])
     step = float(np.clip(ratio / 40, FINEST, COARSEST))
-    together = pld.identity(step)
-    drawn = np.arange(size + 1).tolist()
+    total = pld.identity(step)
+    row_counts = np.arange(size + 1).tolist()
     for (law, z), count in sorted(items, key=repr):
-        once = pld.from_mixture_gaussian_mechanism(
-            z, drawn, law.together(size), value_discretization_interval=step
+        release = pld.from_mixture_gaussian_mechanism(
+            z, row_counts, law.together(size), value_discretization_interval=step
         )
-        together = together.compose(once.self_compose(count))
+        total = total.compose(release.self_compose(count))
     if mu:
-        plain = pld.from_gaussian_mechanism(1 / mu / size, value_discretization_interval=step)
-        together = together.compose(plain)
-    return float(together.get_epsilon_for_delta(delta))
+        gaussian = pld.from_gaussian_mechanism(1 / mu / size, value_discretization_interval=step)
+        total = total.compose(gaussian)
+    return float(total.get_epsilon_for_delta(delta))
 
 
 def _chain(accountant: Accountant, size: int, delta: float) -> float:
     """Least k * epsilon at which the chain's delta is small enough; each epsilon gives a bound."""
 
     def holds(epsilon: float) -> bool:
-        one = accountant.delta(epsilon)
-        if one <= 0:
+        single_delta = accountant.delta(epsilon)
+        if single_delta <= 0:
             return True
         # log of 1 + e^epsilon + ... + e^((k - 1) epsilon)
         terms = np.logaddexp.reduce(epsilon * np.arange(size))
-        return bool(math.log(one) + terms <= math.log(delta))
+        return bool(math.log(single_delta) + terms <= math.log(delta))
 
     return size * bisected(holds, 1e-4, LARGEST / size, accountant.epsilon(delta))[1]

@@ -145,10 +145,10 @@ class Ledger(LedgerFile):
                 "adjacency is 'add-remove'; at example level it must be zero-out (or "
                 "replace-one): how many examples a client has is public there."
             )
-        most = self.max_epsilon if max_epsilon is None else max_epsilon
+        limit = self.max_epsilon if max_epsilon is None else max_epsilon
         budget = None
-        if most is not None and most < math.inf:
-            budget = Budget(most, self._delta(delta))
+        if limit is not None and limit < math.inf:
+            budget = Budget(limit, self._delta(delta))
         return self.write(entry, budget)
 
     @contextmanager
@@ -243,15 +243,15 @@ class Ledger(LedgerFile):
         """
 
         def is_repeated(entry: Entry) -> bool:
-            later = entry.round is not None and entry.round > round
-            return later and entry.release == release is not None and entry.entropy == "config"
+            is_later = entry.round is not None and entry.round > round
+            return is_later and entry.release == release is not None and entry.entropy == "config"
 
         entries = self._entries
         if not entries or not is_repeated(entries[-1]):
             return self.history
         run = entries[-1].run
-        others = (e for e in self.history.of_this_run if e.run != run or not is_repeated(e))
-        return History([*self.history.before, *others])
+        remaining = (e for e in self.history.of_this_run if e.run != run or not is_repeated(e))
+        return History([*self.history.before, *remaining])
 
     def would_exceed(
         self,
@@ -281,12 +281,12 @@ class Ledger(LedgerFile):
             planned = replace(event, sum=None)
         else:
             planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
-        made = (replace(line, sum=None) for line in self.attempts(planned))
-        if any(planned.repeats(line) for line in made):
+        attempts = (replace(line, sum=None) for line in self.attempts(planned))
+        if any(planned.repeats(line) for line in attempts):
             return self.epsilon(delta) > budget
         # The line's beginning, with round and event, identifies it; a planned entry may lack facts
         # that come later in the line.
-        if self.began(planned, upto=',"mechanism":'):
+        if self.has_fragment_of(planned, upto=',"mechanism":'):
             planned = replace(planned, settles=True)
         return self.history.after(planned).epsilon(self._delta(delta)) > budget
 
@@ -323,10 +323,10 @@ class Ledger(LedgerFile):
             )
 
     def _delta(self, delta: float | None) -> float:
-        chosen = self.delta if delta is None else delta
-        if chosen is None:
+        value = self.delta if delta is None else delta
+        if value is None:
             raise FedsimError("delta was given neither to the ledger nor to this question.")
-        return chosen
+        return value
 
     # Flower's PrivacyAccountant protocol.
 
@@ -352,10 +352,10 @@ class Ledger(LedgerFile):
         Independent sampling is then declared by the user, since Flower's own strategies draw a
         fixed number of clients.
         """
-        ours = event_of(event, self.declared).times(count)
-        declared = not isinstance(event, Event) and ours.law.rate < 1
-        declared = declared and not isinstance(ours.law, FixedSizeLaw)
-        self.record(Entry(event=ours, declared_by_user=declared), max_epsilon=math.inf)
+        own_event = event_of(event, self.declared).times(count)
+        is_declared = not isinstance(event, Event) and own_event.law.rate < 1
+        is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
+        self.record(Entry(event=own_event, declared_by_user=is_declared), max_epsilon=math.inf)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

@@ -126,7 +126,7 @@ class LedgerFile:
         """Entries of this ledger, without the archive, for the same round of the same run."""
         return self._by_place.get(entry.place, ()) if entry.place is not None else ()
 
-    def began(self, entry: Entry, *, upto: str = "") -> bool:
+    def has_fragment_of(self, entry: Entry, *, upto: str = "") -> bool:
         """Whether the last line is torn and is the beginning of this entry's line.
 
         Parameters
@@ -191,13 +191,13 @@ class LedgerFile:
         assert self.path is not None
         # Another process may have archived ledgers since: read the archive again. If it has
         # become shorter, spent epsilon has been deleted.
-        known = len(self.history.charged)
+        charged_count = len(self.history.charged)
         self._clear()
-        if len(self.history.charged) < known:
+        if len(self.history.charged) < charged_count:
             raise self._removed()
         self._check(entry, budget)
         header, first = Header(entry.level, entry.client).sealed()
-        line, head = sealed(self._data(entry), first, _noted(entry))
+        line, head = sealed(self._data(entry), first, _notes(entry))
         if not durable.create(self.path, header + line):
             return False
         self._take_line(header[:-1])
@@ -206,19 +206,19 @@ class LedgerFile:
 
     def _add(self, entry: Entry, file: BinaryIO | None, budget: Budget | None) -> bool:
         """`write` with the file locked and read to its end (or None, in memory)."""
-        earlier = self.attempts(entry)
-        if any(entry.repeats(line) for line in earlier):
+        attempts = self.attempts(entry)
+        if any(entry.repeats(line) for line in attempts):
             return False
-        if earlier and entry.entropy == "system":
-            entry = replace(entry, attempt=len(earlier))
-        elif any(_shares_noise(entry, line) for line in earlier):
+        if attempts and entry.entropy == "system":
+            entry = replace(entry, attempt=len(attempts))
+        elif any(_shares_noise(entry, line) for line in attempts):
             raise self._other_release(entry)
-        if self.began(entry):
+        if self.has_fragment_of(entry):
             entry = replace(entry, settles=True)
         self._check(entry, budget)
         if self.header is None:
             self._take_line(Header(entry.level, entry.client).sealed()[0][:-1])
-        line, head = sealed(self._data(entry), self.head, _noted(entry))
+        line, head = sealed(self._data(entry), self.head, _notes(entry))
         if file is not None:
             durable.append(file, line)
         self._take(entry, line, head)
@@ -231,17 +231,17 @@ class LedgerFile:
                 f"level is {entry.level!r}; ledger {self.path or 'in memory'} is about "
                 f"{self.level} level, and guarantees of different levels do not add up."
             )
-        after = self.history.after(entry)
-        if budget is not None and after.epsilon(budget.delta) > budget.epsilon:
+        total = self.history.after(entry)
+        if budget is not None and total.epsilon(budget.delta) > budget.epsilon:
             raise BudgetSpentError(
                 f"a release would exceed max-epsilon = {budget.epsilon} at delta = {budget.delta} "
                 f"in ledger {self.path or 'in memory'}."
             )
 
     def _other_release(self, entry: Entry) -> FedsimError:
-        whose = "" if entry.client is None else f" of client {entry.client}"
+        of_client = "" if entry.client is None else f" of client {entry.client}"
         return FedsimError(
-            f"round {entry.round}{whose} was recorded in ledger {self.path or 'in memory'} for "
+            f"round {entry.round}{of_client} was recorded in ledger {self.path or 'in memory'} for "
             "another sum: data, code, path, kernel or fedsim's version have changed since, or the "
             "key beside the ledger (fingerprint.key). Its noise follows from the seed, and two "
             "sums with the same noise would show their difference; put back what the run began "
@@ -299,10 +299,10 @@ class LedgerFile:
             self._take_line(line)
         if not tail:
             return False
-        known = {charged.event for charged in self.history.charged}
+        events = {charged.event for charged in self.history.charged}
         # Notes are dropped: they have a time, which a repetition of the release cannot match.
-        torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *self._planned])
-        entry = replace(torn, level=self.level)
+        torn_line = torn_entry(tail.partition(b',"noted":')[0], [*events, *self._planned])
+        entry = replace(torn_line, level=self.level)
         self._take(entry, *sealed(self._data(entry), self.head))
         self._torn_on_disk = self.read_only
         if self.path is None or self.read_only:
@@ -324,7 +324,7 @@ class LedgerFile:
     def _opened(self, line: bytes) -> tuple[Entry, str]:
         try:
             data, noted, head = opened(line, self.head)
-            entry = Entry.from_dict(self._whole(data), noted)
+            entry = Entry.from_dict(self._with_law(data), noted)
             if entry.level != self.level and entry.kind != "torn":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
             return entry, head
@@ -338,7 +338,7 @@ class LedgerFile:
             data["event"]["law"] = {"name": NAME, "as": law.digest}
         return data
 
-    def _whole(self, data: dict[str, Any]) -> dict[str, Any]:
+    def _with_law(self, data: dict[str, Any]) -> dict[str, Any]:
         """Inverse of `_data`."""
         event = data.get("event")
         law = event.get("law") if isinstance(event, dict) else None
@@ -385,11 +385,11 @@ def _shares_noise(entry: Entry, line: Entry) -> bool:
 
     The difference of the two releases would then show the difference of the sums, without noise.
     """
-    known = any(code is not None for code in (entry.run, entry.sum, line.sum))
-    return entry.repeatable and line.repeatable and known and entry.differs(line)
+    is_identified = any(code is not None for code in (entry.run, entry.sum, line.sum))
+    return entry.repeatable and line.repeatable and is_identified and entry.differs(line)
 
 
-def _noted(entry: Entry) -> dict[str, str]:
+def _notes(entry: Entry) -> dict[str, str]:
     """Notes outside the hash: for the operator (time, host), and for a resumed run."""
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"time": time, "host": _host(), **entry.noted}

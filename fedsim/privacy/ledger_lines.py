@@ -204,8 +204,8 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
         try:
             entries.append(_old_entry(tail, head)[0])
         except FedsimError:
-            known = [*{entry.event for entry in entries}, *planned]
-            entries.append(replace(torn_entry(tail, known), version=1))
+            events = [*{entry.event for entry in entries}, *planned]
+            entries.append(replace(torn_entry(tail, events), version=1))
     return entries
 
 

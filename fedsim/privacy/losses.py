@@ -301,9 +301,9 @@ class DiscretePair(AtomicPair):
 
     def distributions(self) -> tuple[Array, Array, Array]:
         """All losses, the infinite ones included, with the masses of ``upper`` and ``lower``."""
-        losses, probs, others = self._atoms()
+        losses, probs, lower_probs = self._atoms()
         upper = np.concatenate([[0.0], probs, [self.infinite]])
-        lower = np.concatenate([[max(0.0, 1.0 - others.sum())], others, [0.0]])
+        lower = np.concatenate([[max(0.0, 1.0 - lower_probs.sum())], lower_probs, [0.0]])
         losses = np.concatenate([[-np.inf], losses, [np.inf]])
         return losses, upper / upper.sum(), lower / lower.sum()
 

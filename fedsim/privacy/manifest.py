@@ -37,7 +37,7 @@ FORMAT = 1
 KEYED = ("metrics.csv", "summary.json", "done")
 """Files that enter the manifest by an HMAC."""
 
-_PLAIN = ("model.safetensors", "config.toml")
+_HASHED = ("model.safetensors", "config.toml")
 _HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
 
 
@@ -91,17 +91,17 @@ class Manifest:
         """
         ledgers = {} if clients is None else {_client(p): p for p in clients.glob("client-*.jsonl")}
         archived = sorted((run / ARCHIVE).rglob("*.jsonl"))
-        plain = [run / name for name in _PLAIN if (run / name).is_file()]
-        plain += sorted((run / ARCHIVE).glob(f"*/{_PLAIN[1]}"))
+        plain = [run / name for name in _HASHED if (run / name).is_file()]
+        plain += sorted((run / ARCHIVE).glob(f"*/{_HASHED[1]}"))
         return cls(
             ledger=end_of(run / "ledger.jsonl"),
-            sha256={_inside(run, path): file_digest(path) for path in plain},
+            sha256={_relative_name(run, path): file_digest(path) for path in plain},
             hmac={
                 name: fingerprints.of([name.encode(), regular_files.read_bytes(run / name)])
                 for name in KEYED
                 if (run / name).is_file()
             },
-            archive={_inside(run, path): end_of(path) for path in archived},
+            archive={_relative_name(run, path): end_of(path) for path in archived},
             clients={client: end_of(path) for client, path in sorted(ledgers.items())},
         )
 
@@ -127,9 +127,9 @@ class Manifest:
             ) from None
         except (OSError, ValueError, RecursionError):
             raise FedsimError("it is not one that fedsim wrote.") from None
-        if isinstance(data, dict) and (written := data.pop("format", FORMAT)) != FORMAT:
+        if isinstance(data, dict) and (version := data.pop("format", FORMAT)) != FORMAT:
             raise FedsimError(
-                f"its format is {written!r}; this fedsim reads {FORMAT}: verify the run with the "
+                f"its format is {version!r}; this fedsim reads {FORMAT}: verify the run with the "
                 "fedsim that made it."
             )
         return read_record(cls, data, "the manifest")
@@ -144,7 +144,7 @@ def end_of(path: Path) -> End:
     return End(hashes[-1].decode() if hashes else GENESIS, len(lines))
 
 
-def _inside(run: Path, path: Path) -> str:
+def _relative_name(run: Path, path: Path) -> str:
     return path.relative_to(run).as_posix()
 
 

@@ -197,10 +197,10 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def law(self) -> Law:
         """Law of the plan's releases: the sampler's, with this noise."""
-        drawn = self.sampler.law()
+        sampler_law = self.sampler.law()
         if self.cohort_known:
-            drawn = replace(unamplified(drawn), population=drawn.population)
-        law = self.noise.law(drawn)
+            sampler_law = replace(unamplified(sampler_law), population=sampler_law.population)
+        law = self.noise.law(sampler_law)
         if self.level == "example" and isinstance(law, CorrelatedLaw):
             law = replace(law, rounds=1)  # the sums are all of one round
         return law
@@ -284,11 +284,11 @@ class ReleasePlan(Generic[BoundT]):
             return replace(event, law=law, count=1)
         begins = 1
         if self.extension is not None and round > self.extension.after:
-            event = replace(event, law=self._beyond(self.extension.rounds))
+            event = replace(event, law=self._extended_law(self.extension.rounds))
             begins = self.extension.after + 1
         return event if (round - begins) % event.law.rounds == 0 else event.times(0)
 
-    def _beyond(self, rounds: int) -> ExtendedLaw:
+    def _extended_law(self, rounds: int) -> ExtendedLaw:
         """Law of the additional cost over a plan of ``rounds`` rounds that has been charged."""
         law, shorter = self.law, replace(self, rounds=rounds).law
         return ExtendedLaw(
@@ -304,9 +304,9 @@ class ReleasePlan(Generic[BoundT]):
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )
-        return event if self.selection is None else self._selected(event, self.selection)
+        return event if self.selection is None else self._selection_event(event, self.selection)
 
-    def _selected(self, event: Event, selection: Selection) -> Event:
+    def _selection_event(self, event: Event, selection: Selection) -> Event:
         """Event of all rounds, if only the best of several runs is published."""
         if self.rounds is None:
             raise FedsimError("a selection among runs is of whole runs; the plan has no rounds.")
@@ -335,17 +335,17 @@ class ReleasePlan(Generic[BoundT]):
         rounds = self.rounds if after is None else after
         if rounds is None:
             raise FedsimError("the plan has no rounds; say how many, or after how many.")
-        return Accountant([self._first(rounds)] if rounds else []).epsilon(delta)
+        return Accountant([self._prefix_event(rounds)] if rounds else []).epsilon(delta)
 
-    def _first(self, rounds: int) -> Event:
+    def _prefix_event(self, rounds: int) -> Event:
         """Event of the first ``rounds`` rounds, if their number was fixed in advance."""
-        whole, noise = self.event().over(rounds), self.noise
+        event, noise = self.event().over(rounds), self.noise
         if not (self.charged_ahead and isinstance(noise, Correlated)):
-            return whole
-        known = noise.known_participation
-        prefix = known.first(min(rounds, known.rounds))
-        assert isinstance(whole.law, CorrelatedLaw)
-        return replace(whole, law=replace(whole.law, sensitivity=noise.sensitivity(prefix)))
+            return event
+        participation = noise.known_participation
+        prefix = participation.first(min(rounds, participation.rounds))
+        assert isinstance(event.law, CorrelatedLaw)
+        return replace(event, law=replace(event.law, sensitivity=noise.sensitivity(prefix)))
 
     def calibrated(
         self, target_epsilon: float, delta: float, others: Sequence[Event] = ()

@@ -98,8 +98,8 @@ def _deltas_at(
     below = max(0, start - MOST_WINDOW_POINTS)
     deltas = _deltas(start - below, probs, infinite, h)
     # Above its last loss a direction keeps the mass at infinity.
-    inside = deltas[np.clip(places - below, 0, len(deltas) - 1)]
-    return np.where(places < below, 1.0, inside)
+    values = deltas[np.clip(places - below, 0, len(deltas) - 1)]
+    return np.where(places < below, 1.0, values)
 
 
 def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
@@ -123,8 +123,8 @@ def _step(counts: Mapping[Pairs, int]) -> float:
     # A composition too wide for the largest grid gets a coarser one, which is still an upper bound.
     widest = max(_range(p[0]) for p in counts)
     variance = sum(n * _std(p[0], upper=True) ** 2 for p, n in counts.items())
-    least = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
-    return float(2.0 ** (math.floor(4 * math.log2(max(step, least, LEAST_STEP))) / 4))
+    min_step = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
+    return float(2.0 ** (math.floor(4 * math.log2(max(step, min_step, LEAST_STEP))) / 4))
 
 
 @lru_cache(maxsize=4096)
@@ -176,8 +176,8 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
 
 def _trimmed(start: int, masses: Array) -> _Losses:
     probs, infinite = masses[:-1], float(masses[-1])
-    inside = np.flatnonzero(probs > 0)
-    start, probs = start + int(inside[0]), probs[inside[0] : inside[-1] + 1]
+    support = np.flatnonzero(probs > 0)
+    start, probs = start + int(support[0]), probs[support[0] : support[-1] + 1]
     return _Losses(start, probs, infinite)
 
 
@@ -218,11 +218,11 @@ def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
     Powers are taken of log-magnitudes and phases, so that 10,000 releases cost as much as one.
     """
     factors = [(_release(pairs[side], h), pairs[side], n) for pairs, n in counts.items()]
-    least, most = _window(counts, h, side)
-    first = max(math.floor(least / h), sum(n * p.start for p, _, n in factors))
-    last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in factors))
-    needed = max(last - first + 1, max(len(p.probs) for p, _, n in factors))
-    size = _fast_size(needed)
+    low, high = _window(counts, h, side)
+    first = max(math.floor(low / h), sum(n * p.start for p, _, n in factors))
+    last = min(math.ceil(high / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in factors))
+    points = max(last - first + 1, max(len(p.probs) for p, _, n in factors))
+    size = _fast_size(points)
     # Every factor has magnitude at most 1. Where that of the most frequent release has vanished
     # (below e^-50 = 2e-22), so has the product; the other factors are evaluated elsewhere only.
     factors.sort(key=lambda factor: -factor[2])
@@ -260,8 +260,8 @@ def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, fl
     least_order = min(2.0 / high, 4.0 / widest)
     ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
     moments = sum(n * _log_moments(pairs[side], h, ladder) for pairs, n in counts.items())
-    least, most = np.min((moments - math.log(WINDOW_TAIL)) / 2.0 ** np.array(ladder), axis=1)
-    return -float(least), float(most)
+    below, above = np.min((moments - math.log(WINDOW_TAIL)) / 2.0 ** np.array(ladder), axis=1)
+    return -float(below), float(above)
 
 
 @lru_cache(maxsize=1024)
@@ -279,13 +279,13 @@ def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Array:
     return moments
 
 
-def _fast_size(needed: int) -> int:
+def _fast_size(points: int) -> int:
     """Least size of the form 2^k times 4, 5, 6 or 7 that is large enough.
 
     These sizes are fast to transform, and few, so that cached transforms are mostly reused.
     """
-    power = int(2 ** max(2, math.ceil(math.log2(needed)) - 3))
-    return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
+    power = int(2 ** max(2, math.ceil(math.log2(points)) - 3))
+    return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= points)
 
 
 def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
@@ -383,7 +383,7 @@ def _discounted(probs: Array, h: float) -> Array:
     for stop in range(len(probs), 0, -block):
         begin = max(0, stop - block)
         offset = np.arange(stop - begin) * h
-        inside = np.cumsum((probs[begin:stop] * np.exp(-offset))[::-1])[::-1]
-        out[begin:stop] = (inside + carried * math.exp(-(stop - begin) * h)) * np.exp(offset)
+        sums = np.cumsum((probs[begin:stop] * np.exp(-offset))[::-1])[::-1]
+        out[begin:stop] = (sums + carried * math.exp(-(stop - begin) * h)) * np.exp(offset)
         carried = float(out[begin])
     return out

@@ -39,7 +39,7 @@ def json_value(value: Any) -> Any:
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
-def read_record(kind: type[Record], data: object, noun: str, **others: Any) -> Record:
+def read_record(kind: type[Record], data: object, noun: str, **values: Any) -> Record:
     """Build a record from parsed JSON with kebab-case keys.
 
     Parameters
@@ -58,14 +58,14 @@ def read_record(kind: type[Record], data: object, noun: str, **others: Any) -> R
     FedsimError
         If a field is missing, unknown or of a wrong type, or the class refuses a value.
     """
-    known = {s.key: s for s in settings_of(kind) if s.name not in others}
+    settings = {s.key: s for s in settings_of(kind) if s.name not in values}
     if not isinstance(data, Mapping):
         raise FedsimError(f"{noun} is {shown(data)}; it must be a table.")
-    if data.keys() != known.keys():
-        raise FedsimError(f"{noun} has the fields {sorted(data)}; it must have {sorted(known)}.")
-    for key, setting in known.items():
-        others[setting.name] = _from_json(setting.type, data[key], f"{noun}'s {key}")
-    return kind(**others)
+    if data.keys() != settings.keys():
+        raise FedsimError(f"{noun} has the fields {sorted(data)}; it must have {sorted(settings)}.")
+    for key, setting in settings.items():
+        values[setting.name] = _from_json(setting.type, data[key], f"{noun}'s {key}")
+    return kind(**values)
 
 
 def _from_json(kind: Any, value: Any, name: str) -> Any:

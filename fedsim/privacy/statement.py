@@ -226,7 +226,7 @@ class Statement:
                 "No privacy guarantee: at least one release was made without sufficient noise, so "
                 f"epsilon is infinite at {self.level} level.",
                 *self._archive(),
-                *self._written(),
+                *self._ledger_sentences(),
             ]
         return [
             *self._guarantee(),
@@ -236,7 +236,7 @@ class Statement:
             *self._archive(),
             *self._provisos(),
             f"Not covered: {'; '.join(NOT_COVERED)}.",
-            *self._written(),
+            *self._ledger_sentences(),
         ]
 
     def _guarantee(self) -> list[str]:
@@ -316,10 +316,10 @@ class Statement:
         if self.this_run is None:
             return []
         epsilon = self.this_run.epsilon
-        alone = f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"
+        own_epsilon = f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"
         return [
             f"{self.before:,} of the releases were made by earlier runs, whose ledgers are "
-            f"archived beside this one and count; this run's own would be epsilon {alone}."
+            f"archived beside this one and count; this run's own would be epsilon {own_epsilon}."
         ]
 
     def _provisos(self) -> list[str]:
@@ -338,7 +338,7 @@ class Statement:
             sentences.append(f"{self.torn} incomplete ledger line(s) are counted as releases.")
         return sentences
 
-    def _written(self) -> list[str]:
+    def _ledger_sentences(self) -> list[str]:
         sentences = [self.note] if self.note else []
         sentences.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:

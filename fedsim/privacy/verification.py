@@ -122,8 +122,8 @@ def verify(
         opened = ClientLedgers(place, delta=examples_delta or delta, read_only=True)
         checks += _client_ledgers(opened, rows, manifest, stopping)
     if public_key is not None:
-        wrong = _wrong_signature(directory, public_key)
-        checks.append(FileCheck("signature", wrong is None, wrong or f"is that of {public_key}"))
+        fault = _wrong_signature(directory, public_key)
+        checks.append(FileCheck("signature", fault is None, fault or f"is that of {public_key}"))
     return checks
 
 
@@ -166,17 +166,17 @@ def _compare_bytes(path: Path, manifest: Manifest | None, found: str) -> str:
 def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> Iterator[FileCheck]:
     """Checks of the run's other files, and of its archive, against the manifest."""
     try:
-        now = Manifest.of(directory, clients, Fingerprints(directory, read_only=True))
+        current = Manifest.of(directory, clients, Fingerprints(directory, read_only=True))
     except (OSError, FedsimError) as error:
         yield FileCheck("files", False, f"they cannot be compared with the manifest: {error}")
         return
-    changes = _changes(manifest.hmac, now.hmac)
+    changes = _changes(manifest.hmac, current.hmac)
     for name in KEYED:
         if name in manifest.hmac or name in changes:
-            same = "has the HMAC that the manifest names"
-            yield FileCheck(name, name not in changes, changes.get(name, same))
-    configs = [name for name in _changes(manifest.sha256, now.sha256) if "/" in name]
-    if changed := sorted([*configs, *_changes(manifest.archive, now.archive)]):
+            match = "has the HMAC that the manifest names"
+            yield FileCheck(name, name not in changes, changes.get(name, match))
+    configs = [name for name in _changes(manifest.sha256, current.sha256) if "/" in name]
+    if changed := sorted([*configs, *_changes(manifest.archive, current.archive)]):
         yield FileCheck("archive", False, f"missing, changed or added: {', '.join(changed)}")
     elif manifest.archive:
         many = f"{len(manifest.archive)} ledger{'s' * (len(manifest.archive) > 1)} of earlier runs"
@@ -201,8 +201,8 @@ def _compare_metrics(
     A row was written when its round's last line was the ledger's last line, apart from lines of
     later rounds that a resumed run found there already.
     """
-    made = [entry for entry in ledger.history.of_this_run if entry.round is not None]
-    last = made[-1].round if made else 0
+    entries = [entry for entry in ledger.history.of_this_run if entry.round is not None]
+    last = entries[-1].round if entries else 0
     if not rows or int(rows[-1]["round"]) != last:
         reached = f"round {rows[-1]['round']}" if rows else "no round"
         raise FedsimError(
@@ -210,24 +210,24 @@ def _compare_metrics(
             "missing or of another run (one that was interrupted is complete once it is resumed)."
         )
     total = ledger.epsilon(delta)
-    found = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {last}"
+    summary = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {last}"
     if math.isinf(total):
-        return found
-    shown = total
+        return summary
+    stated = total
     is_torn = any(entry.kind == "torn" for entry in ledger.entries)
     by_round = {int(row["round"]): row for row in rows}
     for number, spent in _spent_by_round(ledger, delta, stopping):
         row = by_round.get(number)
         if row is None or not row.get("epsilon"):
             raise FedsimError(f"round {number} has no row with an epsilon.")
-        shown = float(row["epsilon"])
+        stated = float(row["epsilon"])
         # A torn line may have been charged when a row was written, and settled since.
-        most = max(total, spent) if is_torn else spent
-        if not spent * (1 - 1e-6) <= shown <= most * (1 + 1e-6):
+        upper = max(total, spent) if is_torn else spent
+        if not spent * (1 - 1e-6) <= stated <= upper * (1 + 1e-6):
             raise FedsimError(
-                f"epsilon is {shown:.6g} after round {number}; by the ledger it is {spent:.6g}."
+                f"epsilon is {stated:.6g} after round {number}; by the ledger it is {spent:.6g}."
             )
-    return f"{found}, epsilon {shown:.6g}"
+    return f"{summary}, epsilon {stated:.6g}"
 
 
 def _spent_by_round(
@@ -238,7 +238,7 @@ def _spent_by_round(
     If releases may end the run, only the last round: epsilon then depends on the planned number
     of rounds, which may have been raised after earlier rows were written.
     """
-    spent = History(ledger.history.before)
+    history = History(ledger.history.before)
     entries = ledger.history.of_this_run
     last = {entry.round: index for index, entry in enumerate(entries) if entry.round is not None}
     rounds = sorted(last)
@@ -246,9 +246,9 @@ def _spent_by_round(
     if not stopping.times:
         computed |= set(rounds[:: max(1, len(rounds) // _COMPUTED)])
     for index, entry in enumerate(entries):
-        spent.charge(entry)
+        history.charge(entry)
         if entry.round in computed and last[entry.round] == index:
-            yield entry.round, stopping.after(entry.round).epsilon(spent, delta)
+            yield entry.round, stopping.after(entry.round).epsilon(history, delta)
 
 
 def _client_ledgers(
@@ -272,20 +272,20 @@ def _client_ledgers(
         for client, end in named.items():
             clients.of(int(client)).restore({"head": end.head, "lines": end.lines})
             unchanged &= len(clients.of(int(client)).heads) == end.lines
-        found = f"{len(ledgers)} ledgers in {place}"
-        yield FileCheck("clients' chains", True, found)
+        summary = f"{len(ledgers)} ledgers in {place}"
+        yield FileCheck("clients' chains", True, summary)
     except (FedsimError, ValueError) as error:
         yield FileCheck("clients' chains", False, str(error))
-    shown = [float(row["example-epsilon"]) for row in rows if row.get("example-epsilon")]
-    if not shown or not ledgers:
+    stated = [float(row["example-epsilon"]) for row in rows if row.get("example-epsilon")]
+    if not stated or not ledgers:
         return
     spent = clients.epsilon(stopping=stopping.after(int(rows[-1]["round"])))
     # Later runs may only have added to what was spent.
-    passed = shown[-1] <= spent * (1 + 1e-6)
-    passed &= not unchanged or math.isclose(shown[-1], spent, rel_tol=1e-6)
-    found = f"the examples' epsilon is {shown[-1]:.6g}"
+    passed = stated[-1] <= spent * (1 + 1e-6)
+    passed &= not unchanged or math.isclose(stated[-1], spent, rel_tol=1e-6)
+    summary = f"the examples' epsilon is {stated[-1]:.6g}"
     yield FileCheck(
-        "metrics", passed, found if passed else f"{found}; by their ledgers it is {spent:.6g}."
+        "metrics", passed, summary if passed else f"{summary}; by their ledgers it is {spent:.6g}."
     )
 
 

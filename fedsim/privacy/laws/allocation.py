@@ -141,11 +141,11 @@ class AllocatedGaussian(AtomicPair):
     def ends(self) -> tuple[float, float]:
         """The least and the largest finite loss, up to negligible mass."""
         losses, upper, lower = self._atoms()
-        (inside,) = np.nonzero(
+        (support,) = np.nonzero(
             (np.cumsum(upper + lower) > RELEASE_TAIL)
             & (np.cumsum((upper + lower)[::-1])[::-1] > RELEASE_TAIL)
         )
-        return float(losses[inside[0]]), float(losses[inside[-1]])
+        return float(losses[support[0]]), float(losses[support[-1]])
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
         """Masses of ``upper`` and ``lower`` below, between and above the grid's points."""
@@ -234,12 +234,12 @@ def _sum(one: Array, other: Array, step: float) -> Array:
     part = np.expm1((larger - steps) * step) / math.expm1(step)
     part = np.clip(part, 0.0, 1.0)
     for k in range(points):
-        both = one[: points - k] * other[k:]
+        products = one[: points - k] * other[k:]
         if k:
-            both += other[: points - k] * one[k:]
+            products += other[: points - k] * one[k:]
         start = k + int(steps[k])
-        total[start : start + len(both)] += (1 - part[k]) * both
-        total[start + 1 : start + 1 + len(both)] += part[k] * both
+        total[start : start + len(products)] += (1 - part[k]) * products
+        total[start + 1 : start + 1 + len(products)] += part[k] * products
     # One of the two is 0: the sum is the other.
     total[:points] += (1 - one.sum()) * other + (1 - other.sum()) * one
     # Sums above the grid are dropped like single variables above it: they become infinite losses.
@@ -277,8 +277,8 @@ def _added_rdp(among: int, z: float) -> Array:
     # contribute. If a term lies below it, which happens with probability at most `among` times that
     # of one, the geometric mean bounds S again: a moment of a normal below a limit.
     losses, lower = _mean_of_lognormals(among, z, capped=True)
-    (some,) = np.nonzero(lower > 0)
-    on_grid = logsumexp(np.log(lower[some]) - powers[:, None] * losses[some], axis=1)
+    (positive,) = np.nonzero(lower > 0)
+    on_grid = logsumexp(np.log(lower[positive]) - powers[:, None] * losses[positive], axis=1)
     below = math.log(among) + log_ndtr(powers / (among * z) - REACH) + powers * geometric
     return np.asarray(np.minimum(geometric, np.logaddexp(on_grid, below) / powers))
 
@@ -343,23 +343,23 @@ class Allocation(RememberingSampler):
             If the round is not the next one of the plan.
         """
         if not self.memory:
-            left = np.full(declared_population(self), self.participations)
-            self.memory.update(round=0, left=left)
+            remaining = np.full(declared_population(self), self.participations)
+            self.memory.update(round=0, left=remaining)
         if round != self.memory["round"] + 1 or round > self.rounds:
             raise FedsimError(
                 f"round {round} follows round {self.memory['round']} of a random allocation; its "
                 f"{self.rounds} rounds must be drawn once each, in turn."
             )
-        left = self.memory["left"]
+        remaining = self.memory["left"]
         length = self.rounds // self.participations if self.blocks else self.rounds
         before = (round - 1) % length
         if self.blocks and not before:
-            left[:] = 1
+            remaining[:] = 1
         # A client that still has to take part r times in the m rounds that are left does so now
         # with probability r / m. Every choice of its rounds is then equally likely.
-        numbers = draws.generator(round, step).random(len(left))
-        ids: Ids = np.flatnonzero(numbers * (length - before) < left)
-        left[ids] -= 1
+        numbers = draws.generator(round, step).random(len(remaining))
+        ids: Ids = np.flatnonzero(numbers * (length - before) < remaining)
+        remaining[ids] -= 1
         self.memory["round"] = round
         return ids
 

@@ -228,9 +228,9 @@ class Law(ABC):
         """
         names = {field.name for field in fields(cls)}
         if options.keys() - names:
-            others = [name for name in ("rate", "size") if name not in names]
-            neither = f"neither --{others[0]} nor" if len(others) > 1 else "no"
-            raise FedsimError(f"--sampling {cls.name} takes {neither} --{others[-1]}.")
+            other_names = [name for name in ("rate", "size") if name not in names]
+            negation = f"neither --{other_names[0]} nor" if len(other_names) > 1 else "no"
+            raise FedsimError(f"--sampling {cls.name} takes {negation} --{other_names[-1]}.")
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:

@@ -91,15 +91,15 @@ class CorrelatedLaw(WrappingLaw):
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is sampled and noised: a phrase of the privacy statement."""
-        drawn = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
+        draws = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
         if row == "example":
             return (
-                f"passes in one order a round ({drawn}); noise correlated over the steps of a "
+                f"passes in one order a round ({draws}); noise correlated over the steps of a "
                 f"round ({self.noise}), which are charged together, as one Gaussian of sensitivity "
                 f"{self.sensitivity:.4g} C"
             )
         return (
-            f"{drawn}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
+            f"{draws}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
             f"are charged together, as one Gaussian of sensitivity {self.sensitivity:.4g} C"
         )
 

@@ -67,8 +67,8 @@ class CyclicLaw(Law):
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is sampled: a phrase of the privacy statement."""
-        inside = "" if self.in_group == 1 else ", of which each is in independently (Poisson)"
-        return f"groups of {row}s in turn, every {self.groups} rounds{inside}"
+        within_group = "" if self.in_group == 1 else ", of which each is in independently (Poisson)"
+        return f"groups of {row}s in turn, every {self.groups} rounds{within_group}"
 
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round: a sentence for reports."""

@@ -71,8 +71,8 @@ class DeclaredLaw(Law):
             )
         if not 0 < self.inclusion_rate <= 1 or not self.noise_multiplier >= 0:
             raise FedsimError(f"the law '{self.title}' has a rate or a noise out of range.")
-        whole = len(pairs) != 1 and all(pair.probs and pair.step > 0 for pair in pairs)
-        if not whole or not all(0 <= loss <= 1 for loss in losses):
+        is_complete = len(pairs) != 1 and all(pair.probs and pair.step > 0 for pair in pairs)
+        if not is_complete or not all(0 <= loss <= 1 for loss in losses):
             raise FedsimError(f"the pairs of the law '{self.title}' are not distributions.")
 
     @property

@@ -146,12 +146,12 @@ class FixedSize(Sampler):
         # One number from 0 to j for each of the last `size` ids j, ascending. If that number is
         # already chosen, j is taken instead: it is larger than all earlier ones, hence free.
         above = np.arange(self.population - self.size + 1, self.population + 1)
-        chosen: set[int] = set()
+        sampled: set[int] = set()
         for number, bound in zip(
             draws.generator(round, step).integers(above).tolist(), above.tolist(), strict=True
         ):
-            chosen.add(bound - 1 if number in chosen else number)
-        return np.sort(np.fromiter(chosen, dtype=np.int64, count=self.size))
+            sampled.add(bound - 1 if number in sampled else number)
+        return np.sort(np.fromiter(sampled, dtype=np.int64, count=self.size))
 
     def law(self) -> FixedSizeLaw:
         """Sampling of ``size`` rows without replacement."""

@@ -21,7 +21,7 @@ from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Le
 
-Drawn = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.bool_]
 
 # Standard deviations above the expected sample size for which gaps are drawn at first.
 SPREAD = 4.0
@@ -136,8 +136,8 @@ class Poisson(Sampler):
         """Sorted ids, from geometric gaps between them: time is proportional to the sample."""
         if self.rate == 1:
             return np.arange(declared_population(self), dtype=np.int64)
-        ids, drawn = draw_poisson([self], [draws], round, [range(step, step + 1)])
-        return ids[drawn]
+        ids, included = draw_poisson([self], [draws], round, [range(step, step + 1)])
+        return ids[included]
 
     def law(self) -> PoissonLaw:
         """Poisson sampling at ``rate``."""
@@ -146,7 +146,7 @@ class Poisson(Sampler):
 
 def draw_poisson(
     samplers: Sequence[Poisson | Full], draws: Sequence[Draws], round: int, steps: Sequence[range]
-) -> tuple[Ids, Drawn]:
+) -> tuple[Ids, Mask]:
     """`Poisson.draw` for several steps of each of n clients, in a third of the time.
 
     Parameters
@@ -190,8 +190,8 @@ def draw_poisson(
             generator = draws[owner].repeated().generator(round, number)
             further[owner, step] = generator.geometric(rate, 2 * have)[have:]
         numbers = np.concatenate([numbers, numbers[:, :, -1:] + further.cumsum(axis=2)], axis=2)
-    drawn = numbers <= population
-    return np.where(drawn, numbers - 1, 0).astype(np.int64), drawn
+    included = numbers <= population
+    return np.where(included, numbers - 1, 0).astype(np.int64), included
 
 
 _DERIVED = frozenset(

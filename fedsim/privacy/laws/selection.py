@@ -153,5 +153,5 @@ class SelectionLaw(WrappingLaw):
 @lru_cache(maxsize=256)
 def _selected(law: SelectionLaw, noise_multiplier: float) -> Array:
     mu = law.base.gaussian(noise_multiplier)
-    once = law.base.rdp(noise_multiplier) if mu is None else gaussian_rdp(mu)
-    return Selection(law.distribution, law.mean).renyi(law.invocations * once)
+    single_run = law.base.rdp(noise_multiplier) if mu is None else gaussian_rdp(mu)
+    return Selection(law.distribution, law.mean).renyi(law.invocations * single_run)

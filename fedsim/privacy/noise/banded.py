@@ -19,7 +19,7 @@ MOST_BANDS = 64
 """The most bands by default: the state has a vector of the model's size for each but one."""
 AUTO = -1
 """Internal value of ``bands`` where a config says ``auto``."""
-WANTED = "the first column of C: 1, and then numbers from 0 to 1"
+FORM = "the first column of C: 1, and then numbers from 0 to 1"
 
 
 def _read_bands(value: object) -> int:
@@ -70,7 +70,7 @@ class Banded(Toeplitz):
                 "it must be a number."
             )
         if self.coefficients:
-            bands, declared = len(self._numbers(WANTED)), self.bands
+            bands, declared = len(self._numbers(FORM)), self.bands
             if declared not in (0, bands):
                 raise FedsimError(
                     f"noise.bands is {declared}, and noise.coefficients has {bands} numbers; leave "
@@ -85,11 +85,11 @@ class Banded(Toeplitz):
 
     def series(self, rounds: int) -> Array:
         """First column of C: the coefficients, then zeros, ``[rounds]``."""
-        numbers = self._numbers(WANTED)
+        numbers = self._numbers(FORM)
         if numbers[0] != 1:
             raise FedsimError(
                 f"noise.coefficients begins with {numbers[0]:g}; with noise.name = '{self.name}' "
-                f"it must be {WANTED}."
+                f"it must be {FORM}."
             )
         series = np.zeros(rounds)
         series[: len(numbers)] = numbers[:rounds]
@@ -99,7 +99,7 @@ class Banded(Toeplitz):
         """This round's draws minus parts of the last rounds' noise; the state is that noise."""
         # The state is a ring: round t is at t modulo the lags, in the place of round t - lags,
         # which this round is the last to use.
-        noise, numbers = draws(), self._numbers(WANTED)
+        noise, numbers = draws(), self._numbers(FORM)
         lags = len(numbers) - 1
         for age, number in enumerate(numbers[1 : draws.round], start=1):
             noise.add_(state[str((draws.round - age) % lags)], alpha=-number)
@@ -116,7 +116,7 @@ def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
     """
     from scipy.optimize import minimize
 
-    # A draw of age a is in the sums of all later rounds, with the factor left[a] each: its square
+    # A draw of age a is in the sums of all later rounds, with factors[a] each: its square
     # counts (rounds - a) times in the mean over rounds.
     weights = np.arange(rounds, 0, -1) / rounds
 
@@ -125,12 +125,12 @@ def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
         parts = 1 / (1 + np.exp(-logits))
         series = np.zeros(rounds)
         series[:bands] = np.cumprod([1.0, *parts])
-        left = remaining(series)
-        norm, variance = float(series @ series), float(weights @ np.square(left))
+        factors = remaining(series)
+        norm, variance = float(series @ series), float(weights @ np.square(factors))
         # Gradient of the variance by the series, by the adjoint method: with C b = 1 and
         # C^T a = dV/db, dV/dc_j = -a^T (dC/dc_j) b, and dC/dc_j shifts b down by j.
-        adjoint = solved(series, 2 * weights * left, transposed=True)
-        by_series = -np.array([adjoint[j:] @ left[: rounds - j] for j in range(bands)])
+        adjoint = solved(series, 2 * weights * factors, transposed=True)
+        by_series = -np.array([adjoint[j:] @ factors[: rounds - j] for j in range(bands)])
         by_series = by_series / variance + 2 * series[:bands] / norm
         # Part k is a factor of coefficients k, k + 1, ...: sum their gradients from the end. The
         # derivative of log(part) by its logit is 1 - part.

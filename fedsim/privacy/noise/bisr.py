@@ -17,7 +17,7 @@ from fedsim.settings import Doc, Ge
 
 MOST_DRAWS = 64
 """The most rounds whose draws are combined, where the number is chosen automatically."""
-WANTED = "1, and then what is taken of each earlier round's draws, from 0 to 1"
+FORM = "1, and then what is taken of each earlier round's draws, from 0 to 1"
 
 
 @register("noise", "bisr")
@@ -46,20 +46,20 @@ class BISR(Toeplitz):
             return replace(self, participation=participation)
         # More draws leave less noise in long sums, but raise the sensitivity: try powers of 2.
         powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
-        tried = [
+        candidates = [
             replace(self, coefficients=text_of(root_of(draws)), participation=participation)
             for draws in ([self.draws] if self.draws else powers)
         ]
-        return min(tried, key=lambda noise: noise.error(1.0))
+        return min(candidates, key=lambda noise: noise.error(1.0))
 
     def _weights(self) -> list[float]:
         """Validated coefficients: 1, then d_1, d_2, ..."""
         # With c_j = sum_k d_k c_(j-k), a sum of the d_k of at most 1 keeps all of C in [0, 1].
-        numbers = self._numbers(WANTED)
+        numbers = self._numbers(FORM)
         if numbers[0] != 1 or sum(numbers[1:]) > 1:
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {WANTED}, and together at most 1."
+                f"must be {FORM}, and together at most 1."
             )
         return numbers
 

@@ -15,7 +15,7 @@ from fedsim.privacy.noise.correlated import Array, Toeplitz, text_of
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Le
 
-WANTED = "pairs of a buffer's decay and weight, from 0 to 1, weights together at most 1"
+FORM = "pairs of a buffer's decay and weight, from 0 to 1, weights together at most 1"
 
 
 @register("noise", "blt")
@@ -44,22 +44,22 @@ class BLT(Toeplitz):
         """This noise with the decays and weights that have the least error."""
         if self.coefficients:
             return replace(self, participation=participation)
-        tried = [
+        candidates = [
             replace(self, coefficients=text_of(numbers), participation=participation)
             for numbers in (best_buffers(participation, n + 1) for n in range(self.buffers))
         ]
         # The fewest buffers that are as good as the best: each is a vector of the model's size.
-        least = min(noise.error(1.0) for noise in tried)
-        return next(noise for noise in tried if noise.error(1.0) <= least * (1 + 1e-4))
+        min_error = min(noise.error(1.0) for noise in candidates)
+        return next(noise for noise in candidates if noise.error(1.0) <= min_error * (1 + 1e-4))
 
     def _buffers(self) -> list[tuple[float, float]]:
         """Validated coefficients, as (decay, weight) of each buffer."""
-        numbers = self._numbers(WANTED)
+        numbers = self._numbers(FORM)
         decays, weights = numbers[::2], numbers[1::2]
         if len(decays) != len(weights) or sum(weights) > 1 + 1e-9:
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {WANTED}."
+                f"must be {FORM}."
             )
         return list(zip(decays, weights, strict=True))
 
@@ -100,8 +100,8 @@ def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...
         """
         parts = 1 / (1 + np.exp(-free))
         # Stick breaking: each weight is a part of what the weights before it leave of 1.
-        left = np.cumprod(np.concatenate([[1.0], 1 - parts[buffers:]]))
-        return np.stack([parts[:buffers], parts[buffers:] * left[:-1]], axis=1)
+        remainders = np.cumprod(np.concatenate([[1.0], 1 - parts[buffers:]]))
+        return np.stack([parts[:buffers], parts[buffers:] * remainders[:-1]], axis=1)
 
     def loss(free: Array) -> float:
         # All digits (repr), not those of `text_of`: rounding would hide the slope, which is taken

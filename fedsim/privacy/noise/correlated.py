@@ -152,13 +152,13 @@ class Correlated(Noise):
             adjacency=law.adjacency,
         )
 
-    def _numbers(self, wanted: str) -> list[float]:
+    def _numbers(self, form: str) -> list[float]:
         """The coefficients as numbers, each in [0, 1].
 
         Raises
         ------
         FedsimError
-            If they are no such numbers; ``wanted`` says in the message what is expected.
+            If they are no such numbers; ``form`` says in the message what is expected.
         """
         try:
             numbers = [float(word) for word in self.coefficients.split()]
@@ -167,7 +167,7 @@ class Correlated(Noise):
         if not numbers or not all(0 <= number <= 1 for number in numbers):
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {wanted}."
+                f"must be {form}."
             )
         return numbers
 
@@ -190,11 +190,11 @@ class Toeplitz(Correlated):
         # The worst row is the same vector in each of its rounds: it moves C X by the sum of these
         # rounds' columns, each the first one shifted down.
         column = majorant(self.series(participation.rounds))
-        moved = np.zeros_like(column)
+        shifted = np.zeros_like(column)
         for j in range(participation.participations):
             start = j * participation.separation
-            moved[start:] += column[: len(column) - start]
-        return length(moved)
+            shifted[start:] += column[: len(column) - start]
+        return length(shifted)
 
     @property
     def column(self) -> float:
@@ -251,8 +251,8 @@ def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
 
     # Band storage, cut at the last non-zero coefficient: a series of b coefficients takes time
     # and memory O(b * rounds), where a dense solve would take O(rounds^2).
-    (others,) = np.nonzero(series)
-    width = int(others[-1])
+    (nonzero,) = np.nonzero(series)
+    width = int(nonzero[-1])
     band = np.repeat(series[: width + 1, None], len(right), axis=1)
     return np.asarray(dtbsv(width, band, right, lower=1, trans=int(transposed)))
 

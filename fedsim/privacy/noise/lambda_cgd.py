@@ -34,13 +34,15 @@ class LambdaCGD(Toeplitz):
         low, high = 0, 999
         while low < high:
             middle = (low + high) // 2
-            here, beyond = (self._with(n / 1000, participation) for n in (middle, middle + 1))
-            low, high = (
-                (low, middle) if here.error(1.0) <= beyond.error(1.0) else (middle + 1, high)
+            noise, next_noise = (
+                self._with_lambda(n / 1000, participation) for n in (middle, middle + 1)
             )
-        return self._with(low / 1000, participation)
+            low, high = (
+                (low, middle) if noise.error(1.0) <= next_noise.error(1.0) else (middle + 1, high)
+            )
+        return self._with_lambda(low / 1000, participation)
 
-    def _with(self, number: float, participation: Participation) -> Self:
+    def _with_lambda(self, number: float, participation: Participation) -> Self:
         return replace(self, coefficients=f"{number:g}", participation=participation)
 
     @property

@@ -33,8 +33,8 @@ class Tree(Correlated):
         """This noise, with trees over the rounds from one participation of a row to its next."""
         if self.coefficients:
             return replace(self, participation=participation)
-        alone = participation.participations == 1
-        period = participation.rounds if alone else participation.separation
+        is_once = participation.participations == 1
+        period = participation.rounds if is_once else participation.separation
         return replace(self, coefficients=str(period), participation=participation)
 
     @property
@@ -60,14 +60,14 @@ class Tree(Correlated):
         FedsimError
             If a row can be in two rounds of a tree.
         """
-        many = participation.participations
-        if many > 1 and participation.separation < self.bands:
+        count = participation.participations
+        if count > 1 and participation.separation < self.bands:
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients}; with noise.name = 'tree' it must be "
                 f"at most {participation.separation}, the rounds from one participation of a "
                 "client to the next: it may be in one round of a tree only."
             )
-        return self.column * math.sqrt(many)
+        return self.column * math.sqrt(count)
 
     def again(self, participation: Participation) -> float:
         """L2 sensitivity of the nodes that a round completes; a row is in each at most once."""
@@ -84,8 +84,8 @@ class Tree(Correlated):
         numbers = {node: index for index, node in enumerate(_nodes(rounds, period))}
         estimates: dict[tuple[int, int], Array] = {}
         for (end, height), index in sorted(numbers.items(), key=lambda item: item[0][1]):
-            own = np.eye(1, len(numbers), index)[0]
-            estimates[end, height] = own
+            own_noise = np.eye(1, len(numbers), index)[0]
+            estimates[end, height] = own_noise
             if height:
                 part = 1 / (2 - 0.5**height)  # the weight of the own noise, as in `combine`
                 left, right = ((end - h, height - 1) for h in (1 << (height - 1), 0))
@@ -95,11 +95,11 @@ class Tree(Correlated):
         for row, end in zip(sums, range(1, rounds + 1), strict=True):
             # The nodes of a prefix of a tree are the binary digits of its length. All earlier
             # trees are in the last sum before this one began.
-            begun = (end - 1) // period * period
+            start = (end - 1) // period * period
             for height in heights:
-                if end - begun >> height & 1:
-                    row += estimates[begun + (end - begun >> height << height), height]
-            row += sums[begun - 1] if begun else 0
+                if end - start >> height & 1:
+                    row += estimates[start + (end - start >> height << height), height]
+            row += sums[start - 1] if start else 0
         noise = np.diff(sums, axis=0, prepend=0)
         return np.asarray(np.linalg.inv(np.linalg.cholesky(noise @ noise.T)))
 
@@ -111,8 +111,8 @@ class Tree(Correlated):
         period = self.bands
         heights = np.arange(period.bit_length())
         of_node = 1 / (2 - 0.5**heights)
-        inside = np.arange(1, period + 1)[:, None]
-        in_tree = ((inside >> heights & 1) * of_node).sum(1)
+        lengths = np.arange(1, period + 1)[:, None]
+        in_tree = ((lengths >> heights & 1) * of_node).sum(1)
         trees, place = np.divmod(np.arange(1, rounds + 1), period)
         return np.asarray(trees * in_tree[-1] + np.concatenate([[0.0], in_tree])[place])
 
@@ -123,18 +123,18 @@ class Tree(Correlated):
         tree's prefix, by height. Like a carry in binary addition, a round replaces the nodes of
         the lowest heights by the one that they complete.
         """
-        inside = (draws.round - 1) % self.bands + 1
-        nodes = {} if inside == 1 else dict(state)
+        length = (draws.round - 1) % self.bands + 1
+        nodes = {} if length == 1 else dict(state)
         estimate, noise, variance, height = draws(), None, 1.0, 0
-        while not inside >> height & 1:
-            left = nodes.pop(str(height))
-            noise = -left if noise is None else noise - left
+        while not length >> height & 1:
+            left_estimate = nodes.pop(str(height))
+            noise = -left_estimate if noise is None else noise - left_estimate
             # Two independent estimates of the node: by its own noise, of variance 1, and by its
             # children's sum, of variance 2v. Weighted by precision they have 2v / (1 + 2v), which
             # is also the weight of the own noise.
             part = 2 * variance / (1 + 2 * variance)
             height, variance = height + 1, part
-            estimate = part * draws(0, height) + (1 - part) * (left + estimate)
+            estimate = part * draws(0, height) + (1 - part) * (left_estimate + estimate)
         nodes[str(height)] = estimate
         return estimate if noise is None else estimate + noise, nodes
 
