@@ -101,7 +101,7 @@ class Accounting:
             self._entry(server_round), self.max_epsilon, delta=self._budget_delta
         ):
             return None
-        return self._exceeds(server_round)
+        return self._budget_message(server_round)
 
     def attempt(self, server_round: int) -> int:
         """How often this round was recorded after the resumed state, with other draws.
@@ -111,8 +111,8 @@ class Accounting:
         """
         if self.known is None or self.randomness.seed is not None:
             return 0
-        since = self.ledger.entries[self.known :]
-        return sum((e.kind, e.round) == (self.kind, server_round) for e in since)
+        later_entries = self.ledger.entries[self.known :]
+        return sum((e.kind, e.round) == (self.kind, server_round) for e in later_entries)
 
     def _charge(self, server_round: int) -> Event:
         """The event that a round's line charges."""
@@ -126,7 +126,7 @@ class Accounting:
 
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without its clip norm and the hash of its sum."""
-        own = str(self.randomness.release).encode()
+        release_digest = str(self.randomness.release).encode()
         return Entry(
             kind=self.kind,
             round=server_round,
@@ -137,13 +137,13 @@ class Accounting:
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
             public={**self.plan.public, **self.public},
-            run=None if self.release else self.ledger.fingerprint([own]),
+            run=None if self.release else self.ledger.fingerprint([release_digest]),
         )
 
-    def _exceeds(self, server_round: int) -> str:
-        what = "round" if self.kind == "release" else "the evaluation of round"
+    def _budget_message(self, server_round: int) -> str:
+        subject = "round" if self.kind == "release" else "the evaluation of round"
         return (
-            f"{what} {server_round} would exceed max-epsilon = {self.max_epsilon} "
+            f"{subject} {server_round} would exceed max-epsilon = {self.max_epsilon} "
             f"at delta = {self._budget_delta}"
         )
 
@@ -176,7 +176,7 @@ class Accounting:
         try:
             self.ledger.record(entry, max_epsilon=self.max_epsilon, delta=self._budget_delta)
         except BudgetSpentError:
-            return self._exceeds(server_round)
+            return self._budget_message(server_round)
         return None
 
     def check(self) -> None:
@@ -189,13 +189,13 @@ class Accounting:
         """
         if self.max_epsilon is None:
             return
-        least = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
-        if least > self.max_epsilon:
-            together = self.plan.event().law.rounds > 1
-            covered = "rounds that are charged together cost" if together else "one round costs"
+        round_cost = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
+        if round_cost > self.max_epsilon:
+            is_joint = self.plan.event().law.rounds > 1
+            covered = "rounds that are charged together cost" if is_joint else "one round costs"
             raise FedsimError(
                 f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
-                f"{self._budget_delta}; it must be at least {least:.4g}, what {covered}."
+                f"{self._budget_delta}; it must be at least {round_cost:.4g}, what {covered}."
             )
 
     def cost(self, rounds_done: int) -> Cost:

@@ -109,8 +109,8 @@ class MetricMeans:
                 means[name] = mean
             values = [value for weight, value in reports if weight > 0]
             if self._quantiles and name != self._key and values:
-                drawn = np.quantile(values, list(QUANTILES.values())).tolist()
-                means |= {f"{name}-{q}": v for q, v in zip(QUANTILES, drawn, strict=True)}
+                quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
+                means |= {f"{name}-{q}": v for q, v in zip(QUANTILES, quantiles, strict=True)}
         for name, lists in self._lists.items():
             means |= self._list_mean(name, lists)
         if self.left_out:
@@ -169,12 +169,12 @@ class TrainMetrics(Extra):
     """
 
     def __init__(self, weighted_by_key: str, aggregate: MetricsAggregator | None) -> None:
-        self._new = partial(MetricMeans, weighted_by_key, aggregate)
-        self._means = self._new()
+        self._empty_means = partial(MetricMeans, weighted_by_key, aggregate)
+        self._means = self._empty_means()
 
     def send(self, instructions: Instructions) -> Instructions:
         """The instructions, unchanged; the means of the new round start empty."""
-        self._means = self._new()
+        self._means = self._empty_means()
         return instructions
 
     def take(self, reply: Reply) -> None:
@@ -286,12 +286,12 @@ class ClientEvaluation:
             return None
         tally = Tally(recipients.client_ids)
         if isinstance(replies, Replies):
-            sent: Iterator[Reply] = map(Reply, replies.blocks())
+            decoded: Iterator[Reply] = map(Reply, replies.blocks())
         else:
             expected = ExpectedReply(None, None, self.keys)
-            sent = read(replies, recipients.client_of, expected, tally)
+            decoded = read(replies, recipients.client_of, expected, tally)
         metrics = self.metrics_sum(server_round)
-        for reply in sent:
+        for reply in decoded:
             metrics.add(replace(reply, block=tally.take(reply.block)))
         record = metrics.record()
         self.last_round = server_round

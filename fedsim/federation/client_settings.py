@@ -143,9 +143,9 @@ class ClientTraining:
 
         A bound must depend on a row by its norm alone, which zeros do not change.
         """
-        bound, two = plan.bound, Layout.of({"row": torch.zeros(2)})
+        bound, layout = plan.bound, Layout.of({"row": torch.zeros(2)})
         by_norm = isinstance(bound, ScalingBound) and all(
-            value.numel() == 1 for value in bound.init(two).values()
+            value.numel() == 1 for value in bound.init(layout).values()
         )
         if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
             raise FedsimError(
@@ -190,12 +190,12 @@ class ClientTraining:
 
     def budgets_spent(self, report: RoundReport) -> str | None:
         """Why clients' replies about spent budgets end the run; None if they do not."""
-        spent = report.reasons.get("budget", 0)
-        enough = spent > 0 if self.budgets_end_run else 1 < spent == report.asked
-        if not (self.private_examples and enough):
+        count = report.reasons.get("budget", 0)
+        ends_run = count > 0 if self.budgets_end_run else 1 < count == report.asked
+        if not (self.private_examples and ends_run):
             return None
         return (
-            f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
+            f"round {report.round} would exceed client.noise.max-epsilon of {count} of the clients "
             "asked"
         )
 
@@ -227,14 +227,14 @@ class PrivateMetrics:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if not len(self.ranges) or not all(isinstance(one, ValueRange) for one in self.ranges):
+        if not len(self.ranges) or not all(isinstance(entry, ValueRange) for entry in self.ranges):
             raise FedsimError(
                 f"ranges is {shown(self.ranges)}; it must be one ValueRange or more, such as "
                 "[ValueRange('loss', 0.0, 5.0)]."
             )
-        if len({one.name for one in self.ranges}) < len(self.ranges):
+        if len({entry.name for entry in self.ranges}) < len(self.ranges):
             raise FedsimError(
-                f"ranges has {', '.join(one.name for one in self.ranges)}; each metric must be "
+                f"ranges has {', '.join(entry.name for entry in self.ranges)}; each metric must be "
                 "there once."
             )
 
@@ -250,7 +250,7 @@ class PrivateMetrics:
     @property
     def shown(self) -> tuple[str, ...]:
         """Names of the numbers that an evaluation releases."""
-        return tuple(name for one in self.ranges for name in one.shown)
+        return tuple(name for entry in self.ranges for name in entry.shown)
 
 
 @dataclass(frozen=True, kw_only=True)

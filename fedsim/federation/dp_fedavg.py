@@ -182,12 +182,12 @@ evaluate_metrics_aggr_fn
 
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
-        others = {
+        settings = {
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "secure": secure,
             "alternation": clients.alternation,
         }  # fmt: skip
-        self.randomness = keyed(seed, plan, placement, others)
+        self.randomness = keyed(seed, plan, placement, settings)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer
@@ -209,8 +209,8 @@ evaluate_metrics_aggr_fn
         # Where the cohort is secret, clients' budgets are neither checked nor believed: stopping
         # because one is spent would reveal that its client was sampled.
         self._budgets = ClientTraining() if plan.private else clients
-        most = availability.max_failed_rounds
-        self._failures = Failures(None if self.protects else min(most, plan.rounds or most))
+        limit = availability.max_failed_rounds
+        self._failures = Failures(None if self.protects else min(limit, plan.rounds or limit))
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
         counts = clients.counts(plan.sampler.population)
         self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
@@ -255,12 +255,12 @@ evaluate_metrics_aggr_fn
 
     def summary(self) -> None:
         """Log the strategy's settings."""
-        where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
+        ledger_place = "in memory only" if self.ledger.path is None else str(self.ledger.path)
         for line in (
             f"Cohort: {self.plan.sampler}",
             f"Mechanism: {self.plan.bound}",
             f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
-            f"Ledger: {where}",
+            f"Ledger: {ledger_place}",
         ):
             self.log.info("\t├──> %s", line)
 

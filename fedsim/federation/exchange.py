@@ -182,5 +182,5 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
 
 def metric_record(reported: Mapping[str, float]) -> MetricRecord:
     """Metric record of a client; its number of examples is an int, as from Flower's clients."""
-    whole = {name: int(value) for name, value in reported.items() if name == "num-examples"}
-    return MetricRecord({**reported, **whole})
+    counts = {name: int(value) for name, value in reported.items() if name == "num-examples"}
+    return MetricRecord({**reported, **counts})

@@ -101,8 +101,8 @@ def take_reply(extra: Extra, reply: Reply) -> list[int]:
             name = type(extra).__name__
             _log.warning("%s cannot use what client %s reports: %s", name, ids, printable(error))
             return [int(ids[0])]
-        alone = (replace(reply, block=reply.block.select(ids == client)) for client in ids)
-        return [client for one in alone for client in take_reply(extra, one)]
+        single_replies = (replace(reply, block=reply.block.select(ids == client)) for client in ids)
+        return [client for single in single_replies for client in take_reply(extra, single)]
     return []
 
 
@@ -129,11 +129,11 @@ class SharedClientState(Extra):
     def take(self, reply: Reply) -> None:
         """Collect the final states of the ``usable [n]`` clients."""
         assert reply.block.usable is not None
-        counted = reply.block.usable.cpu().numpy()
+        is_usable = reply.block.usable.cpu().numpy()
         for key, values in reply.block.metrics.items():
             if key.startswith(_STATE_PREFIX):
                 # NaN, from a client without data, fails this comparison and is left out.
-                final = values[counted & (np.abs(values) <= LARGEST)].tolist()
+                final = values[is_usable & (np.abs(values) <= LARGEST)].tolist()
                 self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
 
     def finish(self, result: RoundResult) -> RoundResult:
@@ -206,13 +206,13 @@ class NamedVectors(Extra):
         mean, d = result.update, self._parameters.d
         # The vectors that clients received follow the parameters in this layout; the first d
         # entries only fill their place.
-        sent = torch.cat([mean[:d], self.values.to(mean)])
+        vector = torch.cat([mean[:d], self.values.to(mean)])
         count = result.count if self._expected is None else self._expected
         means = RoundMeans(
             round=result.pending.round,
             update=mean[:d],
             sent=vectors_in(result.pending.layout, mean),
-            received=vectors_in(self._received, sent),
+            received=vectors_in(self._received, vector),
             share=count / self._population,
         )
         combined = self._algorithm.combine(means)

@@ -88,7 +88,7 @@ class FlowerOptimizer(ServerOptimizer):
         # stores the current parameters there, and it then needs nodes to choose from.
         self._grid = LocalGrid(ClientApp(), num_nodes=nodes)
         self._round = 0
-        self._asked: Message | None = None
+        self._request: Message | None = None
         self.metrics: MetricRecord | None = None
         """Means of the round's client metrics, for the next `step`."""
 
@@ -97,8 +97,8 @@ class FlowerOptimizer(ServerOptimizer):
 
     def client_config(self, vector: Tensor, config: ConfigRecord) -> ConfigRecord:
         """The strategy's config entries for clients, given ``vector [d]`` and the caller's."""
-        self._asked = self._ask(vector, config)
-        records = self._asked.content.config_records
+        self._request = self._ask(vector, config)
+        records = self._request.content.config_records
         return records.get(self._strategy.configrecord_key, config)
 
     def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
@@ -113,12 +113,12 @@ class FlowerOptimizer(ServerOptimizer):
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
         # Configure at most once a round, since a strategy may count its calls.
-        request, self._asked = self._asked or self._ask(vector, ConfigRecord()), None
+        request, self._request = self._request or self._ask(vector, ConfigRecord()), None
         self._round += 1
-        moved = (vector + update.to(vector.dtype)).cpu()
+        parameters = (vector + update.to(vector.dtype)).cpu()
         content = RecordDict(
             {
-                "arrays": _plain(array_record({_NAME: moved})),
+                "arrays": _plain(array_record({_NAME: parameters})),
                 "metrics": MetricRecord(
                     {self._strategy.weighted_by_key: 1.0, **(self.metrics or {})}
                 ),
@@ -136,8 +136,8 @@ class FlowerOptimizer(ServerOptimizer):
     def state(self) -> dict[str, Any]:
         """Number of rounds, and the strategy's attributes except functions and the like."""
         attributes = {name: _encoded(value) for name, value in vars(self._strategy).items()}
-        held = {name: value for name, value in attributes.items() if value is not None}
-        return {"rounds": self._round, "strategy": held}
+        values = {name: value for name, value in attributes.items() if value is not None}
+        return {"rounds": self._round, "strategy": values}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
@@ -261,8 +261,8 @@ class Scheduled(ServerOptimizer):
         """New parameters ``[d]`` by a step at this release's rate."""
         self.releases += 1
         self._set_rate(self._rate * self.schedule(Step(round=self.releases, index=0)))
-        moved: Tensor = self._stepping.step(vector, update)
-        return moved
+        parameters: Tensor = self._stepping.step(vector, update)
+        return parameters
 
     def _set_rate(self, rate: float) -> None:
         try:

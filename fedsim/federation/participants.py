@@ -94,7 +94,7 @@ class Participants:
         self._min_available = min_available
         self.replying, self.reachable = availability.replying, availability.reachable
         self._private = private
-        self._begun = False
+        self._has_begun = False
         self._warned = (0, 0)
         self._directory = ClientDirectory(timeout=availability.node_timeout)
         self.ignored = 0
@@ -108,32 +108,32 @@ class Participants:
             If the run begins with clients beyond its population, or too few came in time.
         """
         available = self._directory.wait(grid, self._min_available)
-        strangers: list[int] = []
+        outsiders: list[int] = []
         # Do not loop over consecutive nodes: the time of a round must not grow with the population.
         if not isinstance(available, ConsecutiveNodes) or len(available) > self.population:
-            strangers = [client for client in available if client >= self.population]
+            outsiders = [client for client in available if client >= self.population]
             available = {
                 client: node for client, node in available.items() if client < self.population
             }
-        if strangers and not self._begun:
+        if outsiders and not self._has_begun:
             raise FedsimError(
-                f"a node is client {strangers[0]}, but population = {self.population} "
+                f"a node is client {outsiders[0]}, but population = {self.population} "
                 "(partition.clients of a config, or what the cohort declares); "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
-        self.ignored = self._directory.ignored.total() + len(strangers)
-        self._warn(len(available), len(strangers))
+        self.ignored = self._directory.ignored.total() + len(outsiders)
+        self._warn(len(available), len(outsiders))
         if self._private:
             self._min_available = min(self._min_available, 1)
-        self._begun = True
+        self._has_begun = True
         return available
 
-    def _warn(self, available: int, strangers: int) -> None:
+    def _warn(self, available: int, outsiders: int) -> None:
         """Warn when the available nodes are not the population, once for each change."""
         absent = self.population - available
-        if (absent, strangers) == self._warned:
+        if (absent, outsiders) == self._warned:
             return
-        self._warned = (absent, strangers)
+        self._warned = (absent, outsiders)
         if absent:
             _log.warning(
                 "%d of the population's %d clients are available; the others are sampled too, and "
@@ -141,8 +141,8 @@ class Participants:
                 available,
                 self.population,
             )
-        if strangers:
-            _log.warning("%d nodes beyond the population have no part in the run.", strangers)
+        if outsiders:
+            _log.warning("%d nodes beyond the population have no part in the run.", outsiders)
 
     def drawn(self, server_round: int, grid: Grid) -> Recipients:
         """Sample this round's cohort; its clients that are available and replying take part.
@@ -173,10 +173,10 @@ class Participants:
         FedsimError
             If the sampler draws a client that is not of its population.
         """
-        drawn = np.asarray(self._cohort.draw(server_round, self._draws))
+        sampled = np.asarray(self._cohort.draw(server_round, self._draws))
         # A user's sampler may draw clients unsorted, and one twice; its event charges it once, so
         # that it must take part once.
-        ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
+        ids = np.unique(sampled) if (np.diff(sampled) <= 0).any() else sampled
         if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):
             raise FedsimError(
                 f"{type(self._cohort).__name__} draws clients {ids[0]} to {ids[-1]} of type "
@@ -198,10 +198,10 @@ class Participants:
         nodes = self.nodes(grid)
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
-        chosen = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
+        sampled = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
         if self.reachable is not None:
-            chosen = chosen[self.reachable(server_round, chosen)]
-        return Recipients(chosen, _node_ids(chosen, nodes))
+            sampled = sampled[self.reachable(server_round, sampled)]
+        return Recipients(sampled, _node_ids(sampled, nodes))
 
 
 def _node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:

@@ -71,8 +71,8 @@ class PrivateEvaluation(ClientEvaluation):
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """Sample each client independently, at the rate that the ledger charges."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
-        drawn = self.plan.sampler.draw(server_round, draws)
-        return self.participants.present(server_round, drawn, grid, self.participants.reachable)
+        sampled = self.plan.sampler.draw(server_round, draws)
+        return self.participants.present(server_round, sampled, grid, self.participants.reachable)
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """A new noisy sum; its ledger line is written before it is released."""
@@ -83,12 +83,12 @@ class PrivateEvaluation(ClientEvaluation):
 
         The warning changes nothing: what is released, and its cost, must not depend on replies.
         """
-        missing = [one.name for one in self.released.ranges if one.name not in reported]
-        if missing and reported and not self._has_warned:
+        unreported = [entry.name for entry in self.released.ranges if entry.name not in reported]
+        if unreported and reported and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "no client reports %s, so that what is released of it is noise alone, and is "
-                "charged; replies have %s.", ", ".join(missing), ", ".join(sorted(reported)),
+                "charged; replies have %s.", ", ".join(unreported), ", ".join(sorted(reported)),
             )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class MetricsRelease:
     def __init__(self, evaluation: PrivateEvaluation, round: int) -> None:
         self._evaluation, self._round = evaluation, round
         self._ranges = evaluation.released.ranges
-        size = sum(one.size for one in self._ranges)
+        size = sum(entry.size for entry in self._ranges)
         layout = Layout.of({"metrics": torch.empty(size, dtype=torch.float64)})
         self._releaser = Releaser(evaluation.plan, layout)
         self._total = self._releaser.start({})
@@ -133,7 +133,7 @@ class MetricsRelease:
         """
         self._evaluation.warn_of_unreported(self._reported)
         sums = split_sums(self._ranges, self.release())
-        means = {name: v for one in self._ranges for name, v in one.summary(sums[one.name])}
+        means = {name: v for entry in self._ranges for name, v in entry.summary(sums[entry.name])}
         names = [name for name in sorted(means) if not math.isnan(means[name])]
         return MetricRecord({name: means[name] for name in names}) if names else None
 
@@ -147,8 +147,8 @@ class MetricsRelease:
         """
         accounting, plan = self._evaluation.accounting, self._evaluation.plan
         norm, content = joint_norm(self._ranges), self._total.content()
-        if (why := accounting.record(self._round, norm, content)) is not None:
-            raise BudgetSpentError(why)
+        if (reason := accounting.record(self._round, norm, content)) is not None:
+            raise BudgetSpentError(reason)
         generator = accounting.randomness.generator(
             Purpose.NOISE, level="client", round=self._round
         )

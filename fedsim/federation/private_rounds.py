@@ -139,7 +139,7 @@ class PrivateRounds(ResumableStrategy):
         for extra in self.extras.values():
             instructions = extra.send(instructions)
         run = {RUN: self.ledger.run} if self.protects else {}
-        own = {**instructions.config, **run, "server-round": server_round}
+        entries = {**instructions.config, **run, "server-round": server_round}
         pending = PendingRound(
             round=server_round,
             recipients=recipients,
@@ -158,7 +158,7 @@ class PrivateRounds(ResumableStrategy):
                 "not by a Flower strategy or workflow around it."
             )
         self._pending = aggregation
-        return self._pending.request(replace(instructions, config=ConfigRecord(own)))
+        return self._pending.request(replace(instructions, config=ConfigRecord(entries)))
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
         """The messages of the round's next stage, if its aggregation takes several."""
@@ -242,12 +242,12 @@ class PrivateRounds(ResumableStrategy):
         arrays = array_record(to_arrays(vector, self._model, pending.server))
         return arrays, result.metrics
 
-    def _stops(self, why: str | None) -> bool:
+    def _stops(self, reason: str | None) -> bool:
         """Stop the run if a reason is given; return whether one was."""
-        if why is not None:
-            self.stopped = why
-            self.log.warning("stopping: %s.", why)
-        return why is not None
+        if reason is not None:
+            self.stopped = reason
+            self.log.warning("stopping: %s.", reason)
+        return reason is not None
 
     def check(self, arrays: ArrayRecord) -> None:
         """Raise now the errors that the first round would raise.

@@ -98,8 +98,8 @@ class Reply:
 class _UnusableError(Exception):
     """The reply is unusable, for this reason."""
 
-    def __init__(self, reason: Reason, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
         self.reason = reason
 
 
@@ -227,10 +227,10 @@ def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: 
             )
         return float_tensor(arrays[SHARE], (layout.d,), torch.float64).unsqueeze(0)
     surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.untrained)
-    missing = {entry.name for entry in layout.entries} - set(arrays)
-    if surplus or missing:
-        what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"
-        raise _UnusableError("malformed", f"it has {what:.200}.")
+    absent = {entry.name for entry in layout.entries} - set(arrays)
+    if surplus or absent:
+        fault = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(absent)}"
+        raise _UnusableError("malformed", f"it has {fault:.200}.")
     # Integer and boolean entries keep the server's value, so that clients' values are not read.
     named = {entry.name: float_tensor(arrays[entry.name], entry.shape) for entry in layout.entries}
     return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
@@ -249,10 +249,10 @@ def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 def to_arrays(vector: Tensor, layout: Layout, server: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Named parameters of ``vector [d]``; entries outside the layout keep the server's value."""
-    moved = layout.unflatten(vector)
+    parameters = layout.unflatten(vector)
     dtypes = {entry.name: entry.dtype for entry in layout.entries}
     return {
-        name: moved[name].to(dtypes[name]) if name in dtypes else torch.as_tensor(value)
+        name: parameters[name].to(dtypes[name]) if name in dtypes else torch.as_tensor(value)
         for name, value in server.items()
     }
 
@@ -294,8 +294,8 @@ def float_tensor(array: Array, shape: tuple[int, ...], dtype: torch.dtype | None
     if values.shape != shape:
         raise MalformedArrayError(f"its shape is {_short(values.shape)}, not {_short(shape)}.")
     if not values.is_floating_point() or dtype not in (None, values.dtype):
-        wanted = "floating point" if dtype is None else str(dtype)
-        raise MalformedArrayError(f"its dtype is {values.dtype}, not {wanted}.")
+        expected = "floating point" if dtype is None else str(dtype)
+        raise MalformedArrayError(f"its dtype is {values.dtype}, not {expected}.")
     return values
 
 

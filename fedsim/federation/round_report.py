@@ -107,17 +107,21 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
     """
     rows = list(rows)
     failed = int(sum(row.get("failed", 0) for row in rows))
-    lost = sum(row.get("asked", 0) > 0 and not row.get("usable", 0) for row in rows)
+    lost_rounds = sum(row.get("asked", 0) > 0 and not row.get("usable", 0) for row in rows)
     counts = reasons_in(rows)
     sentences = []
     if counts.total():
-        every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
+        lost_note = (
+            f", all that were asked in {lost_rounds} round{'s' if lost_rounds != 1 else ''}"
+            if lost_rounds
+            else ""
+        )
         times = "once" if failed == 1 else f"{failed} times"
         sentences.append(
-            f"Clients failed {times} ({describe_reasons(counts, advise=True)}){every}."
+            f"Clients failed {times} ({describe_reasons(counts, advise=True)}){lost_note}."
         )
-    for what, count in Counter(filter(None, map(empty_round, rows))).items():
-        sentences.append(f"In {'1 round' if count == 1 else f'{count} rounds'} {what}.")
+    for event, count in Counter(filter(None, map(empty_round, rows))).items():
+        sentences.append(f"In {'1 round' if count == 1 else f'{count} rounds'} {event}.")
     if ignored := int(max((row.get("ignored-nodes", 0) for row in rows), default=0)):
         nodes = f"{ignored} nodes at once were" if ignored > 1 else "1 node at once was"
         sentences.append(f"Up to {nodes} ignored (ignored-nodes in metrics.csv); the log says why.")
@@ -156,18 +160,18 @@ class Tally:
     def take(self, block: Block) -> Block:
         """The part of a block that counts: clients asked, at their first reply, not failed."""
         position = np.searchsorted(self._asked, block.client_ids)
-        known = position < len(self._asked)
-        known[known] = self._asked[position[known]] == block.client_ids[known]
+        is_asked = position < len(self._asked)
+        is_asked[is_asked] = self._asked[position[is_asked]] == block.client_ids[is_asked]
         # Within a block client ids are unique, so that these are first replies within it too.
-        first = known.copy()
-        first[known] = ~self._has_replied[position[known]]
+        first = is_asked.copy()
+        first[is_asked] = ~self._has_replied[position[is_asked]]
         keep = first & block.ok
         self._has_replied[position[first]] = True
         self._outcomes[position[keep]] = _USABLE
         if keep.all():
             return block
-        self.unknown += int((~known).sum())
-        self.duplicates += int((known & ~first).sum())
+        self.unknown += int((~is_asked).sum())
+        self.duplicates += int((is_asked & ~first).sum())
         for client, reason in block.reasons.items():
             self._outcomes[position[first & (block.client_ids == client)]] = REASONS.index(reason)
         return block.select(keep)
@@ -195,8 +199,8 @@ class Tally:
         failed = sum(reasons.values())
         reasons["duplicate"] += self.duplicates
         reasons["unknown"] += self.unknown
-        drawn = len(self._asked) + self._absent
-        return RoundReport(server_round, drawn, drawn - failed, failed, reasons)
+        sampled = len(self._asked) + self._absent
+        return RoundReport(server_round, sampled, sampled - failed, failed, reasons)
 
 
 _USABLE = -1
@@ -261,8 +265,8 @@ def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> 
     >>> describe_reasons({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
     'non-finite 20, raised 1; client.lr, server.lr or another learning rate may be too high'
     """
-    most: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
-    counted = [(reason, count) for reason, count in most if count]
-    text = ", ".join(f"{reason} {count}" for reason, count in counted)
-    advice = _ADVICE.get(counted[0][0]) if counted and advise else None
+    ranked: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
+    present = [(reason, count) for reason, count in ranked if count]
+    text = ", ".join(f"{reason} {count}" for reason, count in present)
+    advice = _ADVICE.get(present[0][0]) if present and advise else None
     return f"{text}; {advice}" if advice else text

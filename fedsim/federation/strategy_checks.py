@@ -88,9 +88,9 @@ def plan_of_keywords(
             )
         return plan
     if mechanism is None or cohort is None:
-        missing = "mechanism" if mechanism is None else "cohort"
+        keyword = "mechanism" if mechanism is None else "cohort"
         raise FedsimError(
-            f"{missing} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
+            f"{keyword} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
             "a ReleasePlan as plan=."
         )
     if noise_multiplier is None and mechanism.guarantee != "none":
@@ -122,17 +122,17 @@ def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> 
         raise FedsimError("initial_arrays is empty; it must hold the model's parameters.")
     if layout is None:
         return
-    wanted = {entry.name: entry for entry in layout.entries}
-    if list(arrays) != list(wanted):
+    expected = {entry.name: entry for entry in layout.entries}
+    if list(arrays) != list(expected):
         raise FedsimError(
             f"initial_arrays has {shown(list(arrays))}; it must have the parameters that clients "
-            f"train, in their order: {', '.join(wanted)}."
+            f"train, in their order: {', '.join(expected)}."
         )
     for name, tensor in arrays.items():
-        if tuple(tensor.shape) != wanted[name].shape or not tensor.is_floating_point():
+        if tuple(tensor.shape) != expected[name].shape or not tensor.is_floating_point():
             raise FedsimError(
                 f"initial_arrays has '{name}' of shape {list(tensor.shape)} and {tensor.dtype}; it "
-                f"must be of shape {list(wanted[name].shape)} and {wanted[name].dtype}."
+                f"must be of shape {list(expected[name].shape)} and {expected[name].dtype}."
             )
 
 
@@ -177,7 +177,7 @@ def refuse_void_settings(
         )
 
 
-def refuse_too_many(cohort: Cohort, most: int) -> None:
+def refuse_too_many(cohort: Cohort, max_rows: int) -> None:
     """Refuse a sampler whose cohorts may exceed the capacity of one exact sum.
 
     This is checked before the run: in a round, it would end the run depending on the secret cohort.
@@ -188,10 +188,10 @@ def refuse_too_many(cohort: Cohort, most: int) -> None:
     """
     expected = cohort.expected_size
     likely = min(cohort.population or math.inf, expected + SPREAD * math.sqrt(expected))
-    if likely > most:
+    if likely > max_rows:
         raise FedsimError(
             f"the {cohort.name} cohort may draw {likely:,.0f} clients (cohort, partition.clients); "
-            f"one exact sum has room for {most:,}, so that it must draw fewer."
+            f"one exact sum has room for {max_rows:,}, so that it must draw fewer."
         )
 
 

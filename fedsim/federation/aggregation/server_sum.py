@@ -101,17 +101,17 @@ class NoiseSources:
     def of_round(self, server_round: int) -> NoiseSource:
         """The source of this round's noise; call it once a round, or noise would be drawn twice."""
         generator = self._generator(server_round, 0, 0)
-        elsewhere = partial(self._generator, server_round)
-        return NoiseSource(generator, self._noise.hardened, server_round, elsewhere)
+        other_generators = partial(self._generator, server_round)
+        return NoiseSource(generator, self._noise.hardened, server_round, other_generators)
 
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
         # Correlated noise uses the draws of earlier rounds (age > 0) again. Every other address is
         # used once; `repeated` marks the exception.
         randomness = self._randomness.repeated() if age else self._randomness
-        drawn_in = server_round - age
+        draw_round = server_round - age
         # Each attempt at a round has its own range of parts: no attempt repeats another's draws.
-        part = self._attempts.get(drawn_in, 0) * NUMBERS + number
-        return randomness.generator(Purpose.NOISE, level="client", round=drawn_in, part=part)
+        part = self._attempts.get(draw_round, 0) * NUMBERS + number
+        return randomness.generator(Purpose.NOISE, level="client", round=draw_round, part=part)
 
     def begin(self, server_round: int, attempt: int) -> None:
         """Use new addresses for a round that was drawn ``attempt`` times before."""
@@ -210,7 +210,7 @@ class ServerSum:
             asked=len(ids),
         )
         self._sum: RowSum | None = None
-        self._drawn_ahead: NoiseSource | None = None
+        self._prefetched_noise: NoiseSource | None = None
 
     @property
     def lost(self) -> str | None:
@@ -239,18 +239,18 @@ class ServerSum:
         summed are already merged into `total`, and missing from the replies.
         """
         if not isinstance(messages, Replies):
-            sent = read(messages, self.pending.recipients.client_of, self.expected(), self.tally)
+            decoded = read(messages, self.pending.recipients.client_of, self.expected(), self.tally)
         elif not (self.on_workers and messages.sums):
-            sent = map(Reply, messages.blocks())
+            decoded = map(Reply, messages.blocks())
         else:
-            into = self.sum_on(self.pending.vector.device)
-            sent = map(Reply, messages.blocks(into))
+            row_sum = self.sum_on(self.pending.vector.device)
+            decoded = map(Reply, messages.blocks(row_sum))
             # While workers train, this process only waits, so that it can draw the noise. The noise
             # is not used before the ledger line is on disk.
-            self._drawn_ahead = prefetched(
-                self._noise_source(), into.releaser.draw_sizes(into.total)
+            self._prefetched_noise = prefetched(
+                self._noise_source(), row_sum.releaser.draw_sizes(row_sum.total)
             )
-        for reply in sent:
+        for reply in decoded:
             block = self.tally.take(reply.block)
             if len(block.client_ids):
                 yield replace(reply, block=block)
@@ -281,8 +281,8 @@ class ServerSum:
         assert block.usable is not None
         weights = self.summing.weights(block)
         # A client without examples has weight 0: it is not in the sum, but has not failed.
-        counted = slice(None) if weights is None else weights > 0
-        self.tally.doubt(block.client_ids[counted], block.usable[counted], "non-finite")
+        has_weight = slice(None) if weights is None else weights > 0
+        self.tally.doubt(block.client_ids[has_weight], block.usable[has_weight], "non-finite")
         return replace(reply, block=block)
 
     def without_failed(self, block: Block) -> Block:
@@ -311,7 +311,7 @@ class ServerSum:
     def release(self) -> Release:
         """The round's one release."""
         rows = self.sum_on(self.pending.vector.device)
-        source = self._drawn_ahead or self._noise_source()
+        source = self._prefetched_noise or self._noise_source()
         return rows.releaser.release(rows.total, source, asked=self.shares_asked)
 
 

@@ -86,8 +86,8 @@ class ClientShares(ShareSum):
     """
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
-        self.shares_asked = asked = len(pending.recipients.client_ids)
-        super().__init__(settings, pending, asked)
+        self.shares_asked = clients = len(pending.recipients.client_ids)
+        super().__init__(settings, pending, clients)
 
     def expected(self) -> ExpectedReply:
         """A usable reply has a share, and the flag whether its row was finite."""
@@ -102,7 +102,7 @@ class ClientShares(ShareSum):
             block = self.without_failed(self.summing.checked(block))
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
-        shares = _sent(block) if reply.content is not None else self.shares_of(block).values()
+        shares = _shares_in(block) if reply.content is not None else self.shares_of(block).values()
         usable = add_shares(total, shares, asked=self.share_request.parts)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.
@@ -111,7 +111,7 @@ class ClientShares(ShareSum):
         return replace(reply, block=replace(block, rows=None, usable=usable))
 
 
-def _sent(block: Block) -> Shares:
+def _shares_in(block: Block) -> Shares:
     """The shares in a decoded message."""
     assert block.rows is not None
     sides = {
@@ -143,14 +143,14 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     rows = DenseRows(shares.rows.to(device, torch.float64))
     masks = RowMasks(shares.usable.shape, device)
     masks.usable &= shares.usable.to(device)
-    missing = torch.full(shares.usable.shape, torch.nan)
+    absent = torch.full(shares.usable.shape, torch.nan)
     grids = summed_grids(total)
-    sent = {
+    named_vectors = {
         segment.prefix + "sum": segment.part_of(rows).dense() for segment in total.terms.segments
     }
-    for name in grids.keys() - sent.keys():
-        sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
-    for name, vectors in sent.items():
+    for name in grids.keys() - named_vectors.keys():
+        named_vectors[name] = shares.sides.get(name, absent).to(device, torch.float64)[:, None]
+    for name, vectors in named_vectors.items():
         radius, unit = grids[name].radius, grids[name].unit
         std = radius * share_multiplier(split[name], asked)
         root = math.sqrt(vectors.shape[1])
@@ -160,7 +160,7 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
         masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
         masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
     total.expect(int(masks.usable.sum()))
-    for name, vectors in sent.items():
+    for name, vectors in named_vectors.items():
         grids[name].add_(vectors[masks.usable] / grids[name].unit)
     masks.rejected |= ~masks.usable
     total.note(masks)

@@ -121,7 +121,7 @@ class ShareRequest:
         noise = Independent(
             _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
         )
-        denominator, parts = _number(entries, "share-denominator"), _whole(entries, "share-asked")
+        denominator, parts = _number(entries, "share-denominator"), _int(entries, "share-asked")
         return cls(bound, noise, denominator, parts, str(entries["share-release"]))
 
     def entries(self) -> dict[str, float | int | str]:
@@ -142,7 +142,7 @@ def _number(entries: Mapping[str, object], key: str) -> float:
     return float(value)
 
 
-def _whole(entries: Mapping[str, object], key: str) -> int:
+def _int(entries: Mapping[str, object], key: str) -> int:
     value = entries.get(key)
     if not isinstance(value, int):
         raise ValueError(f"the message's {key} is {value!r}; it must be a whole number.")
@@ -195,22 +195,22 @@ def share(
     )
     masks = RowMasks((n, 1), block.device)
     columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
-    ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
-    total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
+    weights = torch.ones(n, 1, dtype=torch.float64, device=block.device)
+    total.add_owners(DenseRows(block[:, None]), weights, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.parts))
     return SharesInUnits(total, units, masks.usable[:, 0])
 
 
-def _require_state(bounding: State, own: State) -> None:
+def _require_state(bounding: State, required: State) -> None:
     """Refuse an (untrusted) state that lacks entries of the mechanism, or has other sizes."""
-    for name, tensor in own.items():
-        found = bounding.get(name)
-        if found is None or found.numel() != tensor.numel():
-            what = "lacks" if found is None else f"has the shape {tuple(found.shape)} for"
+    for name, tensor in required.items():
+        value = bounding.get(name)
+        if value is None or value.numel() != tensor.numel():
+            fault = "lacks" if value is None else f"has the shape {tuple(value.shape)} for"
             raise FedsimError(
-                f"the mechanism-state of the message {what} '{name}'; it must have "
-                f"{', '.join(own)}, '{name}' of shape {tuple(tensor.shape)}."
+                f"the mechanism-state of the message {fault} '{name}'; it must have "
+                f"{', '.join(required)}, '{name}' of shape {tuple(tensor.shape)}."
             )
 
 
@@ -269,7 +269,7 @@ def requested_share(
     # Keyed by the strategy's release digest, so that an engine in the strategy's process would make
     # the same share.
     generator = Randomness(randomness.seed, request.release or None).generator(
-        Purpose.SHARE, level="client", round=_whole(entries, "server-round"), client=client
+        Purpose.SHARE, level="client", round=_int(entries, "server-round"), client=client
     )
     return share(
         request,

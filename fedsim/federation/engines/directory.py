@@ -128,11 +128,11 @@ class ClientDirectory:
         Nodes that share one client id are all ignored, since any of them may be an impostor.
         """
         if isinstance(grid, KnowsClients):
-            known = grid.client_ids()
+            node_of = grid.client_ids()
             self.ignored = Counter(getattr(grid, "ignored", {}))
-            return known
+            return node_of
         if self.roster is not None:
-            return self._known(
+            return self._node_of_client(
                 (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
             )
         nodes = sorted(grid.get_node_ids())
@@ -147,7 +147,7 @@ class ClientDirectory:
         # If any node claims a client id, numbers of other nodes are not used: they would collide
         # with claimed ids.
         claims = self._client_of or self._number_of
-        return self._known((node, claims[node]) for node in nodes if node in claims)
+        return self._node_of_client((node, claims[node]) for node in nodes if node in claims)
 
     def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
         """Repeat `look` until there are enough clients or ``timeout`` has passed.
@@ -175,7 +175,7 @@ class ClientDirectory:
             time.sleep(0.1)
         return present
 
-    def _known(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
+    def _node_of_client(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
         """Node of each client, given each node's client id or the reason why it has none."""
         nodes_of: dict[int, list[int]] = {}
         ignored: Counter[str] = Counter()
@@ -184,24 +184,28 @@ class ClientDirectory:
                 ignored[claim] += 1
             else:
                 nodes_of.setdefault(claim, []).append(node)
-        known = {client: nodes[0] for client, nodes in sorted(nodes_of.items()) if len(nodes) == 1}
-        doubtful = sum(len(nodes) for nodes in nodes_of.values()) - len(known)
+        node_of = {
+            client: nodes[0] for client, nodes in sorted(nodes_of.items()) if len(nodes) == 1
+        }
+        doubtful = sum(len(nodes) for nodes in nodes_of.values()) - len(node_of)
         if doubtful:
             ignored["duplicate claim" if self.roster is None else "duplicate key"] = doubtful
         if ignored != self.ignored:
-            why = ", ".join(f"{count} for {reason}" for reason, count in sorted(ignored.items()))
-            _log.warning("nodes ignored: %s", why or "none any more")
+            reasons = ", ".join(
+                f"{count} for {reason}" for reason, count in sorted(ignored.items())
+            )
+            _log.warning("nodes ignored: %s", reasons or "none any more")
         self.ignored = ignored
-        return known
+        return node_of
 
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         silent = set(self._pending.values())
-        known = self._client_of or self._number_of
-        new = [node for node in nodes if node not in known and node not in silent]
-        if not new:
+        claims = self._client_of or self._number_of
+        new_nodes = [node for node in nodes if node not in claims and node not in silent]
+        if not new_nodes:
             return
-        queries = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
-        for message_id, node in zip(grid.push_messages(queries), new, strict=True):
+        queries = [Message(RecordDict(), node, MessageType.QUERY) for node in new_nodes]
+        for message_id, node in zip(grid.push_messages(queries), new_nodes, strict=True):
             if message_id:
                 self._pending[message_id] = node
 

@@ -79,9 +79,9 @@ class _Assignment:
         Chunks that it has answered, whose rows are still in its sum.
     summing : bool
         Whether it was asked for that sum.
-    since : float
+    start_time : float
         When it began with the first chunk of its queue, by `time.monotonic`.
-    begun : bool
+    has_call : bool
         Whether it was sent the round's call.
     """
 
@@ -89,8 +89,8 @@ class _Assignment:
     queue: deque[_Chunk] = field(default_factory=deque)
     done: list[tuple[_Chunk, WorkerReply]] = field(default_factory=list)
     summing: bool = False
-    since: float = 0.0
-    begun: bool = False
+    start_time: float = 0.0
+    has_call: bool = False
 
     @property
     def busy(self) -> bool:
@@ -148,8 +148,8 @@ class Dispatch:
         row_bytes = max(self._start.numel() * self._start.element_size(), 1)
         # Summed rows are not sent, so that their chunks may have any size.
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
-        cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
-        self._todo = deque(map(_Chunk, cut))
+        chunk_ids = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
+        self._todo = deque(map(_Chunk, chunk_ids))
         self._call = RoundCall.of(
             replace(instructions, vector=self._start), None if into is None else into.summing
         )
@@ -179,7 +179,7 @@ class Dispatch:
 
     def _hand_out(self, call: Any) -> list[tuple[Ids, Reason]]:
         """Assign chunks to workers; return the clients that cannot begin, and why."""
-        refused: list[tuple[Ids, Reason]] = []
+        refusals: list[tuple[Ids, Reason]] = []
         # Every worker gets a first chunk before any gets a second: at the end of a round, two
         # chunks on one worker would leave another idle.
         for depth in range(1, self._crew.depth + 1):
@@ -195,8 +195,10 @@ class Dispatch:
                             self._todo.extendleft(chunk.singles())
                             continue
                         _log.warning("client %s does not train: %s", chunk.client_ids[0], error)
-                        over = isinstance(error, BudgetSpentError)
-                        refused.append((chunk.client_ids, "budget" if over else "raised"))
+                        is_over_budget = isinstance(error, BudgetSpentError)
+                        refusals.append(
+                            (chunk.client_ids, "budget" if is_over_budget else "raised")
+                        )
                     else:
                         self._ask(assignment, chunk, states, call)
         for assignment in self._assignments:
@@ -205,15 +207,15 @@ class Dispatch:
             if assignment.done and not assignment.busy and (not self._todo or self._todo[0].alone):
                 assignment.worker.ask(WorkRequest(None))
                 assignment.summing = True
-        return refused
+        return refusals
 
     def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
-        if not assignment.begun:
+        if not assignment.has_call:
             # Sent here and not when the round begins, so that a replacement worker gets it too.
             assignment.worker.begin(call)
-            assignment.begun = True
+            assignment.has_call = True
         if not assignment.queue:
-            assignment.since = time.monotonic()
+            assignment.start_time = time.monotonic()
         assignment.worker.ask(WorkRequest(chunk.client_ids, states))
         assignment.queue.append(chunk)
 
@@ -234,7 +236,7 @@ class Dispatch:
     def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:
         """The first worker with an answer; None once one has exceeded the timeout on a chunk."""
         patience = None
-        working = [assignment.since for assignment in busy if assignment.queue]
+        working = [assignment.start_time for assignment in busy if assignment.queue]
         if self._timeout is not None and working:
             patience = max(0.0, min(working) + self._timeout - time.monotonic())
         worker = self._crew.first_done([assignment.worker for assignment in busy], patience)
@@ -246,7 +248,7 @@ class Dispatch:
             raise answer.error
         if assignment.queue:
             assignment.done.append((assignment.queue.popleft(), answer))
-            assignment.since = time.monotonic()
+            assignment.start_time = time.monotonic()
             if self._into is not None:
                 # The rows are still in the worker's memory only.
                 return
@@ -254,8 +256,8 @@ class Dispatch:
             assert self._into is not None
             self._into.total.merge(answer.tensors)
         # The rows of these clients are here, and cannot be lost any more.
-        done, assignment.done, assignment.summing = assignment.done, [], False
-        for _, trained in done:
+        answered, assignment.done, assignment.summing = assignment.done, [], False
+        for _, trained in answered:
             if trained.tensors:
                 self._trainer.keep(trained.tensors, self._call.round)
             yield from trained.blocks
@@ -275,13 +277,13 @@ class Dispatch:
         self._replace(assignment)
         self._todo.extendleft(innocent)
         for suspect in blamed:
-            lost = replace(suspect, losses=suspect.losses + 1)
+            retry = replace(suspect, losses=suspect.losses + 1)
             if suspect.alone:
                 yield Block.failed(suspect.client_ids, "missing")
-            elif lost.losses < self._retries:
-                self._todo.appendleft(lost)
+            elif retry.losses < self._retries:
+                self._todo.appendleft(retry)
             else:
-                self._todo.extend(lost.singles(alone=True))
+                self._todo.extend(retry.singles(alone=True))
 
     def _after_timeout(self) -> Iterator[Block]:
         """Replace the workers that have exceeded the timeout on a chunk.
@@ -291,7 +293,7 @@ class Dispatch:
         """
         late = time.monotonic() - (self._timeout or 0.0)
         for assignment in self._assignments:
-            if not assignment.queue or assignment.since > late:
+            if not assignment.queue or assignment.start_time > late:
                 continue
             chunk = assignment.queue.popleft()
             _log.warning("clients %s have not finished in %s s", chunk.client_ids, self._timeout)
@@ -324,15 +326,15 @@ def chunks(
     workers : int
     """
     order = np.argsort(-costs, kind="stable")
-    done = np.concatenate([[0.0], np.cumsum(costs[order])])
-    least = done[-1] / (LEAST_SHARE * workers)
-    cut: list[Ids] = []
+    cumulative = np.concatenate([[0.0], np.cumsum(costs[order])])
+    min_cost = cumulative[-1] / (LEAST_SHARE * workers)
+    parts: list[Ids] = []
     start = 0
     while start < len(order):
-        target = max(SHARE * (done[-1] - done[start]) / workers, least)
+        target = max(SHARE * (cumulative[-1] - cumulative[start]) / workers, min_cost)
         # Include the client whose cost reaches the target.
-        stop = int(np.searchsorted(done, done[start] + target))
+        stop = int(np.searchsorted(cumulative, cumulative[start] + target))
         stop = min(max(stop, start + 1), start + largest, len(order))
-        cut.append(client_ids[order[start:stop]])
+        parts.append(client_ids[order[start:stop]])
         start = stop
-    return cut
+    return parts

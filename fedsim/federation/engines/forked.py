@@ -103,7 +103,9 @@ class SharedValue:
 class ForkedWorker(Worker):
     """A process forked from the one that drives the run; requests are sent through a pipe."""
 
-    def __init__(self, trainer: BlockTrainer, calls: SharedValue, others: list[Connection]) -> None:
+    def __init__(
+        self, trainer: BlockTrainer, calls: SharedValue, connections: list[Connection]
+    ) -> None:
         self._answers = SharedValue()
         self.connection, end_of_worker = Pipe()
         # Flush first, or both processes would write what is buffered.
@@ -119,8 +121,8 @@ class ForkedWorker(Worker):
             try:
                 # While any process holds the driver's end of a pipe open, the worker at its other
                 # end is not notified that the driver has ended.
-                for mine in (self.connection, *others):
-                    mine.close()
+                for inherited in (self.connection, *connections):
+                    inherited.close()
                 _become_worker(parent)
                 _serve(trainer, end_of_worker, calls, self._answers)
                 status = 0
@@ -220,8 +222,8 @@ class ForkedCrew(Crew[ForkedWorker]):
 
     def new_worker(self) -> ForkedWorker:
         """Fork a worker."""
-        others = [worker.connection for worker in self.workers]
-        return ForkedWorker(self._trainer, self._calls, others)
+        connections = [worker.connection for worker in self.workers]
+        return ForkedWorker(self._trainer, self._calls, connections)
 
     def begin(self) -> None:
         """Replace the workers that still work for an earlier round."""
@@ -234,8 +236,8 @@ class ForkedCrew(Crew[ForkedWorker]):
         self, busy: Sequence[ForkedWorker], seconds: float | None
     ) -> ForkedWorker | None:
         """The first worker whose pipe has an answer, or was closed because its process ended."""
-        done = wait([worker.connection for worker in busy], seconds)
-        return next((worker for worker in busy if worker.connection in done), None)
+        readable = wait([worker.connection for worker in busy], seconds)
+        return next((worker for worker in busy if worker.connection in readable), None)
 
     def shared(self, call: RoundCall) -> Spans:
         """Store the call in memory that all workers share; return its position."""

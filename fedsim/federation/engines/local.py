@@ -277,8 +277,8 @@ class LocalGrid(Closed, OwnGrid):
     def _reply(self, message_id: str) -> Message:
         # Removed from the queue: as in Flower, a reply can be pulled only once.
         message = self._pushed.pop(message_id, None)
-        left = self._expires.pop(message_id, 0.0) - self._clock()
-        if message is None or left < 0:
+        seconds_left = self._expires.pop(message_id, 0.0) - self._clock()
+        if message is None or seconds_left < 0:
             reply = unavailable(message_id, self._run.run_id)
         else:
             # Flower's older strategies send from several threads, but clients share state that is
@@ -288,7 +288,7 @@ class LocalGrid(Closed, OwnGrid):
                 reply = self._answer(message)
                 seconds = time.monotonic() - started
                 self._worked += seconds
-            if seconds > left:
+            if seconds > seconds_left:
                 reply = unavailable(message_id, self._run.run_id)
         set_message_id(reply, f"{next(self._serial):016x}")
         return reply
@@ -336,10 +336,10 @@ def _check_answers(reply: object, message: Message) -> None:
     """Refuse anything but a reply to ``message`` from its node, as Flower's SuperLink does."""
     if not isinstance(reply, Message):
         raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
-    sent, returned = message.metadata, reply.metadata
-    if returned.reply_to_message_id != sent.message_id:
+    request, answer = message.metadata, reply.metadata
+    if answer.reply_to_message_id != request.message_id:
         raise ValueError("the client replied to another message than it was sent")
-    if (returned.src_node_id, returned.run_id) != (sent.dst_node_id, sent.run_id):
+    if (answer.src_node_id, answer.run_id) != (request.dst_node_id, request.run_id):
         raise ValueError("the client replied in another node's name, or for another run")
 
 

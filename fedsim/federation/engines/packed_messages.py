@@ -34,11 +34,11 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
         {name: dict(it) for name, it in message.content.items() if not isinstance(it, ArrayRecord)}
         for message in messages
     ]
-    alike = all(others == contents[0] for others in contents)
-    made: dict[tuple[tuple[str, str, int], ...], dict[str, ConfigRecord]] = {}
+    same_records = all(records == contents[0] for records in contents)
+    pieces_of: dict[tuple[tuple[str, str, int], ...], dict[str, ConfigRecord]] = {}
     for message in messages:
         content = message.content
-        names = list(content if alike else content.array_records)
+        names = list(content if same_records else content.array_records)
         # Keyed by identity, since comparing large arrays would be slow. The ids stay unique, since
         # the messages keep the arrays alive.
         arrays = tuple(
@@ -46,9 +46,9 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
             for name, record in content.array_records.items()
             for entry, array in record.items()
         )
-        if arrays not in made:
-            made[arrays] = _pieces(content, names)
-        yield deliver(message, _with_pieces(content, names, made[arrays]))
+        if arrays not in pieces_of:
+            pieces_of[arrays] = _pieces(content, names)
+        yield deliver(message, _with_pieces(content, names, pieces_of[arrays]))
 
 
 def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
@@ -60,14 +60,14 @@ def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
 
 
 def _pieces(content: RecordDict, names: Collection[str]) -> dict[str, ConfigRecord]:
-    chosen = RecordDict({name: content[name] for name in names})
-    arrays = (array for record in chosen.array_records.values() for array in record.values())
-    if not chosen or sum(len(array.data) for array in arrays) > _LARGEST:
+    packed = RecordDict({name: content[name] for name in names})
+    arrays = (array for record in packed.array_records.values() for array in record.values())
+    if not packed or sum(len(array.data) for array in arrays) > _LARGEST:
         return {}
-    written = recorddict_to_proto(chosen).SerializeToString()
-    starts = range(0, len(written), _PIECE)
+    data = recorddict_to_proto(packed).SerializeToString()
+    starts = range(0, len(data), _PIECE)
     return {
-        f"{_NAME}{number}": ConfigRecord({_KEY: written[start : start + _PIECE]})
+        f"{_NAME}{number}": ConfigRecord({_KEY: data[start : start + _PIECE]})
         for number, start in enumerate(starts)
     }
 
@@ -78,10 +78,10 @@ def _with_pieces(
     """Content with the pieces in place of the packed records."""
     if not pieces:
         return content
-    left = RecordDict({name: content[name] for name in content if name not in names})
+    result = RecordDict({name: content[name] for name in content if name not in names})
     for name, piece in pieces.items():
-        left[name] = piece
-    return left
+        result[name] = piece
+    return result
 
 
 def is_packed(content: RecordDict) -> bool:

@@ -44,10 +44,10 @@ def torch_defaults() -> Iterator[None]:
     use_one_thread()
     dtype, device = torch.get_default_dtype(), _default_device()
     precision = torch.get_float32_matmul_precision()
-    moved = device.type != "cpu"  # set only if needed: a default device slows every torch call
+    is_needed = device.type != "cpu"  # a default device slows every torch call
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
-    if moved:
+    if is_needed:
         torch.set_default_device("cpu")  # None fails in torch 2.6 if a default device was set
     try:
         with (
@@ -60,7 +60,7 @@ def torch_defaults() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
-        if moved:
+        if is_needed:
             torch.set_default_device(device)
 
 

@@ -210,8 +210,8 @@ class RayCrew(Crew[RayWorker]):
         import ray
 
         by_answer = {worker.answers[0]: worker for worker in busy}
-        done, _ = ray.wait(list(by_answer), num_returns=1, timeout=seconds, fetch_local=False)
-        return by_answer[done[0]] if done else None
+        finished, _ = ray.wait(list(by_answer), num_returns=1, timeout=seconds, fetch_local=False)
+        return by_answer[finished[0]] if finished else None
 
     def shared(self, call: RoundCall) -> Any:
         """Reference to the call in Ray's store, from which each machine fetches it once."""
@@ -229,9 +229,9 @@ def _start_ray(address: str | None, workers: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Workers without a GPU train on the CPU on purpose; without this, Ray warns in each of them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    here: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if address is None:
-        here = {
+        options = {
             "num_cpus": max(workers, usable_cores()),
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
@@ -240,7 +240,7 @@ def _start_ray(address: str | None, workers: int) -> bool:
     try:
         # With no address at all, Ray would join any cluster that runs on this machine.
         ray.init(
-            address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here
+            address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options
         )
     except Exception as error:  # Ray may raise any exception, even a bare Exception
         cause = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__

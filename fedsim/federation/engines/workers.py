@@ -181,8 +181,8 @@ class Crew(ABC, Generic[WorkerT]):
         # Removed first: a newly forked worker closes the connections of all workers in the list,
         # and this one's is closed already.
         self.workers.pop(index).end()
-        self.workers.insert(index, new := self.new_worker())
-        return new
+        self.workers.insert(index, replacement := self.new_worker())
+        return replacement
 
     @abstractmethod
     def begin(self) -> None:
@@ -235,9 +235,9 @@ class TrainingWorker:
             plan, layout = call.summing.plan, call.summing.layout
             self._sum = RowSum(call.summing, Releaser(plan, layout, device=self._device))
         blocks = guarded_blocks(self._trainer, call, client_ids)
-        sent = [block if self._sum is None else self._sum.add(block) for block in blocks]
-        keeps = self._trainer.state(client_ids) if call.message_type == "train" else {}
-        return WorkerReply(sent, keeps)
+        trained = [block if self._sum is None else self._sum.add(block) for block in blocks]
+        new_states = self._trainer.state(client_ids) if call.message_type == "train" else {}
+        return WorkerReply(trained, new_states)
 
 
 def sendable(error: Exception) -> FedsimError:
@@ -259,37 +259,37 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
     """
     work = trainer.train if call.message_type == "train" else trainer.evaluate
     position = 0
-    alone = False
+    one_by_one = False
     failures: dict[str, list[int]] = {}
     while position < len(client_ids):
-        rest = client_ids[position : position + 1] if alone else client_ids[position:]
-        end = position + len(rest)
+        ids = client_ids[position : position + 1] if one_by_one else client_ids[position:]
+        end = position + len(ids)
         reason: Reason = "missing"
         detail = "there was no block of it"
         try:
-            for block in work(call.vector, rest, call.round):
-                _require_asked(block, call, client_ids[position:end])
+            for block in work(call.vector, ids, call.round):
+                _require_next(block, call, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
         # A client's code may raise any exception, or call `sys.exit`.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = described(error)
-            _log.debug("clients %s in round %d", rest, call.round, exc_info=True)
+            _log.debug("clients %s in round %d", ids, call.round, exc_info=True)
         if position == end:
             continue
-        if not alone:
-            alone = True
+        if not one_by_one:
+            one_by_one = True
             continue
         failures.setdefault(detail, []).append(int(client_ids[position]))
         yield Block.failed(client_ids[position:end], reason)
         position += 1
-        alone = False
+        one_by_one = False
     for detail, failed in failures.items():  # one line a cause: shared code fails for all clients
-        first, others = ", ".join(map(str, failed[:5])), len(failed) - 5
+        first, hidden = ", ".join(map(str, failed[:5])), len(failed) - 5
         clients = f"clients {first}" if len(failed) > 1 else f"client {first}"
-        more = f" and {others} more" if others > 0 else ""
-        _log.warning("%s%s failed in round %d: %s", clients, more, call.round, detail)
+        suffix = f" and {hidden} more" if hidden > 0 else ""
+        _log.warning("%s%s failed in round %d: %s", clients, suffix, call.round, detail)
 
 
 def _reason_of(error: BaseException) -> Reason:
@@ -298,12 +298,12 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_asked(block: Block, call: RoundCall, rest: Ids) -> None:
+def _require_next(block: Block, call: RoundCall, expected_ids: Ids) -> None:
     """Raise `MalformedBlockError` unless a block has the next clients asked for, and their rows."""
     ids = block.client_ids
     row_size = len(call.vector) if call.row_size is None else call.row_size
-    if not len(ids) or not np.array_equal(ids, rest[: len(ids)]):
-        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {rest}.")
+    if not len(ids) or not np.array_equal(ids, expected_ids[: len(ids)]):
+        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {expected_ids}.")
     if call.message_type == "evaluate":
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")

@@ -120,26 +120,26 @@ def _shares(
             f"secagg.threshold = {threshold}, this one included."
         )
     place = clients.index(client)
-    own = public_key(state["mask-key"]), public_key(state["channel-key"])
+    own_keys = public_key(state["mask-key"]), public_key(state["channel-key"])
     # If the server replaced this client's key, or listed one key twice (of its own, perhaps), it
     # could know a mask between two honest clients.
     distinct = len({*mask_keys, *channel_keys}) == 2 * len(clients)
-    if (mask_keys[place], channel_keys[place]) != own or not distinct:
+    if (mask_keys[place], channel_keys[place]) != own_keys or not distinct:
         raise FedsimError("the list of public keys has another key of this client, or one twice.")
     round_context = state["context"]
     of_key = split_secret(state["mask-key"], threshold, len(clients))
     of_seed = split_secret(state["seed"], threshold, len(clients))
     sealed = []
     for number, other in enumerate(clients):
-        joined = join_shares(of_key[number], of_seed[number])
+        both_shares = join_shares(of_key[number], of_seed[number])
         if other == client:
             # A client's own shares never leave it: the server gets zeros in their place.
-            state["own-share"] = joined
+            state["own-share"] = both_shares
             sealed.append(bytes(SEALED_BYTES))
             continue
         purpose = channel_purpose(round_context, client, other)
         key = agreed_key(state["channel-key"], channel_keys[number], purpose)
-        sealed.append(seal(key, joined, round_context))
+        sealed.append(seal(key, both_shares, round_context))
     keys = {"mask-keys": mask_keys, "channel-keys": channel_keys}
     _store(context, {**state, "next": "masked", "clients": clients, **keys})
     return {"sealed": sealed}
@@ -154,29 +154,29 @@ def _masked(
 ) -> dict[str, bytes]:
     """The vector, with the client's own mask and one mask for each pair with another client."""
     state = _state_before(entries, context, "masked")
-    others = numbers(entries, "senders")
-    sealed = byte_strings(entries, "sealed", len(others), SEALED_BYTES)
+    senders = numbers(entries, "senders")
+    sealed = byte_strings(entries, "sealed", len(senders), SEALED_BYTES)
     clients: list[int] = state["clients"]
-    if not {*others} <= {*clients} - {client} or len(others) + 1 < threshold:
+    if not {*senders} <= {*clients} - {client} or len(senders) + 1 < threshold:
         raise FedsimError("the list of those who sent shares is not of this round, or too short.")
     round_context = state["context"]
     mask_keys = dict(zip(clients, state["mask-keys"], strict=True))
     channel_keys = dict(zip(clients, state["channel-keys"], strict=True))
-    received = []
-    for other, text in zip(others, sealed, strict=True):
+    received_shares = []
+    for other, text in zip(senders, sealed, strict=True):
         purpose = channel_purpose(round_context, other, client)
         key = agreed_key(state["channel-key"], channel_keys[other], purpose)
-        received.append(unseal(key, text, round_context))
+        received_shares.append(unseal(key, text, round_context))
     # A vector that arrives late, after the other clients have revealed this client's mask key, is
     # protected by its own mask alone, whose seed is revealed for survivors only.
     masked = vector().copy()
     masked += mask(derived_key(state["seed"], own_purpose(round_context)), len(masked))
     # Of two clients the first adds their common mask and the second subtracts it.
-    for other in others:
+    for other in senders:
         purpose = pair_purpose(round_context, mask_keys[client], mask_keys[other])
         common = mask(agreed_key(state["mask-key"], mask_keys[other], purpose), len(masked))
         masked = masked + common if client < other else masked - common
-    _store(context, {**state, "next": "unmask", "senders": others, "received": received})
+    _store(context, {**state, "next": "unmask", "senders": senders, "received": received_shares})
     return {"masked": masked.astype("<u8").tobytes()}
 
 

@@ -56,8 +56,8 @@ def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
         If the public key is invalid.
     """
     try:
-        theirs = X25519PublicKey.from_public_bytes(public)
-        common = X25519PrivateKey.from_private_bytes(private).exchange(theirs)
+        other_key = X25519PublicKey.from_public_bytes(public)
+        common = X25519PrivateKey.from_private_bytes(private).exchange(other_key)
     except ValueError:
         raise FedsimError("a public key of secure aggregation is invalid.") from None
     return derived_key(common, purpose)

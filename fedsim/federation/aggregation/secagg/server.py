@@ -126,7 +126,7 @@ class SecureSum(ShareSum):
             [*node_of],
             lambda r: [byte_string(r, f"{name}-key", KEY_BYTES) for name in ("mask", "channel")],
         )
-        if not self._enough(clients := sorted(keys), "sent keys"):
+        if not self._has_enough(clients := sorted(keys), "sent keys"):
             return
         # Every client gets the same lists. Its position in them (plus 1) is its point in the secret
         # sharing, which must not change when other clients drop out in later stages.
@@ -139,16 +139,16 @@ class SecureSum(ShareSum):
         sealed = self._answers(
             replies, clients, lambda r: byte_strings(r, "sealed", len(clients), SEALED_BYTES)
         )
-        if not self._enough(senders := sorted(sealed), "shared their keys"):
+        if not self._has_enough(senders := sorted(sealed), "shared their keys"):
             return
         # From here on a client is masked only against the other senders of shares, whose mask keys
         # can be recovered if they drop out.
         masked_stage = {}
         for client in senders:
-            others = [other for other in senders if other != client]
+            other_senders = [other for other in senders if other != client]
             place = clients.index(client)
-            received = [sealed[other][place] for other in others]
-            masked_stage[client] = {"senders": others, "sealed": received}
+            sealed_shares = [sealed[other][place] for other in other_senders]
+            masked_stage[client] = {"senders": other_senders, "sealed": sealed_shares}
         replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
         # The sum of all shares is far below 2^63 grid units, so that it is exact modulo 2^64.
         sums = self.total
@@ -158,7 +158,7 @@ class SecureSum(ShareSum):
             senders,
             lambda r: np.frombuffer(byte_string(r, "masked", 8 * size), dtype="<u8"),
         )
-        if not self._enough(survivors := sorted(masked), "sent their masked shares"):
+        if not self._has_enough(survivors := sorted(masked), "sent their masked shares"):
             return
         replies = yield messages(
             "unmask", {client: {"survivors": survivors} for client in survivors}
@@ -166,13 +166,13 @@ class SecureSum(ShareSum):
         shares = self._answers(
             replies, survivors, lambda r: byte_strings(r, "shares", len(senders), SHARE_BYTES)
         )
-        if not self._enough(sorted(shares), "helped to unmask their sum"):
+        if not self._has_enough(sorted(shares), "helped to unmask their sum"):
             return
         # Any `threshold` shares determine a secret; which ones makes no difference to the sum.
         points = {client: clients.index(client) + 1 for client in clients}
-        chosen = sorted(shares)[: self._secure.threshold]
+        sources = sorted(shares)[: self._secure.threshold]
         gathered = {
-            other: {points[c]: int.from_bytes(shares[c][k]) for c in chosen}
+            other: {points[c]: int.from_bytes(shares[c][k]) for c in sources}
             for k, other in enumerate(senders)
         }
         try:
@@ -187,9 +187,9 @@ class SecureSum(ShareSum):
         self, messages: list[Message], instructions: Instructions
     ) -> list[Message]:
         """Add the records that clients need for training to these messages."""
-        chosen = {message.metadata.dst_node_id: message for message in messages}
+        by_node = {message.metadata.dst_node_id: message for message in messages}
         for request in instructions:
-            if (message := chosen.get(request.metadata.dst_node_id)) is not None:
+            if (message := by_node.get(request.metadata.dst_node_id)) is not None:
                 for name, record in request.content.items():
                     message.content[name] = record
         return messages
@@ -220,16 +220,16 @@ class SecureSum(ShareSum):
                 self._failed.append(Block.failed(ids, reason))
         return answers
 
-    def _enough(self, clients: list[int], what: str) -> bool:
+    def _has_enough(self, clients: list[int], action: str) -> bool:
         """Whether enough clients remain to unmask the sum; if not, mark the round as lost."""
         if len(clients) >= self._secure.threshold:
             return True
-        self._why_lost = self._too_few(len(clients), what)
+        self._why_lost = self._too_few(len(clients), action)
         return False
 
-    def _too_few(self, count: int, what: str) -> str:
+    def _too_few(self, count: int, action: str) -> str:
         return (
-            f"{count} clients {what}, of the secagg.threshold = {self._secure.threshold} that a "
+            f"{count} clients {action}, of the secagg.threshold = {self._secure.threshold} that a "
             "sum must have"
         )
 
@@ -291,8 +291,8 @@ class SecureSum(ShareSum):
             radius, unit = float(grid.radius), float(grid.unit)
             # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
             std = radius * share_multiplier(sums.terms.split[name], self.share_request.parts)
-            most = radius * count + FARTHEST * std * math.sqrt(count)
-            if float(vector.abs().max()) * unit > most:
+            limit = radius * count + FARTHEST * std * math.sqrt(count)
+            if float(vector.abs().max()) * unit > limit:
                 raise FedsimError("it is larger than so many bounded shares can be.")
             grid.add_(vector[None])
         _count(sums, count)
