@@ -89,7 +89,7 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
         or has dependencies to install.
     """
     project = _project_of(content)
-    flower, about = _table(project, "tool", "flwr", "app"), _table(project, "project")
+    flower, metadata = _table(project, "tool", "flwr", "app"), _table(project, "project")
     declared = _table(flower, "components").get(component)
     if declared != app:
         raise FedsimError(
@@ -98,12 +98,12 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
     # Flower builds a directory name from these three.
     for key, text, form in (
         ("publisher", flower.get("publisher"), _NAMES),
-        ("name", about.get("name"), _NAMES),
-        ("version", about.get("version"), _VERSIONS),
+        ("name", metadata.get("name"), _NAMES),
+        ("version", metadata.get("version"), _VERSIONS),
     ):
         if not isinstance(text, str) or re.fullmatch(form, text) is None:
             raise FedsimError(f"the bundle's {key} is {str(text)[:80]!r}; it must match {form}.")
-    if about.get("dependencies") or about.get("optional-dependencies"):
+    if metadata.get("dependencies") or metadata.get("optional-dependencies"):
         raise FedsimError("the bundle asks for packages; here nothing is installed for a run.")
 
 

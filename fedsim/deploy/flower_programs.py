@@ -80,8 +80,8 @@ def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
         ) -> tuple[bool, AccountInfo | None]:
             """Whether the operator's token is in the metadata, and the account."""
             for _, value in metadata:
-                sent = token_digest(value if isinstance(value, str) else value.decode("latin1"))
-                if hmac.compare_digest(sent, digest):
+                token = token_digest(value if isinstance(value, str) else value.decode("latin1"))
+                if hmac.compare_digest(token, digest):
                     # Flower's community edition has a single account.
                     return super().validate_tokens_in_metadata(metadata)
             return False, None
@@ -218,16 +218,16 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
     seconds : float
     arguments : sequence of str
     """
-    ours, theirs = socket.socketpair()
+    own_end, child_end = socket.socketpair()
     superexec = os.getpid()
     # Fork before Flower or torch is imported, so that no thread, lock or connection is shared.
     if os.fork() == 0:
-        ours.close()
+        own_end.close()
         die_with_parent(superexec)
-        _fork_tasks(role, app, seconds, theirs)
+        _fork_tasks(role, app, seconds, child_end)
         os._exit(0)
-    theirs.close()
-    _accept_tasks(role, ours, arguments)
+    child_end.close()
+    _accept_tasks(role, own_end, arguments)
 
 
 def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) -> None:
@@ -363,8 +363,8 @@ def main(program: str, *arguments: str) -> None:
     elif program == "supernode":
         run_supernode(float(arguments[0]), arguments[1:])
     else:
-        role, app, seconds, *others = arguments
-        run_superexec(role, app, float(seconds), others)
+        role, app, seconds, *app_arguments = arguments
+        run_superexec(role, app, float(seconds), app_arguments)
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ def poll_every(seconds: float) -> None:
     """
     module: Any = importlib.import_module(SUPERNODE_LOOP)
 
-    def sleep(wanted: float) -> None:
-        time.sleep(min(wanted, seconds if wanted == FLOWERS_POLL else _REPLY_POLL))
+    def sleep(duration: float) -> None:
+        time.sleep(min(duration, seconds if duration == FLOWERS_POLL else _REPLY_POLL))
 
     if getattr(module, "time", None) is time:
         module.time = SimpleNamespace(sleep=sleep)

@@ -56,7 +56,7 @@ def run_simulation(
     engine, clients = resolved.config.engine, resolved.config.partition.clients
     allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
     sized = resources(clients, engine.cpus_per_worker, engine.gpus_per_worker)
-    return _run_here(resolved, out, callbacks, lambda here: Simulation(allowed | here), sized)
+    return _run_locally(resolved, out, callbacks, lambda env: Simulation(allowed | env), sized)
 
 
 def run_deployment(
@@ -81,15 +81,15 @@ def run_deployment(
         return _submit(resolved, federation, out, callbacks)
     policy, clients = _own_policy(resolved.config), resolved.config.partition.clients
     modules = policy["modules"]
-    return _run_here(
+    return _run_locally(
         resolved,
         out,
         callbacks,
-        lambda here: Rehearsal.temporary(clients, variables=here, policy=policy, modules=modules),
+        lambda env: Rehearsal.temporary(clients, variables=env, policy=policy, modules=modules),
     )
 
 
-def _run_here(
+def _run_locally(
     resolved: Resolved,
     out: Path | None,
     callbacks: Iterable[Callback],
@@ -132,17 +132,17 @@ def _submit(
 ) -> RunResult:
     operator = Operator(federation.operator, CONNECTION)
     config = resolved.config
-    earlier = last_run(federation.runs, config.name) if config.checkpoint.resume else None
+    resumed = last_run(federation.runs, config.name) if config.checkpoint.resume else None
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
-    written = earlier or RunDirectory(federation.runs / f"{config.name}-{run_id}")
-    rows = _Rows(resolved, written, Callbacks.numbered(callbacks))
+    directory = resumed or RunDirectory(federation.runs / f"{config.name}-{run_id}")
+    rows = _Rows(resolved, directory, Callbacks.numbered(callbacks))
     _follow(operator, run_id, rows.look)
-    if not written.path.is_dir():
-        raise RanElsewhere(run_id, _where(operator.log(run_id)))
+    if not directory.path.is_dir():
+        raise RanElsewhere(run_id, _artefact_place(operator.log(run_id)))
     if out is not None:
-        RunDirectory(out).copy_from(written)
-    return _read(resolved, written if out is None else RunDirectory(out))
+        RunDirectory(out).copy_from(directory)
+    return _read(resolved, directory if out is None else RunDirectory(out))
 
 
 @contextmanager
@@ -178,7 +178,7 @@ class _Rows:
         self._resolved = resolved
         self._directory = directory
         self._callbacks = callbacks
-        self._shown = 0
+        self._row_count = 0
         self._size = 0
 
     def look(self) -> None:
@@ -190,7 +190,7 @@ class _Rows:
             return
         self._size = size
         rows = self._directory.metrics_file.rows()
-        for row in rows[self._shown :]:
+        for row in rows[self._row_count :]:
             self._callbacks.on_round(
                 RunStatus(
                     config=self._resolved.config,
@@ -202,24 +202,24 @@ class _Rows:
                     directory=self._directory,
                 )
             )
-        self._shown = len(rows)
+        self._row_count = len(rows)
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
     delta = resolved.config.noise.delta
-    written = directory.ledger.exists()
-    ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
+    has_ledger = directory.ledger.exists()
+    ledger = Ledger.read(directory.ledger, delta=delta) if has_ledger else Ledger(delta=delta)
     saved = load_file(regular_files.require(directory.model))
     rows = directory.metrics_file.rows()
-    ended, why = ending(directory.path)
+    end_state, reason = ending(directory.path)
     config, clients = resolved.config.to_run_config(), resolved.client_ledgers
     return RunResult(
         metrics=[*rows],
         # In the order of the model's parameters, which safetensors files do not preserve.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
-        claims=RunLedgers(config, ledger, clients, ended).statements,
-        ended=ended,
-        why=why,
+        claims=RunLedgers(config, ledger, clients, end_state).statements,
+        ended=end_state,
+        why=reason,
         directory=directory,
         notes=resolved.notes,
     )
@@ -240,7 +240,7 @@ _WRAPPED = ("Ending simulation", "Simulation Runtime crashed")
 """Errors that Flower's simulation logs after any error; they are not the cause."""
 
 
-def _where(log: str) -> str:
+def _artefact_place(log: str) -> str:
     places = re.findall(r"the artefacts of run \d+ are in (.*)$", log, flags=re.MULTILINE)
     return str(places[-1]).strip() if places else "its log"
 

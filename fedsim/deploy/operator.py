@@ -151,7 +151,7 @@ class Operator:
         return self._finish([program("flwr"), *arguments], arguments[0])
 
     def _finish(self, command: Sequence[str], name: str) -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
@@ -159,9 +159,9 @@ class Operator:
             text=True,
             check=False,
         )
-        if done.returncode != 0:
-            raise FedsimError(f"flwr {name} failed: {(done.stdout + done.stderr).strip()}")
-        return done.stdout
+        if process.returncode != 0:
+            raise FedsimError(f"flwr {name} failed: {(process.stdout + process.stderr).strip()}")
+        return process.stdout
 
     def _environment(self) -> dict[str, str]:
         return {**environment(), "FLWR_HOME": os.fspath(self.home)}

@@ -72,11 +72,11 @@ def read_table(
     FedsimError
         If a key is unknown or missing, or a value is not allowed.
     """
-    known = {s.key: s for s in settings_of(party) if s.name not in filled_in}
-    if unknown := sorted(set(tree) - set(known)):
-        raise FedsimError(f"{file} has the key {unknown[0]!r}; it may have {sorted(known)}.")
+    settings = {s.key: s for s in settings_of(party) if s.name not in filled_in}
+    if unknown := sorted(set(tree) - set(settings)):
+        raise FedsimError(f"{file} has the key {unknown[0]!r}; it may have {sorted(settings)}.")
     values = {}
-    for key, setting in known.items():
+    for key, setting in settings.items():
         if key in tree:
             values[setting.name] = read_setting(setting, tree[key], f"{file} says {key}")
         elif setting.default is REQUIRED:

@@ -298,15 +298,15 @@ class Policy:
         # A share's noise shrinks with the number of clients, which the server declares: limit it to
         # the number that the node's owner knows.
         clients = min(config.partition.clients, self.clients or config.partition.clients)
-        asked = request.get("share-asked")
-        if not isinstance(asked, int) or not 1 <= asked <= clients:
+        shares = request.get("share-asked")
+        if not isinstance(shares, int) or not 1 <= shares <= clients:
             raise _refusal(
-                f"share-asked is {asked!r}; it must be from 1 to {clients}, the clients that the "
+                f"share-asked is {shares!r}; it must be from 1 to {clients}, the clients that the "
                 "run declares and this node knows of"
             )
         _at_least(
             "share-noise-multiplier over the root of share-asked",
-            share_multiplier(multiplier, asked),
+            share_multiplier(multiplier, shares),
             self.least_share_noise_multiplier,
         )
 
@@ -364,11 +364,11 @@ class Policy:
             text = file.read().strip()
             if text and not text.isdigit():
                 raise _refusal(f"its file {_ROUNDS} holds no number")
-            joined = int(text or 0)
-            if joined >= self.most_rounds:
-                raise _refusal(f"it has joined {joined} rounds; the limit is {self.most_rounds}")
+            rounds = int(text or 0)
+            if rounds >= self.most_rounds:
+                raise _refusal(f"it has joined {rounds} rounds; the limit is {self.most_rounds}")
             file.seek(0)
-            file.write(f"{joined + 1}\n")
+            file.write(f"{rounds + 1}\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -380,8 +380,8 @@ def _is_file(key: str, value: str) -> bool:
     return key != "client.work" or "(" not in value
 
 
-def _refusal(why: str) -> FedsimError:
-    return FedsimError(f"this node's policy refuses the run: {why}.")
+def _refusal(reason: str) -> FedsimError:
+    return FedsimError(f"this node's policy refuses the run: {reason}.")
 
 
 def _at_least(key: str, value: float, limit: float) -> None:

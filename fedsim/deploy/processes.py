@@ -207,21 +207,21 @@ class Processes(Closed):
         FedsimError
             If a service keeps ending early, with the end of its log.
         """
-        for name, (service, started, ended) in list(self._services.items()):
+        for name, (service, started, failures) in list(self._services.items()):
             running = self.running[name]
             if running.alive() or time.monotonic() - started < _PAUSE:
                 continue
             # A service that has lasted a minute was accepted: count its failures from 0 again.
-            ended = 0 if time.monotonic() - started > _LASTED else ended + 1
-            if ended > _TRIES:
+            failures = 0 if time.monotonic() - started > _LASTED else failures + 1
+            if failures > _TRIES:
                 raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
             self.stop(running)
-            self._start(service, ended)
+            self._start(service, failures)
 
-    def _start(self, service: Service, ended: int) -> Running:
+    def _start(self, service: Service, failures: int) -> Running:
         running = self.start(service.name, service.command, service.variables)
         self.running[service.name] = running
-        self._services[service.name] = (service, time.monotonic(), ended)
+        self._services[service.name] = (service, time.monotonic(), failures)
         return running
 
     def _command(self, line: str) -> None:
@@ -369,8 +369,10 @@ def wait_for_port(running: Running, port: int) -> None:
                 return
         except OSError:
             time.sleep(0.1)
-    why = "did not listen" if running.alive() else f"ended (status {running.process.poll()}) before"
-    raise FedsimError(f"{running.name} {why} on port {port}:\n{running.tail()}")
+    fault = (
+        "did not listen" if running.alive() else f"ended (status {running.process.poll()}) before"
+    )
+    raise FedsimError(f"{running.name} {fault} on port {port}:\n{running.tail()}")
 
 
 if __name__ == "__main__":

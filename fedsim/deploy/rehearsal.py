@@ -116,9 +116,9 @@ class Rehearsal(Processes):
 
     def register(self, nodes: Iterable[int] | None = None) -> None:
         """Register SuperNodes, by default all; Flower refuses a key that is registered already."""
-        chosen = range(self.federation.nodes) if nodes is None else nodes
+        node_ids = range(self.federation.nodes) if nodes is None else nodes
         if not self.federation.insecure:
-            self.operator.register([self.federation.public_key(node) for node in chosen])
+            self.operator.register([self.federation.public_key(node) for node in node_ids])
 
     def start_node(self, node: int, *, port: int | None = None) -> None:
         """Start one SuperNode, which retries until the SuperLink answers."""

@@ -194,8 +194,8 @@ class Node:
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
         """Write ``node.toml`` with this policy, or with the default one commented out."""
         path = self.directory / "node.toml"
-        written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
-        write_party(path, self, f"\n{written}")
+        policy_text = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
+        write_party(path, self, f"\n{policy_text}")
 
     def services(self, state: Path, *, port: int = 9094) -> list[Service]:
         """The SuperNode and the SuperExec of its app.
