@@ -55,10 +55,10 @@ def train(message: Message, context: Context) -> Message:
 
 def _leave_metrics_out(reply: Message) -> None:
     """Remove from a reply the metrics of the client's data that the server's sum does not need."""
-    from fedsim.federation.engines.client_app import NEEDED
+    from fedsim.federation.engines.client_app import AGGREGATED_METRICS
 
     for record in reply.content.metric_records.values() if reply.has_content() else ():
-        for name in [name for name in record if not name.startswith(NEEDED)]:
+        for name in [name for name in record if not name.startswith(AGGREGATED_METRICS)]:
             del record[name]
 
 

@@ -67,19 +67,19 @@ class FleetProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _answer_lifespan(receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
         # The raw path: several spellings decode to one path, and the SuperLink decodes again, so
         # that a decoded path could pass here and mean another request there.
         elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
             await _answer(send, 404)
-        elif _announced(scope) > _LARGEST_BODY:
+        elif _announced_length(scope) > _LARGEST_BODY:
             await _answer(send, 413)
         else:
-            await self._pass(scope, receive, send)
+            await self._forward(scope, receive, send)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         import httpx
 
         headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
@@ -114,7 +114,7 @@ async def _body(receive: Receive) -> bytes | None:
     return bytes(body)
 
 
-def _announced(scope: Scope) -> int:
+def _announced_length(scope: Scope) -> int:
     lengths = [value for name, value in scope["headers"] if name == b"content-length"]
     return max((int(value) for value in lengths if value.isdigit()), default=0)
 
@@ -129,7 +129,7 @@ async def _answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

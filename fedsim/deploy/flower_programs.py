@@ -322,7 +322,7 @@ def _guarded_program(role: str, app: str) -> Callable[[], None]:
     # Flower's HTTP client would import it at its first connection, in every task.
     importlib.import_module("httpcore")
     flower_replacements.retry_soon()
-    installed = _named(app)
+    installed = _object_named(app)
     if role == "client":
         check = functools.partial(check_bundle, component="clientapp", app=app)
         flower_replacements.run_installed_client(installed, check)
@@ -331,11 +331,11 @@ def _guarded_program(role: str, app: str) -> Callable[[], None]:
     else:
         check = functools.partial(check_bundle, component="serverapp", app=app)
         flower_replacements.check_server_bundles(check)
-    program: Callable[[], None] = _named(_PROGRAM_OF_ROLE[role])
+    program: Callable[[], None] = _object_named(_PROGRAM_OF_ROLE[role])
     return program
 
 
-def _named(reference: str) -> Any:
+def _object_named(reference: str) -> Any:
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 

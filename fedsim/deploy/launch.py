@@ -110,7 +110,7 @@ def _run_locally(
         processes.start_all()
         operator, bundle = processes.operator, write_app(Path(app), config.to_tree())
         run_id = operator.submit(bundle, federation_config=federation_config)
-        with _ended_by(server):
+        with _interruptible_by(server):
             _follow(operator, run_id, processes.tend)
         return _read(resolved, RunDirectory(directory))
 
@@ -146,7 +146,7 @@ def _submit(
 
 
 @contextmanager
-def _ended_by(server: CallbackServer) -> Iterator[None]:
+def _interruptible_by(server: CallbackServer) -> Iterator[None]:
     """Context in which Ctrl-C and SIGTERM end the run after its round, or at once if repeated."""
     with end_on_signal(server.end):
         try:

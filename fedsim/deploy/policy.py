@@ -206,11 +206,11 @@ class Policy:
         clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
         private_examples = config.client.private
         example_multiplier = (config.client.noise.multiplier or 0.0) if private_examples else 0.0
-        _at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
-        _at_least(
+        _require_at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
+        _require_at_least(
             "client.noise.multiplier", example_multiplier, self.least_example_noise_multiplier
         )
-        _at_least("partition.clients", config.partition.clients, self.least_population)
+        _require_at_least("partition.clients", config.partition.clients, self.least_population)
         if clip_norm > self.largest_clip_norm:
             raise _refusal(
                 f"mechanism.clip-norm is {clip_norm:g}; here it may be at most "
@@ -294,7 +294,7 @@ class Policy:
         multiplier = request.get("share-noise-multiplier")
         if not isinstance(multiplier, int | float):
             raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")
-        _at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
+        _require_at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
         # A share's noise shrinks with the number of clients, which the server declares: limit it to
         # the number that the node's owner knows.
         clients = min(config.partition.clients, self.clients or config.partition.clients)
@@ -304,7 +304,7 @@ class Policy:
                 f"share-asked is {shares!r}; it must be from 1 to {clients}, the clients that the "
                 "run declares and this node knows of"
             )
-        _at_least(
+        _require_at_least(
             "share-noise-multiplier over the root of share-asked",
             share_multiplier(multiplier, shares),
             self.least_share_noise_multiplier,
@@ -384,6 +384,6 @@ def _refusal(reason: str) -> FedsimError:
     return FedsimError(f"this node's policy refuses the run: {reason}.")
 
 
-def _at_least(key: str, value: float, limit: float) -> None:
+def _require_at_least(key: str, value: float, limit: float) -> None:
     if not value >= limit:
         raise _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")

@@ -30,7 +30,7 @@ from fedsim.process import Closed
 
 
 @dataclass(frozen=True, eq=False)
-class Running:
+class StartedProcess:
     """A started process, with its log.
 
     Attributes
@@ -108,7 +108,7 @@ class Processes(Closed):
 
     Attributes
     ----------
-    running : dict of str to Running
+    running : dict of str to StartedProcess
         The services' processes, by name.
     """
 
@@ -117,7 +117,7 @@ class Processes(Closed):
     ) -> None:
         self.directory = Path(directory or tempfile.mkdtemp(prefix="fedsim-"))
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, StartedProcess] = {}
         # Each service, the time of its last start, and how often it has ended early.
         self._services: dict[str, tuple[Service, float, int]] = {}
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class Processes(Closed):
 
     def start(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> Running:
+    ) -> StartedProcess:
         """Start a process, with output to ``NAME.log``.
 
         Parameters
@@ -155,9 +155,9 @@ class Processes(Closed):
                 start_new_session=True,
             )
         self._command(f"start {process.pid}")
-        return Running(name, process, log)
+        return StartedProcess(name, process, log)
 
-    def stop(self, running: Running) -> None:
+    def stop(self, running: StartedProcess) -> None:
         """End a process and its children now."""
         with self._lock:
             self._command(f"stop {running.pid}")
@@ -175,7 +175,7 @@ class Processes(Closed):
             self._janitor.wait()
             _stream(self._janitor.stdout).close()
 
-    def keep_up(self, service: Service, *, wait: bool = True) -> Running:
+    def keep_up(self, service: Service, *, wait: bool = True) -> StartedProcess:
         """Start a service, or restart it, and wait until it listens.
 
         Raises
@@ -218,7 +218,7 @@ class Processes(Closed):
             self.stop(running)
             self._start(service, failures)
 
-    def _start(self, service: Service, failures: int) -> Running:
+    def _start(self, service: Service, failures: int) -> StartedProcess:
         running = self.start(service.name, service.command, service.variables)
         self.running[service.name] = running
         self._services[service.name] = (service, time.monotonic(), failures)
@@ -354,7 +354,7 @@ def free_ports(count: int) -> list[int]:
         return [opened.getsockname()[1] for opened in sockets]
 
 
-def wait_for_port(running: Running, port: int) -> None:
+def wait_for_port(running: StartedProcess, port: int) -> None:
     """Wait until a process accepts connections, at most a minute.
 
     Raises

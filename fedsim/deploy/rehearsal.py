@@ -14,7 +14,7 @@ import tomli_w
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import Processes, Running, Service, free_ports, program
+from fedsim.deploy.processes import Processes, Service, StartedProcess, free_ports, program
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
@@ -101,11 +101,11 @@ class Rehearsal(Processes):
         return rehearsal
 
     @property
-    def superlink(self) -> Running:
+    def superlink(self) -> StartedProcess:
         """The SuperLink's process."""
         return self.running["superlink"]
 
-    def supernode(self, node: int) -> Running:
+    def supernode(self, node: int) -> StartedProcess:
         """A SuperNode's process."""
         return self.running[f"supernode-{node}"]
 

@@ -149,13 +149,13 @@ class Releaser:
         self.most_rows = self._terms.most_rows
         """Largest number of rows of a sum, up to which it is exact; more are refused."""
         self._denominators = self._per_sum(numbers)
-        self._multipliers = self._by_name(self._splits)
+        self._multipliers = self._multipliers_by_name(self._splits)
 
     def _per_sum(self, numbers: Sequence[float]) -> Tensor:
         zeros = self._terms.zeros
         return zeros.new_tensor(numbers).view(zeros.shape)
 
-    def _by_name(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+    def _multipliers_by_name(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
         """Noise multipliers ``[...]`` by the name of the part."""
         return {name: self._per_sum([split[name] for split in splits]) for name in splits[0]}
 
@@ -271,19 +271,19 @@ class Releaser:
         }
         if change is not None:
             splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
-            split, multipliers = splits[0], self._by_name(splits)
+            split, multipliers = splits[0], self._multipliers_by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         sizes = _noise_sizes(split, grids)
         if not sizes:
             return units, noise_state
 
-        def drawn(age: int, number: int) -> Tensor:
+        def draws_of(age: int, number: int) -> Tensor:
             of_round = [source.at(age, number) for source in sources]
             draws = normals(of_round, [*sizes.values()], self._terms.device)
             return draws[0] if self._is_single else draws
 
         noise, noise_state = self.noise.combine(
-            NoiseDraws(sources[0].round, drawn), noise_state or self.noise.start()
+            NoiseDraws(sources[0].round, draws_of), noise_state or self.noise.start()
         )
         # The noise may be one of the new state's tensors, which must not be rounded: use a copy.
         if self.noise.correlated:

@@ -215,9 +215,9 @@ class Accountant:
 
     def would_exceed(self, event: Event, max_epsilon: float, delta: float) -> bool:
         """Whether composing ``event`` would spend more than ``max_epsilon``."""
-        after = self.copy()
-        after.add(event)
-        return after.epsilon(delta) > max_epsilon
+        total = self.copy()
+        total.add(event)
+        return total.epsilon(delta) > max_epsilon
 
     def prv_epsilon(self, delta: float) -> float | None:
         """Epsilon by Opacus's accountant of privacy random variables, as a check; loads torch.

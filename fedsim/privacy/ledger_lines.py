@@ -35,7 +35,7 @@ VERSION: Literal[3] = 3
 """Format of new ledgers. In format 2 an event had rate and size next to a sampler's name."""
 HEADER = b'{"entry":{"kind":"ledger","version":'
 """First bytes of a ledger file."""
-_BEFORE = '{"entry":'
+_LINE_START = '{"entry":'
 
 
 def sealed(
@@ -54,7 +54,7 @@ def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     number = operator.methodcaller("item")
     body = json.dumps(data, separators=(",", ":"), allow_nan=False, default=number)
     digest = hashlib.sha256(body.encode()).hexdigest()
-    return f'{_BEFORE}{body},"hash":"{digest}"', digest
+    return f'{_LINE_START}{body},"hash":"{digest}"', digest
 
 
 def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -67,14 +67,14 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
     """
     try:
         text = line.decode("ascii")
-        if not text.startswith(_BEFORE):
+        if not text.startswith(_LINE_START):
             raise ValueError(text)
-        entry, end = _DECODER.raw_decode(text, len(_BEFORE))
+        entry, end = _DECODER.raw_decode(text, len(_LINE_START))
     except (ValueError, RecursionError):
         raise FedsimError("it is not a ledger's line.") from None
     # The hash is of the bytes in the file, not of the parsed entry written again: a line that was
     # only respelled is detected, and another version's spelling of numbers is not an error.
-    digest = hashlib.sha256(text[len(_BEFORE) : end].encode()).hexdigest()
+    digest = hashlib.sha256(text[len(_LINE_START) : end].encode()).hexdigest()
     seal = f',"hash":"{digest}"'
     if not isinstance(entry, dict) or not text.startswith(seal, end):
         raise FedsimError("its hash does not match its content.")

@@ -226,8 +226,8 @@ class Chunks:
             if torch.is_tensor(owners):
                 yield owners[index[0]], index, y
             else:
-                chosen = range(len(like))[owners][index[0]]
-                yield slice(chosen.start, chosen.stop), index, y
+                owner_range = range(len(like))[owners][index[0]]
+                yield slice(owner_range.start, owner_range.stop), index, y
 
 
 def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:

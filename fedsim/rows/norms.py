@@ -27,8 +27,8 @@ def usual(norms: Tensor) -> bool:
     """Whether all norms are finite numbers whose squares neither overflowed nor underflowed."""
     if not norms.numel():
         return True
-    least, most = torch.aminmax(norms)  # NaN fails both comparisons.
-    return float(least) > SMALL and float(most) < LARGE
+    smallest, largest = torch.aminmax(norms)  # NaN fails both comparisons.
+    return float(smallest) > SMALL and float(largest) < LARGE
 
 
 def whiten_(y: Tensor, scale: Tensor | None, center: Tensor | None) -> None:

@@ -127,7 +127,7 @@ class AlternatingTrainer(Trainer):
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Train these clients from ``vector [d]``, block by block."""
-        trainer, columns = self._placed(vector, round)
+        trainer, columns = self._trainer_of_round(vector, round)
         for block in trainer.train(self._on_device(vector)[columns], client_ids, round):
             assert block.rows is not None
             rows = block.rows.new_zeros(len(block.rows), self.layout.d)
@@ -149,7 +149,7 @@ class AlternatingTrainer(Trainer):
         metrics: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
         # Frozen parts are set in the model, so only clients that were sent the same go together.
         for members in _equal_vector_groups(vectors, len(client_ids)):
-            trainer, columns = self._placed(theta[int(members[0])], round)
+            trainer, columns = self._trainer_of_round(theta[int(members[0])], round)
             result = trainer.fit(
                 theta[torch.from_numpy(members)][:, columns],
                 client_ids[members],
@@ -165,16 +165,16 @@ class AlternatingTrainer(Trainer):
 
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
         """Why these clients' budgets forbid a round from ``vector [d]``; None if they allow it."""
-        trainer, columns = self._placed(vector, round)
+        trainer, columns = self._trainer_of_round(vector, round)
         return trainer.over_budget(self._on_device(vector)[columns], client_ids, round)
 
     def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
         """Record the releases of these clients, which a copy will train from ``vector``."""
-        trainer, columns = self._placed(vector, round)
+        trainer, columns = self._trainer_of_round(vector, round)
         trainer.charge(self._on_device(vector)[columns], client_ids, round)
 
     @torch.no_grad()
-    def _placed(self, vector: Tensor, round: int) -> tuple[Trainer, Tensor]:
+    def _trainer_of_round(self, vector: Tensor, round: int) -> tuple[Trainer, Tensor]:
         """A round's trainer, with its frozen parts set from ``vector [d]``, and its columns."""
         turn = self.alternation.part_of(round)
         trainer = self._parts[turn]

@@ -231,7 +231,7 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
     algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
     generator = torch.Generator().manual_seed(0)
 
-    def made(rows: int) -> Tensor:
+    def normal_rows(rows: int) -> Tensor:
         # Drawn for all clients every time: a client alone gets the same values as in the block.
         values = torch.randn(rows, _WIDTH, generator=generator, dtype=torch.float64)
         return values.expand(_CLIENTS, -1)[clients].clone()
@@ -239,17 +239,17 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
     round_results: dict[str, Tensor] = {}
     carried: dict[str, Tensor] = {}
     for number in (1, 2):
-        start = made(_CLIENTS if personal else 1)
+        start = normal_rows(_CLIENTS if personal else 1)
         numbers = {k: start.new_full((len(start),), v) for k, v in algorithm.numbers().items()}
         for name, width in algorithm.receives.items():
-            numbers[name] = made(1) if width == "model" else made(1)[:, :1]
+            numbers[name] = normal_rows(1) if width == "model" else normal_rows(1)[:, :1]
         if algorithm.parts:
             numbers[PERSONAL_MASK] = (torch.arange(_WIDTH) < 2).to(start).expand_as(start)
         state = algorithm.init(start.clone(), numbers)
         state |= {name: values for name, values in carried.items() if name in state}
         for index in range(_STEPS):
             algorithm.point(state)
-            algorithm.step(state, Dense(made(_CLIENTS)), Step(number, index))
+            algorithm.step(state, Dense(normal_rows(_CLIENTS)), Step(number, index))
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in algorithm.carried if name in state}
         results = {"update": theta - start, **carried}

@@ -216,7 +216,7 @@ class Factored:
                         )
             if factor.bias is not None:
                 into = (theta if out is None else out)[:, factor.bias]
-                torch.sub(theta[:, factor.bias], _summed(scaled), out=into)
+                torch.sub(theta[:, factor.bias], _sums_of_examples(scaled), out=into)
 
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, from inner products of the factors."""
@@ -264,7 +264,7 @@ class Factored:
         return torch.stack(bounds).amax(0)
 
 
-def _summed(deltas: Tensor) -> Tensor:
+def _sums_of_examples(deltas: Tensor) -> Tensor:
     """Sums over the examples ``[n, out]`` of ``deltas [n, B, out]``."""
     if deltas.is_cuda:
         return deltas.sum(1)

@@ -17,7 +17,7 @@ from fedsim.training.batches import Batches, Floats, Ints, Workload
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.paths.choice import TrainedModel
-from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
+from fedsim.training.payload import LEFT_OUT, Compression, Payload, ReceivedVectors
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import Probe, gradient_methods
@@ -149,7 +149,10 @@ class LocalRounds:
 
     @torch.no_grad()
     def fit(
-        self, received: Received, clients: RoundClients, numbers: Mapping[str, Sequence[float]]
+        self,
+        received: ReceivedVectors,
+        clients: RoundClients,
+        numbers: Mapping[str, Sequence[float]],
     ) -> BlockResult:
         """Train from what was ``received``; clients' stored state does not change before `finish`.
 

@@ -115,7 +115,7 @@ def _places(packing: Packing, names: Collection[str], device: torch.device) -> T
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedVectors:
     """What clients are sent.
 
     Attributes
@@ -159,13 +159,13 @@ class Payload:
         receives = algorithm.receives
         return cls(shared, row, with_vectors(shared.layout, receives), receives)
 
-    def received(self, vectors: Tensor) -> Received:
+    def received(self, vectors: Tensor) -> ReceivedVectors:
         """Unpack what clients were sent, ``[1 or n, d]`` in the received layout."""
         named = {
             name: self.shared.pack(values) if self.receives[name] == "model" else values
             for name, values in vectors_in(self.received_layout, vectors).items()
         }
-        return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
+        return ReceivedVectors(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
     def replies(self, theta: Tensor, sent_vectors: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """Replies ``[n, d]`` of ``n`` clients that were sent ``vectors [1 or n, d]``.

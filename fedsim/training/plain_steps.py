@@ -139,7 +139,7 @@ class SequentialSteps(Steps):
         # Bound here once: as long as the algorithm steps in place, `gradient_of_one` finds the
         # parameters bound to this very row, and binds nothing.
         with generator, path.state.restored(), path.bound(algorithm.point(state)):
-            for chunk in self._gathered(steps):
+            for chunk in self._step_chunks(steps):
                 index, weight = self.index[k, chunk], self.weight[k, chunk]
                 x, y = data.inputs(index, dtype), data.targets(index, dtype)
                 loss = path.loss_of(y)
@@ -157,7 +157,7 @@ class SequentialSteps(Steps):
                     losses.append(of_step)
                 self._losses[k, chunk][is_real[chunk]] = torch.cat(losses).to(dtype).numpy()
 
-    def _gathered(self, steps: int) -> Iterator[slice]:
+    def _step_chunks(self, steps: int) -> Iterator[slice]:
         """Ranges of a client's batches whose inputs are gathered at once."""
         batch_bytes = self.stepper.data.x[:1].nbytes * self.index.shape[2]
         steps_per_call = max(1, GATHERED // max(batch_bytes, 1))
@@ -192,7 +192,7 @@ class ProgramSteps(SequentialSteps):
         self._step(state, x, index, 0)
 
     def _all_steps(self, state: State, k: int, steps: int) -> None:
-        for chunk in self._gathered(steps):
+        for chunk in self._step_chunks(steps):
             inputs = self.stepper.data.inputs(self.index[k, chunk], self.stepper.dtype)
             for number, x in enumerate(inputs.unbind(0), chunk.start):
                 self._step(state, x[None], number, k)

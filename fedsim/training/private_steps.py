@@ -126,11 +126,11 @@ class PrivateSteps(Steps):
         """One step of the first ``active`` clients."""
         stepper = self.stepper
         # The guarantee rests on this: the release is all that the algorithm sees of the examples.
-        mean = self._released(stepper.algorithm.point(state), index, active)
+        mean = self._noisy_mean(stepper.algorithm.point(state), index, active)
         gradient = Dense(stepper.packing.pack(mean))
         stepper.algorithm.step(state, gradient, Step(self.round, index))
 
-    def _released(self, point: Tensor, index: int, active: int) -> Tensor:
+    def _noisy_mean(self, point: Tensor, index: int, active: int) -> Tensor:
         """Noisy means ``[active, d]`` of a step's gradients, which are summed chunk by chunk."""
         data, dtype = self.stepper.data, self.stepper.dtype
         total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedsim.config import RunConfig
-from fedsim.deploy.launch import _directory, _ended_by, _follow
+from fedsim.deploy.launch import _directory, _follow, _interruptible_by
 from fedsim.errors import FedsimError
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.record import RunRecord
@@ -51,7 +51,7 @@ def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reas
 
 
 def lose_the_superlink(*, asked: bool) -> None:
-    with CallbackServer([]) as server, _ended_by(server):
+    with CallbackServer([]) as server, _interruptible_by(server):
         if asked:
             signal.raise_signal(signal.SIGINT)
         raise FedsimError("the SuperLink ended")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from fedsim.deploy.processes import Processes, Running, environment
+from fedsim.deploy.processes import Processes, StartedProcess, environment
 
 BRIDGE = "fedsim"
 SUBNET = "10.213"
@@ -31,7 +31,7 @@ class Compose:
         self.networks = list(tree["networks"])
         self.directory = directory
         self.processes = Processes(logs)
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, StartedProcess] = {}
         self._made_mount_point = not Path("/federation").exists()
 
     def address(self, name: str, network: str) -> str:

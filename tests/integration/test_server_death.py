@@ -16,7 +16,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
+from fedsim.deploy.processes import Processes, StartedProcess, free_ports, wait_for_port
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import RUNS, RunDirectory
 
@@ -54,7 +54,7 @@ def descendants(pid: int) -> list[int]:
     return family[::-1]
 
 
-def wait(condition: Callable[[], object], running: Running, limit: float = 240.0) -> None:
+def wait(condition: Callable[[], object], running: StartedProcess, limit: float = 240.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
         assert running.alive(), running.tail(30)
@@ -80,13 +80,13 @@ def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG.to_toml())
 
-    def server() -> Running:
+    def server() -> StartedProcess:
         command = [*COMMAND, "deploy", "superlink", str(federation.superlink)]
         running = processes.start("server", command, {RUNS: str(federation.runs)})
         wait_for_port(running, federation.port)
         return running
 
-    def submit(name: str, *options: str) -> Running:
+    def submit(name: str, *options: str) -> StartedProcess:
         here = [
             "--set",
             "engine.name=deployment",

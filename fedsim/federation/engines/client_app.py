@@ -33,7 +33,7 @@ from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult
 
-NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
+AGGREGATED_METRICS = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
 """Prefixes of the metrics that a server needs to aggregate an update; others are for display."""
 
 

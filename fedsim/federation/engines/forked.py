@@ -74,17 +74,17 @@ class SharedValue:
         for piece in pieces:
             spans.append((end, piece.nbytes))
             end += -(-piece.nbytes // _LINE) * _LINE
-        memory = self._mapped(end)
+        memory = self._memory_of(end)
         for (start, size), piece in zip(spans, pieces, strict=True):
             memory[start : start + size] = piece
         return spans
 
     def get(self, spans: Spans, *, copied: bool = False) -> Any:
         """The value; unless ``copied``, its large arrays are valid until the next `put`."""
-        memory = self._mapped(sum(spans[-1]))
+        memory = self._memory_of(sum(spans[-1]))
         return unpack([memory[start : start + size] for start, size in spans], copied=copied)
 
-    def _mapped(self, size: int) -> memoryview:
+    def _memory_of(self, size: int) -> memoryview:
         if self._map is None or len(self._map) < size:
             # The file may be larger than this process's map: the other one may have enlarged it.
             length = max(os.fstat(self._file).st_size, size, mmap.PAGESIZE)
@@ -164,17 +164,17 @@ class ForkedWorker(Worker):
             self.connection.send_bytes(b"")
         self.connection.close()
         deadline = time.monotonic() + patience
-        while not _reaped(self.pid, os.WNOHANG):
+        while not _has_ended(self.pid, os.WNOHANG):
             if time.monotonic() >= deadline:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
-                _reaped(self.pid, 0)
+                _has_ended(self.pid, 0)
                 break
             time.sleep(0.002)
         self._answers.close()
 
 
-def _reaped(pid: int, options: int) -> bool:
+def _has_ended(pid: int, options: int) -> bool:
     try:
         return os.waitpid(pid, options)[0] == pid
     except ChildProcessError:  # other code has waited for it already

@@ -31,7 +31,11 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
     Messages with the same arrays share the pieces, which Flower then stores once.
     """
     contents = [
-        {name: dict(it) for name, it in message.content.items() if not isinstance(it, ArrayRecord)}
+        {
+            name: dict(value)
+            for name, value in message.content.items()
+            if not isinstance(value, ArrayRecord)
+        }
         for message in messages
     ]
     same_records = all(records == contents[0] for records in contents)

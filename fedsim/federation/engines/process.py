@@ -11,7 +11,7 @@ import torch
 
 # Constants of glibc's <malloc.h>; 32 MiB is the largest M_MMAP_THRESHOLD that it accepts.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-MAPPED_FROM, KEPT = 2**25, 2**30
+MMAP_BYTES, TRIM_BYTES = 2**25, 2**30
 
 
 def use_one_thread() -> None:
@@ -30,8 +30,8 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
-            mallopt(M_TRIM_THRESHOLD, KEPT)
+            mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+            mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 # Smaller arrays stay in the pickle, which copies them: a separate buffer does not pay off, and an
 # algorithm changes some of them (rates, counters) in place.
-_APART_FROM = 1 << 20
+_OUT_OF_BAND_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def pack(value: object, *, by_value: bool = False) -> list[Piece]:
     stream, buffers = io.BytesIO(), list[memoryview]()
 
     def stays(buffer: pickle.PickleBuffer) -> bool:
-        if (raw := buffer.raw()).nbytes < _APART_FROM:
+        if (raw := buffer.raw()).nbytes < _OUT_OF_BAND_BYTES:
             return True
         buffers.append(raw)
         return False

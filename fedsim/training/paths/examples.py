@@ -233,7 +233,7 @@ class Unrolled(GradientMethod):
                 parent, _, child = name.rpartition(".")
                 if not child or module is copied:
                     raise RuntimeError("a model that is one recurrent layer gives no tensor")
-                setattr(copied.get_submodule(parent), child, _unrolled(module))
+                setattr(copied.get_submodule(parent), child, _unrolled_layer(module))
         watched = GradSampleModule(copied, loss_reduction="sum")
         for module in watched.iterate_submodules(copied):
             trained = any(p.requires_grad for p in module.parameters(recurse=False))
@@ -258,7 +258,7 @@ def _rows(parameter: Any, examples: int) -> Tensor:
     return rows.detach().flatten(1)
 
 
-def _unrolled(layer: Any) -> nn.Module:
+def _unrolled_layer(layer: Any) -> nn.Module:
     """Opacus's layer in the place of torch's, with its parameters."""
     from opacus import layers
 

@@ -59,7 +59,7 @@ class FuncPath:
         x, y = (self._padded(t) for t in (x, y))
         weight = F.pad(weight, (0, x.shape[1] - B))
         for clients in self._parts(theta):
-            point, inputs = self._placed(theta, clients), self._placed(x, clients)
+            point, inputs = self._rows_of(theta, clients), self._rows_of(x, clients)
             named, client_losses = self._gradients(
                 self.packing.named(point), inputs, y[clients], weight[clients]
             )
@@ -75,7 +75,7 @@ class FuncPath:
         return torch.cat(
             [
                 self._outputs(
-                    self.packing.named(self._placed(theta, clients)), self._placed(x, clients)
+                    self.packing.named(self._rows_of(theta, clients)), self._rows_of(x, clients)
                 )[:, :B]
                 for clients in self._parts(theta)
             ]
@@ -109,7 +109,7 @@ class FuncPath:
         return torch.cat([batch, batch[:, :1].expand(-1, padding, *batch.shape[2:])], dim=1)
 
     @staticmethod
-    def _placed(block: Tensor, clients: slice) -> Tensor:
+    def _rows_of(block: Tensor, clients: slice) -> Tensor:
         """Tensors of these clients, on a CPU copied to an address that the allocator aligns."""
         return block if block.is_cuda else block[clients].clone()
 

@@ -124,7 +124,7 @@ class PlainPath:
             with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
                 client_losses = self.loss(
-                    call_with(self.model, leaves, self._placed(x[k, :b])), y[k, :b]
+                    call_with(self.model, leaves, self._aligned(x[k, :b])), y[k, :b]
                 )
                 gradients = torch.autograd.grad(
                     (client_losses * weight[k, :b]).sum(),
@@ -169,7 +169,7 @@ class PlainPath:
         loss, parameters = self.loss if loss is None else loss, self._binding.parameters
         with self._binding.at(theta) as views, torch.enable_grad():
             self._binding.refresh(views)
-            losses = loss(self.model(self._placed(x)), y)
+            losses = loss(self.model(self._aligned(x)), y)
             # The weights are the gradient of the weighted sum with respect to the losses.
             gradients = torch.autograd.grad(
                 losses, list(parameters.values()), weight, allow_unused=True
@@ -204,7 +204,7 @@ class PlainPath:
             # A model that writes to its parameters must not write to those that are evaluated.
             point = point if self.state.quiet else point.clone()
             with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
-                values = call_with(self.model, self._named(point), self._placed(examples))
+                values = call_with(self.model, self._named(point), self._aligned(examples))
             padding = values.new_zeros(len(inputs) - len(examples), *values.shape[1:])
             outputs.append(torch.cat([values, padding]) if len(padding) else values)
         return torch.stack(outputs)
@@ -217,7 +217,7 @@ class PlainPath:
         convolves = any(isinstance(m, nn.Conv2d) for m in modules)
         return convolves and not any(narrow) and takes_channels_last(modules)
 
-    def _placed(self, x: Tensor) -> Tensor:
+    def _aligned(self, x: Tensor) -> Tensor:
         """One client's inputs, copied to an aligned address: bits must not depend on position."""
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)

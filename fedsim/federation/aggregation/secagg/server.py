@@ -197,11 +197,11 @@ class SecureSum(ShareSum):
     def _answers(
         self,
         replies: Iterable[Message],
-        asked: list[int],
+        expected: list[int],
         parse: Callable[[ConfigRecord], Answer],
     ) -> dict[int, Answer]:
         """Parsed replies by client; a client whose reply cannot be parsed has failed."""
-        client_of, waiting = self.pending.recipients.client_of, {*asked}
+        client_of, waiting = self.pending.recipients.client_of, {*expected}
         answers: dict[int, Answer] = {}
         for reply in replies:
             client = client_of.get(reply.metadata.src_node_id)
