@@ -343,13 +343,13 @@ class PrivateRounds(ResumableStrategy):
             releases that the state counts, or its plan does not continue that of the state. The
             strategy is then as it was.
         """
-        own = type(self).__name__
-        strategy_state.check_form(state, own)
+        strategy = type(self).__name__
+        strategy_state.check_form(state, strategy)
         if self.rounds_done:
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        with strategy_state.in_one_sentence(own):
+        with strategy_state.in_one_sentence(strategy):
             plan = resumed_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
             strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)

@@ -49,14 +49,14 @@ def check_form(state: Tree, strategy: str) -> None:
     ------
     FedsimError
     """
-    wrong = [key for key, kinds in _FORM.items() if not isinstance(state.get(key, 0.0), kinds)]
-    if not wrong and state["round"] < 0:
-        wrong = ["round"]
-    if not wrong and state["round"] and state["parameters"] is None:
-        wrong = ["parameters"]
-    if wrong:
+    bad_keys = [key for key, kinds in _FORM.items() if not isinstance(state.get(key, 0.0), kinds)]
+    if not bad_keys and state["round"] < 0:
+        bad_keys = ["round"]
+    if not bad_keys and state["round"] and state["parameters"] is None:
+        bad_keys = ["parameters"]
+    if bad_keys:
         raise FedsimError(
-            f"state= has no '{wrong[0]}' as it must be; state= must be what {strategy}.state() "
+            f"state= has no '{bad_keys[0]}' as it must be; state= must be what {strategy}.state() "
             "gave after a round."
         )
 
@@ -69,8 +69,8 @@ def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> Non
     FedsimError
     """
     noise, needed = state.get("noise"), plan.noise.correlated
-    over = state["round"] >= (plan.rounds or math.inf)  # no further round needs it
-    if not over and (noise is not None) != needed:
+    has_ended = state["round"] >= (plan.rounds or math.inf)  # no further round needs it
+    if not has_ended and (noise is not None) != needed:
         raise FedsimError(
             f"state= is of a run whose rounds {'do not ' if needed else ''}share draws of noise; "
             f"with the settings of this strategy they must{'' if needed else ' not'}."
@@ -107,15 +107,15 @@ def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) 
         _compare("server optimiser", kept, optimizer.after_a_step(Layout.of(trained).d))
 
 
-def _compare(part: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    held, needed = (
+def _compare(part: str, state: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    shapes, expected_shapes = (
         {name: list(getattr(value, "shape", ())) for name, value in tree.items()}
-        for tree in (given, expected)
+        for tree in (state, expected)
     )
-    if held != needed:
+    if shapes != expected_shapes:
         raise FedsimError(
-            f"state= holds {_listed(held)} of the {part}; with the settings of this strategy it "
-            f"must hold {_listed(needed)}."
+            f"state= holds {_listed(shapes)} of the {part}; with the settings of this strategy it "
+            f"must hold {_listed(expected_shapes)}."
         )
 
 
@@ -126,11 +126,11 @@ def _listed(shapes: Mapping[str, list[int]]) -> str:
 
 def restore_parts(parts: Mapping[str, Any], state: Tree) -> None:
     """Have each part resume its own state: all of them or, if one raises, none."""
-    before = {name: part.state() for name, part in parts.items()}
+    saved_states = {name: part.state() for name, part in parts.items()}
     try:
         for name, part in parts.items():
             part.restore(state.get(name))
     except BaseException:
         for name, part in parts.items():
-            part.restore(before[name])
+            part.restore(saved_states[name])
         raise
