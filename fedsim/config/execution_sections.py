@@ -120,7 +120,9 @@ class EngineSection(ConfigTable, table="engine"):
         Beside(("deployment",)),
         Doc("The folder of a running federation; empty to start one on this machine for this run."),
     ] = ""
-    timeout: Annotated[float, Gt(0), Le(1e8), Doc("Time limit of a round, in seconds.")] = 3600.0
+    timeout: Annotated[
+        float, Gt(0), Le(1e8), Doc("Time limit of each client in a round, in seconds.")
+    ] = 3600.0
     # Starting ten virtual clients on two busy cores took more than a minute.
     node_timeout: Annotated[
         float, Gt(0), Le(1e8), Doc("How many seconds to wait for nodes to connect.")
