@@ -23,23 +23,28 @@ def print_examples_cost(
 ) -> None:
     """Print the joint cost at example level, if several runs' clients protect their examples."""
     from fedsim.privacy import Ledger
+    from fedsim.privacy.client_ledgers import run_of
     from fedsim.reports.sweep import examples_price
     from fedsim.runs.sweep import outcomes
 
     protecting = [member for member in grid if member.config.client.private]
     if len(protecting) < 2:
         return
-    rounds_left = Counter[Path]()
+    rounds_left, runs = Counter[Path](), list[str | None]()
     for member in protecting:
         run = where / member.label
         ledger = run / "ledger.jsonl"
-        made = Ledger.read(ledger).rounds_made if ledger.exists() else 0
+        made = 0
+        if ledger.exists():
+            server = Ledger.read(ledger)
+            made = server.rounds_made
+            runs.append(run_of(server))
         directory = Path(member.config.client.state_dir or run / "clients")
         rounds_left[directory] += member.config.rounds - made
     delta = max(member.config.client.noise.delta for member in protecting)
     same_clients = len({split_settings(member.config) for member in protecting}) == 1
     ways = outcomes(protecting, halving)
-    cost = examples_price(rounds_left, delta, ways, same=same_clients)
+    cost = examples_price(rounds_left, delta, ways, same=same_clients, runs=runs)
     console.print(
         f"The {len(protecting)} runs whose clients protect their examples cost together, by "
         f"composition, epsilon = {cost.epsilon:.4g} at delta = {delta} (example level, for the "

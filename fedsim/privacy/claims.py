@@ -162,14 +162,14 @@ class Stopping:
     def _figures(self, history: History, delta: float) -> Figures:
         planned = self.planned(history)
         if self.times and self.left:
-            return _shared(history.spent, planned, delta, self.times)
+            return _shared(history.spent(self.run), planned, delta, self.times)
         return [(planned, self.planned_delta(delta))]
 
     def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
         if not self.left or self.max_epsilon is None or delta < self.budget_delta:
             return epsilon
         # If the releases already exceed the budget, it was not enforced.
-        holds = history.spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
+        holds = history.spent(self.run).epsilon(self.planned_delta(delta)) <= self.max_epsilon
         return min(epsilon, self.max_epsilon) if holds else epsilon
 
 
@@ -216,7 +216,8 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
     """
     # With early stopping the claim depends on more than the counts of events, if some are charged
     # ahead: no history may then be left out.
-    if stopping.times and any(history.spent is not history.accountant for history in histories):
+    run = stopping.run
+    if stopping.times and any(h.spent(run) is not h.accountant for h in histories):
         return max(histories, key=lambda history: stopping.epsilon(history, delta))
     distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}
     single = {

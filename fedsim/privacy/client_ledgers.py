@@ -187,6 +187,14 @@ class ClientLedgers:
         return sorted({int(name[1]) for name in names if name})
 
 
+def run_of(server: Ledger | None) -> str | None:
+    """Id of a server's run in the clients' ledgers; None if the run's key is missing."""
+    try:
+        return None if server is None else server.run
+    except (FedsimError, OSError):
+        return None
+
+
 def _client(entry: Entry) -> int:
     if entry.client is None:
         raise FedsimError("an entry of a client's ledger must name its client.")

@@ -238,13 +238,16 @@ class History:
             net.append(entry)
         return [*self.before, *reversed(net)]
 
-    @property
-    def spent(self) -> Accountant:
-        """Composition of the releases made, without planned rounds that were not."""
+    def spent(self, run: str | None = None) -> Accountant:
+        """Composition of the releases made, without planned rounds that this run did not make.
+
+        Of several runs in one ledger it is the one that lines name ``run``: what another one has
+        planned stays charged.
+        """
         if not self._ahead.total():
             return self.accountant
-        net = self.net
-        made_entries = [entry for entry in net[len(self.before) :] if entry.kind != "planned"]
+        entries = self.net[len(self.before) :]
+        made_entries = (e for e in entries if e.kind != "planned" or e.run != run)
         return Accountant(entry.event for entry in [*self.before, *made_entries])
 
     def alone(self) -> History:

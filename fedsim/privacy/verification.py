@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.claims import FIXED, Stopping
-from fedsim.privacy.client_ledgers import ClientLedgers
+from fedsim.privacy.client_ledgers import ClientLedgers, run_of
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.entry import History
 from fedsim.privacy.ledger import Ledger
@@ -120,7 +120,8 @@ def verify(
     if clients is not None or (manifest is not None and manifest.clients):
         place = directory / "clients" if clients is None else clients
         opened = ClientLedgers(place, delta=examples_delta or delta, read_only=True)
-        checks += _client_ledgers(opened, rows, manifest, stopping)
+        of_run = replace(stopping, run=run_of(ledger))
+        checks += _client_ledgers(opened, rows, manifest, of_run)
     if public_key is not None:
         fault = _wrong_signature(directory, public_key)
         checks.append(FileCheck("signature", fault is None, fault or f"is that of {public_key}"))

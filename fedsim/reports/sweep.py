@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -202,12 +202,17 @@ def price(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1) -> 
     together = _Together()
     for path, stopping in planned.items():
         ledger = Ledger.read(path)
-        together.take(ledger.history, stopping.after(ledger.rounds_made))
+        together.take(ledger.history, stopping.after(ledger.rounds_made), [None])
     return together.cost(delta, outcomes)
 
 
 def examples_price(
-    planned: Mapping[Path, int], delta: float, outcomes: int = 1, *, same: bool = True
+    planned: Mapping[Path, int],
+    delta: float,
+    outcomes: int = 1,
+    *,
+    same: bool = True,
+    runs: Collection[str | None] = (),
 ) -> Cost:
     """Joint cost of all runs at example level, for the client that spends most.
 
@@ -221,6 +226,8 @@ def examples_price(
     same : bool
         Whether a client has the same examples in all of these directories. If not, an example may
         belong to the client that spends most in each of them, so these clients are composed.
+    runs : collection of str
+        Names of the runs, as clients' ledgers have them: these also hold other runs' lines.
     """
     clients: dict[int | None, _Together] = {}
     for directory, left in planned.items():
@@ -231,7 +238,7 @@ def examples_price(
             key = ledger.charged[-1].client if same else None
             made = ledger.charged[-1].round or 0 if ledger.charged else 0
             stopping = Stopping(left=max(left, 0), made=made)
-            clients.setdefault(key, _Together()).take(ledger.history, stopping)
+            clients.setdefault(key, _Together()).take(ledger.history, stopping, runs)
     costs = [together.cost(delta, outcomes) for together in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 
@@ -247,13 +254,13 @@ class _Together:
     def __init__(self) -> None:
         self._spent, self._charged, self._planned = Accountant(), Accountant(), Accountant()
 
-    def take(self, history: History, stopping: Stopping) -> None:
-        """Add a ledger's events, and the releases that were still planned."""
+    def take(self, history: History, stopping: Stopping, runs: Collection[str | None]) -> None:
+        """Add a ledger's events, and the releases that were still planned in these runs."""
         net, before = history.net, len(history.before)
         for index, entry in enumerate(net):
             self._charged.add(entry.event)
             self._planned.add(entry.event)
-            if entry.kind != "planned" or index < before:
+            if entry.kind != "planned" or index < before or entry.run not in runs:
                 self._spent.add(entry.event)
         for event in stopping.further(history):
             self._planned.add(event)

@@ -15,6 +15,7 @@ from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.client_ledgers import run_of
 from fedsim.runs.directory import RunDirectory, clients_ledgers, ending
 
 SUMMARY_FORMAT = 1
@@ -76,20 +77,12 @@ class RunLedgers:
         if server:
             self.server.charge_planned(end)
         if self.clients is not None:
-            self.clients.charge_planned(replace(end, run=self._run))
+            self.clients.charge_planned(replace(end, run=run_of(self.server)))
 
     def _stopping(self) -> Stopping:
         if self.server is None:
             return FIXED
         return stopping(self.config, self.server.rounds_made, self.ended)
-
-    @property
-    def _run(self) -> str | None:
-        """Id of the run in the clients' ledgers; None if the run's key is missing."""
-        try:
-            return None if self.server is None else self.server.run
-        except (FedsimError, OSError):
-            return None
 
     def statements(self, delta: float | None = None) -> list[Statement]:
         """Privacy statements, one for each level that has a ledger; the main one first.
@@ -102,7 +95,7 @@ class RunLedgers:
         config, server = self.config, self.server
         end, examples = self._stopping(), None
         if self.clients is not None:
-            examples = self.clients.statement(stopping=replace(end, run=self._run))
+            examples = self.clients.statement(stopping=replace(end, run=run_of(self.server)))
         if server is None:
             return claimed(None, examples)
         of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)

@@ -14,6 +14,7 @@ from fedsim import RunConfig
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.reports.sweep import examples_price
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.record import RunRecord
 from fedsim.runs.sweep import Halving, grid_runs, run_sweep
@@ -146,6 +147,26 @@ def test_clients_ledgers_that_later_runs_share_count_what_it_planned(tmp_path: P
     (now,) = RunRecord.read(tmp_path / "a").statements
     assert now.epsilon == pytest.approx(both)
     assert verified(tmp_path / "b")
+
+
+def test_one_that_declares_its_end_counts_what_another_run_of_the_same_clients_planned(
+    tmp_path: Path,
+) -> None:
+    shared = {"client.state-dir": str(tmp_path / "clients")}
+    stopped(tmp_path / "a", config=EXAMPLES, name="a", **shared)
+    second = stopped(
+        tmp_path / "b", config=EXAMPLES, name="b", **shared, **{"stop.callbacks": True}
+    )
+    spent = Accountant([Event(noise_multiplier=10.0, count=52)])  # 50 that a had planned, 2 of b
+    assert (
+        second.privacy.epsilon
+        == spent.epsilon(DELTA / 100)
+        == second.metrics[-1]["example-epsilon"]
+    )
+    assert verified(tmp_path / "b")
+    own = str(Ledger.read(tmp_path / "b" / "ledger.jsonl").run)
+    among = examples_price({tmp_path / "clients": 48}, DELTA, 50, runs=[own])
+    assert among.epsilon == pytest.approx(spent.epsilon(DELTA / 100))
 
 
 def test_a_run_that_a_sweep_has_dropped_costs_what_was_planned(tmp_path: Path) -> None:
