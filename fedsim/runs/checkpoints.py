@@ -345,10 +345,10 @@ class Checkpointing:
         else:
             tasks[0]()
 
-    def save(self, done: int) -> None:
-        """Save the state after the last round, unless it is saved already."""
+    def save(self, done: int, *, again: bool = False) -> None:
+        """Save the state after the last round, unless it is saved and need not be ``again``."""
         self.wait()
-        if self._settings.every and done != self._saved:
+        if self._settings.every and (again or done != self._saved):
             self._metrics.sync()
             self._checkpoints.save(self._state())
             self._saved = done

@@ -145,7 +145,12 @@ class Session:
 
     def rounds(self, grid: Grid) -> Rounds:
         """The remaining rounds, as a generator; the caller sends their messages."""
+        before = self._rows[-1:]
         self._callbacks.on_start(self.status())
+        self._charge_planned()
+        if self._rows[-1:] != before and self._directory is not None and self._checkpoints:
+            self._directory.metrics_file.start(self._round_rows.columns, self._rows)
+            self._checkpoints.save(self.strategy.rounds_done, again=True)
         self._stop_if_asked()
         return rounds_of(
             self.strategy,
@@ -257,15 +262,23 @@ class Session:
             update_code(self._rows_code, self._rows[-1])
         self._rows.append(row)
         self._callbacks.on_round(self.status())
-        if self._callbacks.stopped is not None and self.strategy.rounds_done:
-            # The decision to stop may depend on released values, and then the number of releases
-            # does too: ledger and last row are charged the whole plan's cost where that applies.
-            self._ledgers("stopped").charge_planned()
-            row = self._rows[-1] = {**row, **self._round_rows.spent(self.strategy.rounds_done)}
+        self._charge_planned()
         if self._checkpoints is not None:
-            self._checkpoints.on_round(row)
+            self._checkpoints.on_round(self._rows[-1])
         self._stop_if_asked()
         self._since = time.perf_counter()
+
+    def _charge_planned(self) -> None:
+        """Charge the whole plan's cost, where that applies, once a callback has ended the run.
+
+        The decision to stop may depend on released values, and then the number of releases does
+        too: the ledger and the last row say so.
+        """
+        if self._callbacks.stopped is not None and self.strategy.rounds_done:
+            self._ledgers("stopped").charge_planned()
+            # A run that was killed has recorded rounds after the one that it is resumed from.
+            made = max(self.strategy.rounds_done, self.strategy.ledger.rounds_made)
+            self._rows[-1] = {**self._rows[-1], **self._round_rows.spent(made)}
 
     def _stop_if_asked(self) -> None:
         """Let no further round begin if a callback, a signal or another process asked to end."""

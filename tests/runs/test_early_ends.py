@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.reports.sweep import examples_price
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord
+from fedsim.runs.session import Session
 from fedsim.runs.sweep import Halving, grid_runs, run_sweep
 
 DELTA = 1e-3
@@ -167,6 +170,54 @@ def test_one_that_declares_its_end_counts_what_another_run_of_the_same_clients_p
     own = str(Ledger.read(tmp_path / "b" / "ledger.jsonl").run)
     among = examples_price({tmp_path / "clients": 48}, DELTA, 50, runs=[own])
     assert among.epsilon == pytest.approx(spent.epsilon(DELTA / 100))
+
+
+class StopAtStart(Callback):
+    def on_start(self, status: RunStatus) -> bool:
+        return status.round > 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("config", [CONFIG, EXAMPLES])
+def test_it_may_end_as_it_is_resumed(tmp_path: Path, config: RunConfig, killed: bool) -> None:
+    examples = config is EXAMPLES
+    shared = {"client.state-dir": str(tmp_path / "clients")} if examples else {}
+    config = config.replace(**{"checkpoint.every": 1, "name": "a", **shared})
+    out = tmp_path / "a"
+    if killed:
+        with killed_in(3):
+            fedsim.run(config, out=out)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Session, "_finish_round", ending_after(2))
+            assert fedsim.run(config, out=out).ended == "interrupted"
+    result = fedsim.run(config, out=out, resume=True, callbacks=[StopAtStart()])
+    assert (result.ended, result.rounds) == ("stopped", 2)
+    column = "example-epsilon" if examples else "epsilon"
+    assert result.privacy.epsilon == result.metrics[-1][column] == cost((10.0, 50))
+    if not examples:
+        assert Ledger.read(out / "ledger.jsonl").epsilon(DELTA) == cost((10.0, 50))
+    if not killed:  # its row of round 2 stays as it was written last
+        assert verified(out)
+        again = fedsim.run(config, out=out, resume=True)
+        assert again.metrics[1] == result.metrics[-1]
+        assert again.privacy.epsilon == cost((10.0, 50))
+        assert verified(out)
+    if examples:
+        cheap = {"rounds": 1, "client.noise.multiplier": 1000.0, "name": "b", **shared}
+        after = fedsim.run(EXAMPLES.replace(**cheap), out=tmp_path / "b").privacy
+        assert after.epsilon == pytest.approx(cost((10.0, 50), (1000.0, 1)))
+
+
+def ending_after(last: int) -> Callable[[Session, Row], None]:
+    finish_round = Session._finish_round
+
+    def finish(session: Session, row: Row) -> None:
+        if row["round"] == last:
+            session.end()
+        finish_round(session, row)
+
+    return finish
 
 
 def test_a_run_that_a_sweep_has_dropped_costs_what_was_planned(tmp_path: Path) -> None:
