@@ -166,6 +166,8 @@ class Entry:
 
     def repeats(self, other: Entry) -> bool:
         """Whether this is the same release as an earlier line of the same `place`."""
+        if self.kind == "planned":
+            return False  # `Stopping.unmade` leaves out those that are charged already
         same_charge = (self.attempt, self.event) == (other.attempt, other.event)
         return self.repeatable and other.repeatable and same_charge and not self.differs(other)
 

@@ -1,10 +1,12 @@
 """What may be claimed of a run that releases may end: valid whichever round is the last."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedsim.privacy import Accountant, Entry, Event
+from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.claims import Stopping, shared_cost
 from fedsim.privacy.entry import History
 from fedsim.privacy.laws import PoissonLaw
@@ -88,3 +90,15 @@ def test_a_run_without_a_guarantee_has_none_however_it_ends():
     event = Event(noise_multiplier=0.0, guarantee=False)
     assert Stopping(times=9, left=8).epsilon(history(event), DELTA) == np.inf
     assert Stopping(times=9, left=9).epsilon(History(), DELTA) == 0
+
+
+def test_what_a_raised_budget_allows_is_charged_however_many_rounds_were_charged_before():
+    event = Event(noise_multiplier=10.0)
+    ledger = Ledger(delta=DELTA)
+    ledger.record(Entry(round=1, event=event, release="of a seed", entropy="config"))
+    within = 1.001 * gaussians(3, 10.0).accountant.epsilon(DELTA)
+    for plan in (Stopping(left=4, made=1, max_epsilon=within), Stopping(left=4, made=1)):
+        for _ in range(2):  # as often as it is asked
+            ledger.charge_planned(replace(plan, budget_delta=DELTA))
+    assert ledger.epsilon() == gaussians(5, 10.0).accountant.epsilon(DELTA)
+    assert ledger.num_releases == 1
