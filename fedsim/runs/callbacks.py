@@ -76,8 +76,9 @@ class RunStatus:
 class Callback:
     """Called at the start of a run, after each of its rounds, and at its end.
 
-    If it raises, the error is logged and the run continues. What `state` returns is saved in
-    checkpoints, and passed to `restore` when the run is resumed.
+    If it raises, the error is logged and the run continues; `sys.exit` makes the round the last
+    one. What `state` returns is saved in checkpoints, and passed to `restore` when the run is
+    resumed.
 
     Raises
     ------
@@ -166,7 +167,10 @@ class Callbacks(Callback):
 
     def _ask(self, question: Callable[[Callback], str | bool | None]) -> str | None:
         for name, callback in self._callbacks.items():
-            answer = self._call(name, question)
+            try:
+                answer = self._call(name, question)
+            except SystemExit:  # what was released may have decided it, as it does an answer
+                answer = True
             if answer and self.stopped is None:
                 whose = f"{type(callback).__name__} has stopped it"
                 self.stopped = str(answer) if isinstance(answer, str) else whose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +176,18 @@ def test_one_that_declares_its_end_counts_what_another_run_of_the_same_clients_p
 class StopAtStart(Callback):
     def on_start(self, status: RunStatus) -> bool:
         return status.round > 0
+
+
+def test_a_callback_that_exits_has_ended_it(tmp_path: Path) -> None:
+    class Exit(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            if status.round == 2:
+                sys.exit("enough")
+
+    result = fedsim.run(CONFIG, out=tmp_path, callbacks=[Exit()])
+    assert (result.ended, result.why) == ("stopped", "Stopped early: Exit has stopped it.")
+    assert result.privacy.epsilon == cost((10.0, 50))
+    assert Ledger.read(tmp_path / "ledger.jsonl").epsilon(DELTA) == cost((10.0, 50))
 
 
 @pytest.mark.parametrize("killed", [False, True])
