@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -110,14 +111,18 @@ class Stopping:
         last = history.last_round(self.run) if self.left else None
         if last is None:
             return []
-        events = [last.event.further(self.left, self.made)]
+        planned = [last.event.further(self.left, self.made)]
         if self.evaluation is not None:
             interval = self.evaluation_every
             if evaluations := (self.made + self.left) // interval - self.made // interval:
-                events.append(self.evaluation.times(evaluations))
+                planned.append(self.evaluation.times(evaluations))
+        # An evaluation may have the event of a round: both are then charged ahead as one.
+        counts = Counter[Event]()
+        for event in planned:
+            counts[event.once] += event.count
         # An earlier end of this run, before it was resumed, may have charged some of them.
-        counts = [(event, event.count - history.ahead(event, self.run)) for event in events]
-        return [event.once.times(count) for event, count in counts if count > 0]
+        left = [(event, count - history.ahead(event, self.run)) for event, count in counts.items()]
+        return [event.times(count) for event, count in left if count > 0]
 
     def unmade(self, history: History) -> list[Entry]:
         """Ledger lines that charge planned rounds that are not made, when releases end the run.

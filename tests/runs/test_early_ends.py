@@ -16,6 +16,7 @@ from fedsim import RunConfig
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.sweep import examples_price
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.metrics import Row
@@ -176,6 +177,26 @@ def test_one_that_declares_its_end_counts_what_another_run_of_the_same_clients_p
 class StopAtStart(Callback):
     def on_start(self, status: RunStatus) -> bool:
         return status.round > 0
+
+
+def test_planned_evaluations_may_cost_just_what_the_rounds_do(tmp_path: Path) -> None:
+    event = Event(noise_multiplier=10.0, law=PoissonLaw(rate=0.5, population=6))
+    evaluated = {
+        "cohort.name": "poisson",
+        "cohort.rate": 0.5,
+        "evaluate.private": True,
+        "evaluate.clients-every": 1,
+        "evaluate.fraction": 0.5,
+        "evaluate.multiplier": 10.0,
+        "checkpoint.every": 1,
+    }
+    config = CONFIG.replace(**evaluated)
+    first = stopped(tmp_path, config=config.replace(rounds=20)).privacy
+    assert first.epsilon == pytest.approx(Accountant([event.times(40)]).epsilon(DELTA))
+    longer = config.replace(rounds=40)
+    again = fedsim.run(longer, out=tmp_path, resume=True, callbacks=[StopAt(3)]).privacy
+    assert again.epsilon == pytest.approx(Accountant([event.times(80)]).epsilon(DELTA))
+    assert (again.cost.releases, verified(tmp_path)) == (6, True)
 
 
 def test_a_callback_that_exits_has_ended_it(tmp_path: Path) -> None:
