@@ -249,9 +249,11 @@ class Ledger(LedgerFile):
         entries = self._entries
         if not entries or not is_repeated(entries[-1]):
             return self.history
-        run = entries[-1].run
-        remaining = (e for e in self.history.of_this_run if e.run != run or not is_repeated(e))
-        return History([*self.history.before, *remaining])
+        history, run = History(self.history.before), entries[-1].run
+        for entry in self.history.of_this_run:
+            if entry.run != run or not is_repeated(entry):
+                history.charge(entry)
+        return history
 
     def would_exceed(
         self,

@@ -127,6 +127,16 @@ def test_resumed_it_makes_rounds_that_are_charged_already(tmp_path: Path) -> Non
     assert after.epsilon == pytest.approx(cost((10.0, 6), (1000.0, 1)))
 
 
+def test_killed_and_resumed_again_it_counts_planned_rounds_once(tmp_path: Path) -> None:
+    config = CONFIG.replace(**{"rounds": 10, "checkpoint.every": 4})
+    stopped(tmp_path, config=config)
+    with killed_in(7):
+        fedsim.run(config, out=tmp_path, resume=True)
+    result = fedsim.run(config, out=tmp_path, resume=True)
+    assert [row["epsilon"] for row in result.metrics[1:]] == pytest.approx([cost((10.0, 10))] * 9)
+    assert verified(tmp_path)
+
+
 def test_a_budget_would_have_ended_it_too(tmp_path: Path) -> None:
     budget = 1.001 * cost((10.0, 5))
     result = stopped(tmp_path, **{"noise.max-epsilon": budget})
