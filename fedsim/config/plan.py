@@ -177,14 +177,20 @@ def planned_delta(config: RunConfig) -> float:
 
 
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
-    """Cost of the releases with the larger cohort whose noise is simulated; None without one."""
+    """Cost of the releases with the larger cohort whose noise is simulated; None without one.
+
+    If early stopping is declared, it is accounted for at the half of delta that all planned
+    releases have.
+    """
     noise = config.noise
     if not noise.cohort_size:
         return None
     assert noise.multiplier is not None
     population = noise.cohort_population or config.partition.clients
     law = cohort(config).law().sampled(noise.cohort_size, population)
-    return Extrapolation.of(law, population, noise.multiplier, releases, noise.delta)
+    at = planned_delta(config)
+    figure = Extrapolation.of(law, population, noise.multiplier, releases, at)
+    return replace(figure, delta=noise.delta)
 
 
 def entropy(config: RunConfig) -> Literal["config", "system"]:
@@ -259,7 +265,7 @@ def with_config_figures(
     if not (grouped or flat.get("noise.cohort-size") or has_devices(flat)):
         return statement
     config = past_config((Path("") if ledger is None else ledger.parent) / "config.toml", flat)
-    figure = extrapolation(config, statement.of_run)
+    figure = extrapolation(config, statement.of_run + statement.stopping.left)
     note = _DEVICES if config.private and has_devices(flat) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
 

@@ -16,6 +16,7 @@ from fedsim.cli import main
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, epsilon
+from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.runs.run_ledgers import RunLedgers
@@ -62,6 +63,27 @@ def test_the_noise_really_added_is_charged_and_the_larger_cohorts_epsilon_stands
     assert json.loads(json.dumps(statement.to_dict()))["extrapolated-epsilon"] == pytest.approx(
         larger, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_what_a_larger_cohort_would_cost_is_of_all_planned_rounds_once_releases_end_a_run(
+    declared: bool,
+) -> None:
+    class Stop(Callback):
+        def on_round(self, status: RunStatus) -> bool:
+            return status.round == 2
+
+    config = BASE.replace(**{"rounds": 20, "stop.callbacks": declared})
+    stopped = fedsim.run(config, callbacks=[Stop()])
+    larger = epsilon(
+        noise_multiplier=4.0,
+        cohort=PoissonCohort(rate=0.4, population=100),
+        rounds=20,
+        delta=1e-5 / (1 + declared),
+    )
+    assert (stopped.rounds, stopped.privacy.cost.releases) == (2, 2)
+    assert stopped.privacy.extrapolated.epsilon == pytest.approx(larger, rel=1e-6)
+    assert stopped.privacy.extrapolated.delta == 1e-5
 
 
 def test_the_mean_has_the_noise_of_the_larger_cohorts_mean() -> None:
