@@ -195,7 +195,8 @@ class Accounting:
             covered = "rounds that are charged together" if is_joint else "one round"
             raise FedsimError(
                 f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
-                f"{self._budget_delta}; it must be at least {round_cost:.4g}, the cost of {covered}."
+                f"{self._budget_delta}; it must be at least {round_cost:.4g}, the cost of "
+                f"{covered}."
             )
 
     def cost(self, rounds_done: int) -> Cost:
