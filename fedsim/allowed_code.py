@@ -92,8 +92,8 @@ class AllowedCode:
         home = home_of(thing)
         if home is None:
             raise FedsimError(
-                f"{key} is '{name}', a {type(thing).__name__} of no known module; it must be a "
-                "function or class of your own."
+                f"{key} is '{name}', a {type(thing).__name__} whose module is unknown; it must be "
+                "a function or class of your own."
             )
         if not self.allows(home):
             raise FedsimError(f"{key} is '{name}', which is {home}'s; {self.refusal(home)}.")
@@ -143,7 +143,7 @@ def allow(modules: Iterable[str]) -> None:
     added = tuple(modules)
     for module in added:
         if not isinstance(module, str):
-            raise FedsimError(f"allow_code has {module!r:.100}; it must have modules' names.")
+            raise FedsimError(f"allow_code has {module!r:.100}; it must list names of modules.")
         if not all(part.isidentifier() for part in module.split(".")) or is_reserved(module):
             raise FedsimError(
                 f"--allow-code is '{module}'; it must be the name of a module or package that is "

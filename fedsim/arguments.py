@@ -179,7 +179,7 @@ def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Paramet
         parameters = inspect.signature(thing).parameters.values()
     except ValueError as error:
         raise FedsimError(
-            f"{thing!r} is no Python function or class with known parameters."
+            f"{thing!r} is not a Python function or class with known parameters."
         ) from error
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -94,7 +94,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
         else:
             terminated = number == signal.SIGTERM
         end()
-        _log.warning("ending after this round; ask again to end at once.")
+        _log.warning("ending after this round; interrupt again to end at once.")
 
     for number in _SIGNALS:
         before[number] = signal.getsignal(number)

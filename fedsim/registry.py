@@ -106,7 +106,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     def note(thing: T) -> T:
         before = _registered.setdefault((kind, name), thing)
         if (before.__module__, before.__qualname__) != (thing.__module__, thing.__qualname__):
-            raise ValueError(f"two things are called {kind} '{name}': {before} and {thing}.")
+            raise ValueError(f"two objects are called {kind} '{name}': {before} and {thing}.")
         _registered[kind, name] = thing
         return thing
 
@@ -238,7 +238,7 @@ def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Calla
     wanted = KINDS[kind].base_class
     if getattr(wanted, "_is_protocol", False) or not issubclass(thing, wanted):
         raise FedsimError(
-            f"{key} is '{name}', a class that is no {KINDS[kind].base}; it must be one, or a "
+            f"{key} is '{name}', a class that is not a {KINDS[kind].base}; it must be one, or a "
             "function that gives one."
         )
     return thing
@@ -349,5 +349,5 @@ def _refuse_namesake(key: str, name: str, module: ModuleType) -> None:
     if here.is_file() and loaded.is_file() and not here.samefile(loaded):
         raise FedsimError(
             f"{key} is '{name}', and this process has imported {loaded}, not {here}; run it in a "
-            "process of its own, or call one of the two otherwise."
+            "process of its own, or rename one of the two."
         )

@@ -109,9 +109,9 @@ def adapted(
     overlap = [name for name in besides if name not in parameters or parameters[name].requires_grad]
     if overlap:
         raise FedsimError(
-            f"model.trainable = '{trainable}' names {overlap[0]}, which adapter.targets adapts and "
-            "the adapter leaves as it is; name only what is trained besides the adapter, or leave "
-            "that layer out of adapter.targets."
+            f"model.trainable = '{trainable}' names {overlap[0]}, which adapter.targets adapts, so "
+            "that it stays frozen; name only parameters outside the adapted layers, or leave that "
+            "layer out of adapter.targets."
         )
     for name in besides:
         parameters[name].requires_grad_(True)

@@ -176,7 +176,7 @@ def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
         matched = "no layer"
         if others:
             class_name = type(modules[others[0]]).__name__
-            matched = f"'{others[0]}', which is no nn.Linear but a {class_name}"
+            matched = f"'{others[0]}', a {class_name} and not an nn.Linear"
         raise FedsimError(
             f"adapter.targets has the pattern '{pattern}', which matches {matched}; the model's "
             f"linear layers are {', '.join(linear)}."
@@ -192,7 +192,7 @@ def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
 def _obstacle(name: str, layer: nn.Module, places: list[str], model: nn.Module) -> str:
     """Why a linear layer cannot be adapted; empty if it can be."""
     if len(places) > 1:
-        return f"which stands in the model as '{places[1]}' too"
+        return f"which is also '{places[1]}' in the model"
     own_ids = {id(parameter) for parameter in layer.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):

@@ -84,7 +84,7 @@ def load(model: nn.Module, directory: Path, rank: int, alpha: float) -> None:
             setting = {"r": "adapter.rank", "lora_alpha": "adapter.alpha"}.get(key)
             allowed = f"as {setting} = {wanted}" if setting else repr(wanted) if wanted else "unset"
             raise FedsimError(
-                f"{where} says {key} = {printable(repr(value))[:60]}; it must be {allowed}."
+                f"{where} has {key} = {printable(repr(value))[:60]}; it must be {allowed}."
             )
     try:
         tensors = load_file(regular_files.require(directory / WEIGHTS))
@@ -103,8 +103,8 @@ def _check(where: str, tensors: Mapping[str, Tensor], entries: Mapping[str, Tens
     if lacks or unknown:
         fault = f"lacks {lacks[0]}" if lacks else f"holds {printable(unknown[0])[:200]}"
         raise FedsimError(
-            f"{where} {fault}: it is of other layers than this model's adapter.targets and "
-            "model.trainable name."
+            f"{where} {fault}: it belongs to other layers than those of this model's "
+            "adapter.targets and model.trainable."
         )
     for key, value in entries.items():
         tensor = tensors[key]

@@ -103,8 +103,8 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
     path = os.environ.get(CLIENTS)
     if path is None and config.engine.name == "deployment":
         raise FedsimError(
-            f"{CLIENTS} is not set on the SuperLink's machine; start the SuperLink with "
-            "`fedsim deploy superlink`, which knows whose key is which client's."
+            f"{CLIENTS} is not set on the SuperLink's machine; start the SuperLink with `fedsim "
+            "deploy superlink`, which knows the client of each key."
         )
     return read_roster(Path(path)) if path else None
 

@@ -112,7 +112,7 @@ def common_claim(claims: Iterable[Claim]) -> Claim:
     """
     distinct = set(claims)
     if len(distinct) != 1:
-        raise FedsimError("the ledgers of equal runs claim different things.")
+        raise FedsimError("the ledgers of equal runs make different claims.")
     return distinct.pop()
 
 

@@ -84,7 +84,7 @@ class Canaries(_SyntheticClients):
         """Yield the clients' rows, which do not depend on the global parameters."""
         last = self.population - 1
         if self.raises and len(client_ids) > 1 and last in client_ids:
-            raise RuntimeError("the canary is among them")
+            raise RuntimeError("the canary is among these clients")
         # With a slow client each client answers alone, so that a timeout could exclude others.
         width = 1 if self.pause else BLOCK
         for start in range(0, len(client_ids), width):

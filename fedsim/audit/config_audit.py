@@ -287,10 +287,10 @@ class ConfigEvidence:
     def examples(self) -> str:
         """Assumptions of the checks at example level, in a sentence."""
         return (
-            f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} "
-            f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
-            "trainer; gradients of examples are made up, and one is zero or not; and examples of "
-            "the config's own data through its own model"
+            f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} examples (of more "
+            f"than {MOST_EXAMPLES:,}, this many at the same rate), through the trainer; gradients "
+            "of examples are made up, and one is zero or not; and examples of the config's own "
+            "data through its own model"
         )
 
 

@@ -387,7 +387,7 @@ def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
                 before = client[first - length : first]
                 if target.plan.noise.correlated and first % whole and broken is None:
                     same = map(np.array_equal, before, client[first : first + length])
-                    broken = None if all(same) else "two passes of a round went in other orders"
+                    broken = None if all(same) else "two passes of a round had different orders"
     looked = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
     return invariant(looked, broken, "each example once a pass")
 

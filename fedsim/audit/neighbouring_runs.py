@@ -390,7 +390,7 @@ class ClientNeighbours(Neighbours):
             size = np.abs(blocks.moves).max()
             if not np.allclose(blocks.moves, present.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""
-                self.note("messages", f"replies{again} add something else than blocks of rows")
+                self.note("messages", f"replies{again} add other values than blocks of rows")
 
 
 def _moved(before: Observation, after: Observation) -> bool:

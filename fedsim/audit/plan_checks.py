@@ -140,7 +140,7 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
     target = noise_only.target
     reference = _table(noise_only.runs)
     if reference is None:
-        return "not the same numbers leave every round"
+        return "the numbers that leave differ between rounds"
     names, values = reference
     # A linear regression over runs without a canary, on moves, their squares and norms, finds how
     # each number depends on the release. It is then constant, a function of the release (residuals

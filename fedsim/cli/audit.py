@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _target = partial(panel_option, "Code that is not fedsim's")
-_claim = partial(panel_option, "What it claims, in the place of a file")
+_claim = partial(panel_option, "Its claims, in place of a file")
 
 
 def audit(
@@ -54,11 +54,12 @@ def audit(
         ),
     ] = False,
     all_: Annotated[
-        bool, typer.Option("--all", help="Show every test, not only those that found something.")
+        bool,
+        typer.Option("--all", help="Show every test, not only those that detected a violation."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     target: Annotated[str, _target("What is audited: module:callable, or file.py:callable.")] = "",
-    claim: Annotated[Path | None, _target("A TOML file with what it claims.")] = None,
+    claim: Annotated[Path | None, _target("A TOML file with its claims.")] = None,
     python: Annotated[
         str, _target("The interpreter of another environment, in which the target runs.")
     ] = "",
@@ -70,7 +71,7 @@ def audit(
     rate: Annotated[
         float | None, _claim("The share of rows in a round; below 1 with Poisson sampling.")
     ] = None,
-    epsilon: Annotated[float | None, _claim("What all rounds together cost.")] = None,
+    epsilon: Annotated[float | None, _claim("The epsilon of all rounds together.")] = None,
     delta: Annotated[float | None, _claim("Of that epsilon.")] = None,
     adjacency: Annotated[
         str | None, _claim("Which neighbours: add-remove, zero-out or replace-one.")
@@ -135,7 +136,7 @@ def audit(
             deep=deep,
         )
     else:
-        raise FedsimError("an audit is of a config or of a --target; name one of them.")
+        raise FedsimError("an audit takes a config or a --target; name one of them.")
     _show(verdict, assumptions, name, path, everything=all_, as_json=as_json)
     if not verdict.accepted:
         raise typer.Exit(1)
@@ -144,7 +145,7 @@ def audit(
 def _refuse_claims(plain: Mapping[str, object]) -> None:
     for key, value in plain.items():
         if value is not None:
-            raise FedsimError(f"--{key} is of a --target; what a config claims stands in it.")
+            raise FedsimError(f"--{key} belongs to --target; a config states its own claims.")
 
 
 def _audit_config(

@@ -109,7 +109,7 @@ def _ending_of(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted."
     if isinstance(error, BrokenPipeError):
-        return 1, "nobody reads the output any more."
+        return 1, "the output was closed by its reader."
     if isinstance(error, FedsimError):
         return 2, str(error)
     if isinstance(error, ImportError) and (sentence := of_import(error)) is not None:
@@ -131,14 +131,14 @@ def _machine_failure(error: BaseException) -> str | None:
     # The dynamic linker's messages if memory is short, as opposed to other import errors.
     if isinstance(error, ImportError) and re.search("map segment|allocate memory", str(error)):
         return (
-            f"a library could not be loaded ({error}): the memory, or the limit that `ulimit -v` "
-            "sets, does not suffice; nothing has been begun."
+            f"a library could not be loaded ({error}): not enough memory, or too low a limit "
+            "(`ulimit -v`); nothing was started."
         )
     # torch's allocators raise RuntimeError.
     short_of_memory = isinstance(error, RuntimeError) and "memory" in str(error)
     if isinstance(error, MemoryError) or short_of_memory:
         detail = str(error).strip().splitlines()
-        return f"the memory does not suffice ({detail[0] if detail else 'nothing more is known'})."
+        return f"there is not enough memory ({detail[0] if detail else 'nothing more is known'})."
     return None
 
 

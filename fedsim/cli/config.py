@@ -27,7 +27,7 @@ config = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Explain configs: their keys, what can be chosen, a template to start from.",
+    help="Explain configs: their keys, their choices, a template to start from.",
 )
 
 

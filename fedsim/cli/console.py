@@ -84,8 +84,8 @@ def check_out(path: Path, suffix: str) -> None:
     directory = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise FedsimError(
-            f"{path} cannot be made: {directory} is no directory that can be written; name another "
-            "place by --out."
+            f"{path} cannot be created: {directory} is not a writable directory; choose another "
+            "place with --out."
         )
 
 

@@ -98,7 +98,7 @@ def init(
     console = Output()
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
-        console.print("It is insecure: anybody can join it, read and change what is sent.")
+        console.print("It is insecure: anyone can join it, and read and change messages.")
     console.print(f"`fedsim deploy up {directory}` runs all of it on this machine, to rehearse.")
 
 

@@ -75,7 +75,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
     console.print(
         "The error is the standard deviation of the noise in the sum of all releases up to a round "
         "(root mean square over rounds), which a server that adds up updates has in its model, in "
-        "units of the clip norm. Correlated noise needs a bound that stays, such as clipping."
+        "units of the clip norm. Correlated noise needs a constant bound, such as clipping."
     )
     if picture is not None:
         _draw(plans, f"Noise in the model at epsilon {epsilon:.4g}", picture)

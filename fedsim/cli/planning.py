@@ -231,7 +231,7 @@ def stats(
     config: ConfigFile,
     set_: Overrides = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="The epsilon that all statistics together may cost.")
+        float | None, typer.Option(help="The epsilon of all statistics together.")
     ] = None,
     multiplier: Annotated[
         float | None,
@@ -307,8 +307,8 @@ def stats(
     for statement in result.statements:
         console.print(
             f"All of it together is ({statement.epsilon:.4g}, {statement.delta:g})-differentially "
-            f"private at client level{', simulated' if statement.simulated else ''}; "
-            f"`fedsim privacy {directory}` says more."
+            f"private at client level{', simulated' if statement.simulated else ''}; see `fedsim "
+            f"privacy {directory}`."
         )
     write(
         directory / "statistics.json", json.dumps(statistics.to_dict(), indent=2).encode() + b"\n"

@@ -90,7 +90,7 @@ def privacy(
     ] = None,
     adjacency: Annotated[str | None, _sampling("add-remove, zero-out or replace-one.")] = None,
     level: Annotated[
-        str, _sampling("Whose data one row of a sum is: client, or example.")
+        str, _sampling("The level: client or example, whose data one row of a sum is.")
     ] = "client",
     group: Annotated[
         int | None, _sampling("Also state the guarantee for a person who owns so many clients.")
@@ -182,7 +182,8 @@ def privacy(
         return
     if as_json:
         raise FedsimError(
-            "--json prints the statements of a ledger; give it a ledger or a run, and no question."
+            "--json prints the statements of a ledger; give it a ledger or a run, without "
+            "--rounds, --over or an epsilon."
         )
     console = Output()
     if over is not None:
@@ -244,7 +245,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_j
     """Compare a run's files with its ledger; exit status 1 if they differ."""
     if run is None or not run.is_dir() or not (run / "ledger.jsonl").is_file():
         raise FedsimError(
-            f"--verify {run or ''} looks at a run, by its ledger.jsonl; name the directory of one, "
+            f"--verify {run or ''} checks a run, which has a ledger.jsonl; name its directory, "
             "such as runs/digits."
         )
     checks = verify_run(run, public_key, delta)

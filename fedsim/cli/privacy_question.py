@@ -188,7 +188,9 @@ def _planned_examples(config: RunConfig) -> Question:
     privacy = example_privacy(config, data)
     worst = most_expensive_client(config, privacy, data.sizes, config.rounds)
     if worst is None or privacy is None:
-        raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
+        raise FedsimError(
+            f"partition.clients = {config.partition.clients}; none of them has an example."
+        )
     return Question(
         noise_multiplier=privacy.made.multiplier,
         rounds=config.rounds,

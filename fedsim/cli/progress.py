@@ -174,8 +174,8 @@ def _metrics_table(rows: Sequence[Row]) -> RenderableType:
 
 
 _NO_CLAIM = (
-    "No privacy is claimed: mechanism.name and client.mechanism.name are 'none', so nothing bounds "
-    "or noises what clients send."
+    "No privacy is claimed: mechanism.name and client.mechanism.name are 'none', so updates are "
+    "neither bounded nor noised."
 )
 
 

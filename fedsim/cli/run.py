@@ -45,7 +45,7 @@ def run(
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", help="The same as `--log-level info`.")] = False,
     log_level: Annotated[
-        str, typer.Option(help="What is logged to the standard error: debug, info, warning, error.")
+        str, typer.Option(help="Level of the log on standard error: debug, info, warning, error.")
     ] = "warning",
 ) -> None:
     """Train what a config describes; write a model, its metrics and its privacy ledger.

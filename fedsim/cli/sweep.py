@@ -210,7 +210,7 @@ def _select(
     keys = {key: config.to_run_config()[key] for key in grid[0].point}
     point = ", ".join(f"{key} = {value}" for key, value in keys.items())
     console.print(f"Selected: {point}.\n{selected}")
-    console.print(f"fedsim privacy {selected} says what it has cost, the selection included.")
+    console.print(f"`fedsim privacy {selected}` shows its cost, selection included.")
 
 
 def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
@@ -219,7 +219,7 @@ def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
     existing = [name for name in names if (where / name).exists()]
     if existing and not any((where / member.label).exists() for member in grid):
         raise FedsimError(
-            f"--out {where} holds {' and '.join(existing)} and no run of this sweep: they would be "
+            f"--out {where} holds {' and '.join(existing)} but no run of this sweep: they would be "
             "overwritten; choose another directory."
         )
 

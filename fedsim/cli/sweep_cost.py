@@ -113,5 +113,5 @@ def _shared_delta(ways: int) -> str:
         return ""
     return (
         " Which runs continued or ended follows from what was released: half of delta is shared "
-        "among all that was possible."
+        "among all possible outcomes."
     )

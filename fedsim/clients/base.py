@@ -83,10 +83,10 @@ class RunFacts:
         if bound is None or fixed:
             return bound
         raise FedsimError(
-            f"{type(algorithm).__name__} (client.name) remembers the update that enters the sum, "
-            f"and {bound} (mechanism.name) bounds it in a way that no client knows; it must be "
+            f"{type(algorithm).__name__} (client.name) needs the bounded update that enters the "
+            f"sum, but clients do not know how {bound} (mechanism.name) bounds it; it must be "
             "'clipping', 'norm-bound' or 'normalization', alone and in a private run, which bound "
-            "by the norm alone and in the same way in every round."
+            "by the norm alone, the same way in every round."
         )
 
 
@@ -360,7 +360,7 @@ def refuse_vectors(algorithm: LocalAlgorithm) -> None:
     if algorithm.sends:
         raise FedsimError(
             f"client.name names {type(algorithm).__name__}, which sends "
-            f"{', '.join(algorithm.sends)} beside the update; in a run that is private at client "
-            "or example level it must be an algorithm that sends its update alone, the one thing "
-            "that a plan bounds and noises (as what Scaffold.for_run makes of itself)."
+            f"{', '.join(algorithm.sends)} in addition to the update; in a run that is private at "
+            "client or example level it must send its update alone, since a plan bounds and noises "
+            "nothing else (Scaffold.for_run gives such an algorithm)."
         )

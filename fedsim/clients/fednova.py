@@ -56,8 +56,8 @@ class FedNova(SGD):
         if facts.private and not self.reach:
             raise FedsimError(
                 "client.reach is 0; in a private run it must be a public number above 0, such as "
-                "the usual number of local steps: how far clients have gone follows from their "
-                "data."
+                "the usual number of local steps: the clients' own numbers of steps depend on "
+                "their data."
             )
         return self
 

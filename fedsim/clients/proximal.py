@@ -74,10 +74,10 @@ def server_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> d
     if MU not in config or (mu == 0 and PROXIMAL not in algorithm.numbers()):
         return {}
     if not isinstance(mu, int | float) or not 0 <= mu < math.inf:
-        raise FedsimError(f"the server sends {MU} = {mu!r}; it must be a number from 0 on.")
+        raise FedsimError(f"the server sends {MU} = {mu!r}; it must be a number, 0 or more.")
     if PROXIMAL not in algorithm.numbers():
         raise FedsimError(
-            f"the server sends {MU} = {mu}, and client.proximal is 0; it must be above 0 where "
-            "clients are pulled to the server's model, and is then what the server says."
+            f"the server sends {MU} = {mu}, and client.proximal is 0; set it above 0 to pull "
+            "clients to the server's model; the server's value then replaces it."
         )
     return {PROXIMAL: float(mu)}

@@ -58,8 +58,8 @@ def _alternation(c: RunConfig) -> Refused:
     if c.client.state != "reset":
         yield (
             "client.state",
-            "'reset' while adapter.factors = 'alternating': what a client keeps of one round is of "
-            "the factor that rests in the next",
+            "'reset' while adapter.factors = 'alternating': a client's state of one round is for "
+            "the factor that is frozen in the next",
         )
     if c.model.personal:
         yield (
@@ -71,7 +71,7 @@ def _alternation(c: RunConfig) -> Refused:
         yield (
             "noise.name",
             "'independent' while adapter.factors = 'alternating': noise that cancels over rounds "
-            "does not where a factor is released in every other one",
+            "does not if a factor is released in every other round only",
         )
 
 
@@ -118,8 +118,8 @@ def _examples(c: RunConfig) -> Refused:
     if noise.name not in ("independent", "lambda-cgd", "bisr", "tree"):
         yield (
             "client.noise.name",
-            "'independent', 'lambda-cgd', 'bisr' or 'tree': clients have no place for the vectors "
-            "that other noise keeps from step to step",
+            "'independent', 'lambda-cgd', 'bisr' or 'tree': clients cannot store the vectors that "
+            "other noise needs from step to step",
         )
     if noise.name != "independent" and c.private:
         yield (
@@ -155,7 +155,7 @@ def _noise(c: RunConfig) -> Refused:
         yield (
             "noise.cohort-size",
             "0 unless noise.multiplier is above 0: a larger cohort's noise is that multiplier's, "
-            "and a target epsilon is of the noise really added",
+            "and a target epsilon is for the noise really added",
         )
     if noise.cohort_population and not noise.cohort_size:
         yield "noise.cohort-population", "0 unless noise.cohort-size is set"
@@ -195,8 +195,8 @@ def _bounds(c: RunConfig) -> Refused:
         if amount and bound.is_robust:
             yield (
                 key,
-                f"unset while mechanism.name = '{bound.name}': what one client moves a robust mean "
-                "by depends on all others' updates, and is bounded by no sensitivity of the plan's",
+                f"unset while mechanism.name = '{bound.name}': how far one client moves a robust "
+                "mean depends on all other updates, and the plan does not bound it",
             )
         if amount and bound.name == "none":
             yield (
@@ -254,13 +254,13 @@ def _guarantee(c: RunConfig) -> Refused:
         yield (
             "privacy.group",
             f"at most partition.clients = {clients}, and 1 in a run without client-level privacy, "
-            "from which what an owner of several clients is promised would follow",
+            "on which the guarantee for an owner of several clients is based",
         )
     if c.private and c.client.noise.target_epsilon is not None:
         yield (
             "client.noise.target-epsilon",
             "unset, with client.noise.multiplier in its place, in a run that protects whole "
-            "clients too: the multiplier found for it would tell how many examples clients have",
+            "clients too: the multiplier that meets it would reveal how many examples clients have",
         )
     if c.noise.max_epsilon is not None and not c.private:
         yield (
@@ -276,13 +276,13 @@ def _larger_cohort(c: RunConfig) -> Refused:
     if size and c.engine.name == "deployment":
         yield (
             "noise.cohort-size",
-            "0 with engine.name = 'deployment': real clients have the noise of the cohort that "
-            "they are in",
+            "0 with engine.name = 'deployment': in a deployment only the noise of the real cohort "
+            "is added",
         )
     alike = c.noise.name == "independent" and not c.privacy.selection
     if size and not (alike and c.cohort.name in ("poisson", "fixed")):
         allowed = "0, unless cohort.name is 'poisson' or 'fixed', noise.name 'independent' and "
-        why = "privacy.selection empty: what a larger cohort costs is known there alone"
+        why = "privacy.selection empty: the cost of a larger cohort is known for these only"
         yield "noise.cohort-size", allowed + why
     if population and population < clients:
         yield "noise.cohort-population", f"0, or at least partition.clients = {clients}"
@@ -337,8 +337,7 @@ def _private_evaluation(c: RunConfig) -> Refused:
         ),
         (
             c.privacy.selection,
-            "in a run of a selection (privacy.selection), which is charged as whole runs of rounds "
-            "alone",
+            "in a run of a selection (privacy.selection), which is charged as whole runs only",
         ),
         (c.noise.cohort_size, "while noise.cohort-size simulates the noise of a larger cohort"),
     ):

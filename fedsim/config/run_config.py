@@ -64,7 +64,7 @@ _NAME = Constraint(
 
 _MARK = Constraint(
     lambda mark: all(given in OBJECTS for given in objects_in(mark)),
-    f"what a run has written there: names among {', '.join(OBJECTS)}, each with what it was",
+    f"as written by a run: names among {', '.join(OBJECTS)}, each with what it was",
 )
 
 
@@ -245,8 +245,8 @@ def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConf
         return RunConfig.load(path) if flat is None else RunConfig.from_run_config(flat)
     except FedsimError as error:
         raise FedsimError(
-            f"{path} is of a run that another version of fedsim has made, or has been edited: "
-            f"{error} Choose another --out, and leave that directory to the version that made it."
+            f"{path} belongs to a run of another version of fedsim, or was edited: {error} Choose "
+            "another --out, and resume that run with the version that began it."
         ) from None
 
 
@@ -271,7 +271,9 @@ def _read(path: str | Path) -> dict[str, Any]:
         advice = f" (its own config is {written})" if written.is_file() else ""
         raise FedsimError(f"cannot read the config {path}: {error.strerror}{advice}.") from None
     if len(content) > LARGEST_FILE:
-        raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
+        raise FedsimError(
+            f"{path} is too large for a config; one has at most {LARGEST_FILE:,} bytes."
+        )
     try:
         return regular_files.parse_toml(content)
     except ValueError as error:

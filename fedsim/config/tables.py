@@ -270,7 +270,7 @@ class Choice(ConfigTable):
         if clash := {"own", "options", *fields} & {setting.name for setting in settings}:
             raise FedsimError(
                 f"{key} = '{name}' has a setting '{min(clash)}', which is a key of every "
-                f"[{cls.table}]; it must be called something else."
+                f"[{cls.table}]; it must have another name."
             )
         return settings
 
@@ -314,7 +314,7 @@ class Choice(ConfigTable):
             for option, value in options.items():
                 if option == self.selector or given.get(option, "") != "":
                     raise FedsimError(
-                        f"{key}.{option} is given, and so is {self.key(option)}; give one."
+                        f"{key}.{option} and {self.key(option)} are both set; set one of them."
                     )
                 given[option] = value
             options = {}
@@ -339,7 +339,7 @@ class Choice(ConfigTable):
             )
         if cls.has_options(name):
             return FedsimError(
-                f"unknown key '{cls.key(key)}'; settings of {chosen} stand in "
+                f"unknown key '{cls.key(key)}'; settings of {chosen} belong in "
                 f"[{cls.table}.options]."
             )
         own = [setting.key for setting in cls.own_settings(name)]

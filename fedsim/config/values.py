@@ -121,7 +121,9 @@ def read_options_of(
     given = {key.replace("-", "_"): value for key, value in options.items()}
     for key in filled:
         if key in given:
-            raise FedsimError(f"{table}.{key} is set; what it is follows from other keys.")
+            raise FedsimError(
+                f"{table}.{key} is set; its value follows from other keys: leave it out."
+            )
     settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
     keywords, others = keywords_of(thing)
     names = {*settings} or {*keywords}
@@ -129,7 +131,7 @@ def read_options_of(
         if key not in names and (settings or not others):
             takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
             raise FedsimError(
-                f"{table}.{key.replace('_', '-')} is no setting of '{name}'; it takes "
+                f"{table}.{key.replace('_', '-')} is not a setting of '{name}'; it takes "
                 f"{takes or 'no options'}."
             )
     if settings:

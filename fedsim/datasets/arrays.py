@@ -93,7 +93,7 @@ class Arrays:
 def _whole(key: str, array: Array) -> int:
     number = array.ravel()[0]
     if array.dtype.kind not in "uif" or int(number) != number:
-        raise ValueError(f"{key} is {number}, and no whole number")
+        raise ValueError(f"{key} is {number}, not a whole number")
     return int(number)
 
 
@@ -199,7 +199,7 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
     """Shape and size in bytes of an array by its header, checked against the archive's entry."""
     entry = archive.getinfo(f"{key}.npy")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{key} is packed by another method than deflate")
+        raise ValueError(f"{key} is compressed by a method other than deflate")
     if entry.file_size > DENSEST * entry.compress_size + LARGEST_HEADER:
         raise ValueError(f"{key} claims more bytes than its {entry.compress_size} can hold")
     with archive.open(entry) as file:
@@ -224,9 +224,9 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
 
 def _require_small(key: str, shape: tuple[int, ...]) -> None:
     if key in STATISTICS and math.prod(shape) > LONGEST_STATISTICS:
-        raise ValueError(f"{key} has the shape {shape}, and not one number a channel or feature")
+        raise ValueError(f"{key} has the shape {shape}, not one number per channel or feature")
     if key in DECLARED and math.prod(shape) != 1:
-        raise ValueError(f"{key} has the shape {shape}, and not one number")
+        raise ValueError(f"{key} has the shape {shape}, not one number")
 
 
 def cause(error: Exception) -> str:

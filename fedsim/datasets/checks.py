@@ -168,7 +168,7 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
         return array
     if isinstance(array, np.memmap):
         raise FedsimError(
-            f"{where} has {key} of dtype {array.dtype}, which cannot stay in its file; it must be "
+            f"{where} has {key} of dtype {array.dtype}, which cannot be memory-mapped; it must be "
             "float, uint8, or signed integers, in this machine's byte order."
         )
     # Too large protected labels stay too large or become negative: `with_unusable` finds both.
@@ -227,8 +227,8 @@ def found_size(
             remedy = ", as y.astype('int64') has them, or y.argmax(1) of one-hot rows"
             remedy *= name == "y"
             raise FedsimError(
-                f"{where} declares {declared} {key}, but its {name}_train is {arrays[0].dtype}, "
-                f"which are no {noun}s: these are whole numbers{remedy}."
+                f"{where} declares {declared} {key}, but its {name}_train is {arrays[0].dtype}; "
+                f"{noun}s must be whole numbers{remedy}."
             )
         return Size(0)
     limit = declared or MOST_CLASSES
@@ -252,7 +252,7 @@ def found_size(
         return Size(most[1], "test")
     if not max(most):
         raise FedsimError(
-            f"{where} has a mask that leaves no {noun} at all; one must count, or data.{key} must "
+            f"{where} has a mask that leaves out every {noun}; one must count, or data.{key} must "
             "be declared."
         )
     return Size(max(most), "train" if most[0] > most[1] else "test")
@@ -340,7 +340,7 @@ def statistics(
         shown = [None if one is None else list(one)[:8] for one in (mean, std)]
         raise FedsimError(
             f"{where} has mean {shown[0]} and std {shown[1]}; normalising needs images or features "
-            f"[N, d], and of both one number for each of the {channels} channels or features, of "
+            f"[N, d], and, in both, one number for each of the {channels} channels or features, of "
             f"{1 / TINY:g} at most, and std at least {TINY:g}."
         )
     return tuple(given[0].tolist()), tuple(given[1].tolist())

@@ -108,7 +108,9 @@ def declared_types(
                 f"it must be one of {', '.join((*inputs, target))}."
             )
         if name in types:
-            raise FedsimError(f"data.types names '{name}' twice; it must say one type of a column.")
+            raise FedsimError(
+                f"data.types names '{name}' twice; it must give each column one type."
+            )
         types[name] = _declared_type(name, kind)
         if name == target and isinstance(types[name], NumberType) and kind != "number":
             raise FedsimError(
@@ -157,8 +159,9 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     values = sorted({str(value) for column in (train, test) for value in column})
     if len(values) > MOST_CATEGORIES:
         raise FedsimError(
-            f"{where} has {len(values):,} different texts in column '{name}', and there may be "
-            f"{MOST_CATEGORIES:,}; name inputs without it, as in data.columns = 'x=age+sex,y=ill'."
+            f"{where} has {len(values):,} different texts in column '{name}', and at most "
+            f"{MOST_CATEGORIES:,} are allowed; name inputs without it, as in data.columns = "
+            "'x=age+sex,y=ill'."
         )
     if any(is_number):
         text = [*train, *test][is_number.index(False)]

@@ -134,8 +134,8 @@ class Dataset:
         ):  # fmt: skip
             if train.shape[1:] != test.shape[1:]:
                 raise FedsimError(
-                    f"{self.name} has {name} of shape {list(train.shape)} to train on and of "
-                    f"{list(test.shape)} to test on; but for their number they must be alike."
+                    f"{self.name} has {name} of shape {list(train.shape)} for training and "
+                    f"{list(test.shape)} for testing; only the number of examples may differ."
                 )
 
     def check_sizes(self) -> None:
@@ -271,7 +271,7 @@ class Dataset:
             if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind:
                 raise FedsimError(
                     f"{where} has {key}_train of shape {a.shape} ({a.dtype}) but {key}_test of "
-                    f"shape {b.shape} ({b.dtype}); but for their number they must be alike."
+                    f"shape {b.shape} ({b.dtype}); only the number of examples may differ."
                 )
         sizes = {
             key: found_size(key, declared, first, second, where, protected)

@@ -102,14 +102,14 @@ class Files:
             return read_table(path, self.columns, self.types, normalize, protected)
         if self.types:
             raise FedsimError(
-                f"data.types is '{self.types}', but {path} is no table; it must be left out."
+                f"data.types is '{self.types}', but {path} is not a table; it must be left out."
             )
         if path.is_dir() and is_saved(path):
             return read_saved(path, self.columns)
         if self.columns:
             raise FedsimError(
-                f"data.columns is '{self.columns}', but {path} is not what datasets saves; arrays "
-                "are known by their own names (x_train, y_train, owner_train)."
+                f"data.columns is '{self.columns}', but {path} is not a folder that datasets "
+                "saved; arrays are known by their own names (x_train, y_train, owner_train)."
             )
         return read_folder(path) if path.is_dir() else read_npz(path)
 
@@ -212,8 +212,8 @@ def _array(split: Any, which: str, column: str, where: str) -> npt.NDArray[Any]:
         return array.astype(np.str_)
     if array.dtype.hasobject:
         raise FedsimError(
-            f"{where} has a column '{column}' that makes no array; its values must be numbers, "
-            "strings, or images or lists of one shape (pad sequences, and say what counts by a "
-            "mask)."
+            f"{where} has a column '{column}' that cannot become an array; its values must be "
+            "numbers, strings, or images or lists of one shape (pad sequences, and mark what "
+            "counts by a mask)."
         )
     return array

@@ -210,7 +210,9 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
             "names to columns."
         ) from None
     if len(table) < len(names):
-        raise FedsimError(f"a table has the columns {', '.join(names)}; each needs another name.")
+        raise FedsimError(
+            f"a table has the columns {', '.join(names)}; each needs a different name."
+        )
     lengths = {name: len(column) for name, column in table.items() if isinstance(column, list)}
     if len(lengths) < len(table) or len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise FedsimError(
@@ -244,11 +246,11 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
     except TypeError:
         raise FedsimError(
             f"{type(dataset).__name__} has no length or no items by position; data= takes torch "
-            "data sets that have."
+            "data sets that have both."
         ) from None
     if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
         raise FedsimError(
-            f"{type(dataset).__name__} has items that are no pairs; each must be (x, y)."
+            f"{type(dataset).__name__} has items that are not pairs; each must be (x, y)."
         )
     return {
         name: array_of(f"{name} of data=", [np.asarray(item[place]) for item in items])

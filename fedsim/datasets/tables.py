@@ -169,8 +169,8 @@ class _Roles:
         for name in (*roles.inputs, target):
             if (*roles.inputs, target).count(name) > 1:
                 raise FedsimError(
-                    f"data.columns is '{columns}'; '{name}' must be either the target of {where} "
-                    "or an input, and once."
+                    f"data.columns is '{columns}'; '{name}' must be the target of {where} or an "
+                    "input, and be named once."
                 )
         for name in roles.names:
             if name not in table:
@@ -292,7 +292,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
             if not all(names) or len(set(names)) < len(names) or not names:
                 raise FedsimError(
                     f"{path} begins with '{header.strip()[:80]}'; its first line must name the "
-                    "columns, each by another name."
+                    "columns, each by a different name."
                 )
             rows = csv.reader(file, delimiter=separator, strict=True)
             columns: list[list[str]] = [[] for _ in names]

@@ -115,8 +115,8 @@ def _project_of(content: bytes) -> dict[str, Any]:
             names = sorted(entry.filename for entry in archive.infolist())
             if names != sorted([_PROJECT, _MANIFEST]):
                 raise FedsimError(
-                    f"the bundle has the files {str(names)[:200]}; here it may bring no code, only "
-                    f"{_PROJECT}."
+                    f"the bundle has the files {str(names)[:200]}; here it may contain no code, "
+                    f"only {_PROJECT}."
                 )
             if any(entry.file_size > _LARGEST for entry in archive.infolist()):
                 raise FedsimError(f"the bundle's files are larger than {_LARGEST} bytes.")

@@ -94,7 +94,9 @@ class Federation:
         if directory.exists() and not directory.is_dir():
             raise FedsimError(f"{directory} is a file; a federation is a directory.")
         if (directory / _FEDERATION_TOML).exists():
-            raise FedsimError(f"{directory} already holds a federation; choose another directory.")
+            raise FedsimError(
+                f"{directory} already contains a federation; choose another directory."
+            )
         if nodes < 1:
             raise FedsimError(f"--nodes is {nodes}; it must be at least 1.")
         if not hosts:
@@ -131,7 +133,7 @@ class Federation:
         """
         if not (directory / _FEDERATION_TOML).is_file():
             raise FedsimError(
-                f"{directory} holds no federation; make one with `fedsim deploy init`."
+                f"{directory} contains no federation; make one with `fedsim deploy init`."
             )
         return cls(directory.absolute(), **read_party(directory / _FEDERATION_TOML, cls))
 

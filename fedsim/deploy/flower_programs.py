@@ -100,7 +100,7 @@ def run_superlink(digest_file: Path, arguments: Sequence[str]) -> None:
 
     digest = regular_files.read_text(digest_file).strip()
     if len(digest) != 64:
-        sys.exit(f"{digest_file} holds no SHA-256 of the operator's token.")
+        sys.exit(f"{digest_file} contains no SHA-256 of the operator's token.")
     flower_replacements.accept_operator_only(operator_plugin(digest))
     flower_replacements.wait_for_database()
     sys.argv = ["flower-superlink", *arguments]

@@ -70,7 +70,7 @@ def warn_of_newer_flower() -> None:
     if flower_version() > NEWEST:
         _log.warning(
             "a deployment replaces private names of Flower, which are known up to Flower %s; this "
-            "is %s: a round may be slower, or a process may end with the name that it lacks.",
+            "is %s: a round may be slower, or a process may fail on a name that is missing.",
             _dotted(NEWEST),
             _dotted(flower_version()),
         )

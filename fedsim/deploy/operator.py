@@ -112,9 +112,9 @@ class Operator:
                 status, silent_since = "unknown", silent_since or time.monotonic()
                 if time.monotonic() - silent_since > _OUTAGE:
                     raise RunFailedError(
-                        f"the SuperLink has not answered for {_OUTAGE:g} s, which no run outlives; "
-                        "when it is up again, the same command with --resume continues from the "
-                        "last checkpoint."
+                        f"the SuperLink has not answered for {_OUTAGE:g} s, longer than a run "
+                        "survives; when it is up again, the same command with --resume continues "
+                        "from the last checkpoint."
                     ) from None
             look()
             if status.startswith("finished"):

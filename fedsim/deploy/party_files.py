@@ -49,9 +49,9 @@ def read_party(path: Path, party: type[Any]) -> dict[str, Any]:
     try:
         tree = regular_files.read_toml(path)
     except OSError:
-        raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
+        raise FedsimError(f"{path} is missing; `fedsim deploy init` makes it.") from None
     except ValueError as error:
-        raise FedsimError(f"{path} is no TOML: {error}.") from None
+        raise FedsimError(f"{path} is not valid TOML: {error}.") from None
     tree.pop("policy", None)
     return read_table(tree, party, str(path))
 
@@ -110,15 +110,15 @@ def read_roster(path: Path) -> dict[str, int]:
             raise ValueError("clients is no table")
     except (OSError, ValueError, KeyError) as error:
         raise FedsimError(
-            f"{path} is no list of clients ({error}); `fedsim deploy init` writes one."
+            f"{path} is not a list of clients ({error}); `fedsim deploy init` writes one."
         ) from None
     for digest, client in clients.items():
         is_id = type(client) is int and 0 <= client < 2**63
         if re.fullmatch("[0-9a-f]{64}", digest) is None or not is_id:
             raise FedsimError(
-                f"{path} says {digest!r:.80} = {client!r:.80}; it must say the SHA-256 of a key, "
+                f"{path} has {digest!r:.80} = {client!r:.80}; it must have the SHA-256 of a key, "
                 "64 hex digits in small letters, and a client id, an integer from 0."
             )
     if len(set(clients.values())) < len(clients):
-        raise FedsimError(f"{path} gives two keys one client id; each key is another client.")
+        raise FedsimError(f"{path} gives two keys the same client id; each key needs its own.")
     return dict(clients)

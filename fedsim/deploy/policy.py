@@ -132,9 +132,9 @@ class Policy:
             raise FedsimError(f"this node's policy cannot be read: {error}.") from None
         table, clients = tree.get("policy", {}), tree.get("clients", 0)
         if not isinstance(table, dict):
-            raise FedsimError("this node's policy is no table; it must be written as [policy].")
+            raise FedsimError("this node's policy is not a table; it must be written as [policy].")
         if type(clients) is not int or clients < 0:
-            raise FedsimError(f"node.toml says clients = {clients!r}; it must be a whole number.")
+            raise FedsimError(f"node.toml has clients = {clients!r}; it must be a whole number.")
         fields = ("directory", "clients")
         values = read_table(table, cls, "this node's policy", filled_in=fields)
         return cls(**values, clients=clients, directory=path.parent.absolute())
@@ -219,7 +219,7 @@ class Policy:
         if self.largest_epsilon < math.inf and not example_multiplier:
             raise _refusal(
                 "client.noise.multiplier is 0; here largest-epsilon is set, which only noise on "
-                "examples keeps"
+                "examples can meet"
             )
         self._check_entropy(config)
         self._check_metrics(config)
@@ -236,8 +236,8 @@ class Policy:
             )
         if config.client.private and config.evaluate.unprotected:
             raise _refusal(
-                "evaluate.unprotected is true; here no metrics of examples that noise protects are "
-                "answered without it"
+                "evaluate.unprotected is true; here no metrics of examples that noise protects "
+                "leave the node without noise"
             )
 
     def _check_entropy(self, config: RunConfig) -> None:

@@ -192,10 +192,11 @@ class Accounting:
         round_cost = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
         if round_cost > self.max_epsilon:
             is_joint = self.plan.event().law.rounds > 1
-            covered = "rounds that are charged together cost" if is_joint else "one round costs"
+            covered = "rounds that are charged together" if is_joint else "one round"
             raise FedsimError(
                 f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
-                f"{self._budget_delta}; it must be at least {round_cost:.4g}, what {covered}."
+                f"{self._budget_delta}; it must be at least {round_cost:.4g}, the cost of "
+                f"{covered}."
             )
 
     def cost(self, rounds_done: int) -> Cost:

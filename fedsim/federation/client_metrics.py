@@ -115,7 +115,8 @@ class MetricMeans:
             means |= self._list_mean(name, lists)
         if self.left_out:
             _log.warning(
-                "%d numbers that clients report stand in no mean, as they are not finite (%s).",
+                "%d numbers that clients report are left out of the mean, as they are not finite "
+                "(%s).",
                 self.left_out.total(),
                 ", ".join(f"{name} {count}" for name, count in self.left_out.items()),
             )

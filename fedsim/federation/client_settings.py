@@ -129,13 +129,13 @@ class ClientTraining:
         name = type(algorithm).__name__
         if isinstance(bound, NoPrivacy):
             raise FedsimError(
-                f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, of "
-                f"which {name} (client.name) needs the plain mean; it must be 'uniform'."
+                f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, but "
+                f"{name} (client.name) needs its plain mean; it must be 'uniform'."
             )
         raise FedsimError(
-            f"{bound} (mechanism.name) weighs or bounds what clients send, of which "
-            f"{name} (client.name) needs the plain mean; it must be 'none' with "
-            "mechanism.weighting = 'uniform'."
+            f"{bound} (mechanism.name) weighs or bounds what clients send, but {name} "
+            "(client.name) needs its plain mean; it must be 'none' with mechanism.weighting = "
+            "'uniform'."
         )
 
     def _check_alternation(self, plan: Plan) -> None:
@@ -150,20 +150,20 @@ class ClientTraining:
         if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
             raise FedsimError(
                 f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
-                "entries rest in each round (adapter.factors = 'alternating'); it must be "
+                "entries are frozen in each round (adapter.factors = 'alternating'); it must be "
                 "'clipping', 'normalization', 'quantile-clipping' or 'none', alone."
             )
         if not isinstance(plan.noise, Independent):
             raise FedsimError(
-                f"{plan.noise} (noise.name) cancels over rounds, which it does not where some of a "
-                "row's entries rest in each (adapter.factors = 'alternating'); it must be "
+                f"{plan.noise} (noise.name) cancels over rounds, which fails if some of a row's "
+                "entries are frozen in each (adapter.factors = 'alternating'); it must be "
                 "'independent'."
             )
         if self.algorithm is not None and self.algorithm.receives:
             raise FedsimError(
                 f"{type(self.algorithm).__name__} (client.name) sends vectors of all parameters, "
-                "and some rest in each round (adapter.factors = 'alternating'); it must send its "
-                "update alone."
+                "and some are frozen in each round (adapter.factors = 'alternating'); it must send "
+                "its update alone."
             )
 
     def counts(self, population: int | None) -> npt.NDArray[np.float64] | None:
@@ -304,11 +304,12 @@ class ClientMetrics:
             )
         if plan.selection is not None:
             raise FedsimError(
-                f"{must} in a run of a selection, which is charged as whole runs alone."
+                f"{must} in a run of a selection, which is charged as whole runs only."
             )
         if aggregate is not None:
             raise FedsimError(
-                f"{must} beside evaluate_metrics_aggr_fn, which would see metrics without noise."
+                f"{must} together with evaluate_metrics_aggr_fn, which would see metrics without "
+                "noise."
             )
 
     def fraction(self, fraction_evaluate: float | None, *, protects: bool) -> float:
@@ -327,8 +328,8 @@ class ClientMetrics:
             )
         if fraction_evaluate == 0 and self.private is not None:
             raise FedsimError(
-                "fraction_evaluate is 0, and metrics.private is given, of which nobody would then "
-                "report anything; it must be above 0, or metrics.private be left out."
+                "fraction_evaluate is 0, so that no client would report the metrics of "
+                "metrics.private; it must be above 0, or metrics.private must be left out."
             )
         if fraction_evaluate > 0 and not allowed:
             raise FedsimError(

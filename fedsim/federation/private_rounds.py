@@ -113,7 +113,7 @@ class PrivateRounds(ResumableStrategy):
         if server_round <= self.rounds_done:
             raise ValueError(
                 f"round {server_round} cannot follow round {self.rounds_done}: its noise and "
-                "cohort would be drawn twice; a run of its own needs a strategy of its own."
+                "cohort would be drawn twice; a new run needs a new strategy."
             )
         self._pending = None
         if self.stopped is not None or self._stops(self._accounting.stops(server_round)):
@@ -282,7 +282,9 @@ class PrivateRounds(ResumableStrategy):
         if layout == self._layout:
             return layout
         if self._layout is not None:
-            raise FedsimError("the model's parameters changed their names or shapes in the run.")
+            raise FedsimError(
+                "the model's parameters changed their names or shapes during the run."
+            )
         if self.private:
             refuse_running_statistics(server)
         parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]

@@ -301,7 +301,7 @@ def float_tensor(array: Array, shape: tuple[int, ...], dtype: torch.dtype | None
 
 def _read(data: object, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(data, bytes) or data[:6] != _MAGIC:
-        raise MalformedArrayError("its bytes are no numpy array.")
+        raise MalformedArrayError("its bytes are not a numpy array.")
     size, start = _header_bounds(data)
     header = _HEADER.fullmatch(data, start, start + size)
     if header is None:
@@ -325,7 +325,7 @@ def _header_bounds(data: bytes) -> tuple[int, int]:
     version = data[6:8]
     form = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}.get(version)
     if form is None or len(data) < 8 + struct.calcsize(form):
-        raise MalformedArrayError("its bytes are no numpy array.")
+        raise MalformedArrayError("its bytes are not a numpy array.")
     (size,) = struct.unpack_from(form, data, 8)
     if size > _LONGEST_HEADER:
         raise MalformedArrayError(f"its header claims {size} bytes.")

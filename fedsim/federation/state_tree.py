@@ -45,7 +45,9 @@ def split_tree(tree: Tree) -> tuple[dict[str, Tensor], str]:
         if isinstance(value, Mapping):
             # `join_tree` would take such a mapping for the reference to a tensor.
             if set(value) in ({_TENSOR}, {_ARRAY}) and isinstance(next(iter(value.values())), str):
-                raise TypeError(f"a mapping whose one key is '{next(iter(value))}' cannot be kept.")
+                raise TypeError(
+                    f"a mapping whose one key is '{next(iter(value))}' cannot be saved."
+                )
             return {_checked(key): named(entry) for key, entry in value.items()}
         return value
 

@@ -53,7 +53,9 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
     """
     for name, value in keywords.items():
         if name in _INSTEAD:
-            raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
+            raise FedsimError(
+                f"{name} = {value!r} is not an argument of DPFedAvg; use {_INSTEAD[name]}."
+            )
         raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
 
 
@@ -80,7 +82,8 @@ def plan_of_keywords(
     if plan is not None:
         if doubled := [name for name, value in keywords.items() if value is not None]:
             raise FedsimError(
-                f"{doubled[0]} is given beside plan=, which says it already; leave one of them out."
+                f"{doubled[0]} is given together with plan=, which contains it; leave one of them "
+                "out."
             )
         if plan.level != "client":
             raise FedsimError(
@@ -168,8 +171,8 @@ def refuse_void_settings(
     if isinstance(mechanism, RobustMean) and plan.noise.multiplier:
         raise FedsimError(
             f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {mechanism} "
-            "(mechanism.name): what one client moves a robust mean by depends on all others' "
-            "updates, and is bounded by no sensitivity of the plan's."
+            "(mechanism.name): how far one client moves a robust mean depends on all other "
+            "updates, and the plan does not bound it."
         )
     if mechanism.guarantee == "none" and max_epsilon is not None:
         raise FedsimError(

@@ -56,7 +56,7 @@ def check_form(state: Tree, strategy: str) -> None:
         bad_keys = ["parameters"]
     if bad_keys:
         raise FedsimError(
-            f"state= has no '{bad_keys[0]}' as it must be; state= must be what {strategy}.state() "
+            f"state= has no valid '{bad_keys[0]}'; state= must be what {strategy}.state() "
             "gave after a round."
         )
 

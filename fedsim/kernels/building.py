@@ -64,7 +64,7 @@ def library(
         loaded = ctypes.CDLL(str(built(Path(__file__).with_name(source), archives, flags)))
         if self_test(loaded):
             return loaded
-        _log.warning("compiled, %s does not give what it should; it is left out", source)
+        _log.warning("compiled, %s gives wrong results; it is not used", source)
     # No compiler, or it does not know the flags; no cache directory (RuntimeError if the user has
     # no home); a missing symbol.
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
@@ -105,7 +105,7 @@ def _require_private(path: Path) -> None:
     status = path.lstat()
     write_bits = stat.S_IWGRP | stat.S_IWOTH
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & write_bits:
-        raise PermissionError(f"{path} is not this user's alone to write")
+        raise PermissionError(f"{path} must be writable by this user alone")
 
 
 def built(

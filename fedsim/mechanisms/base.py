@@ -194,8 +194,8 @@ class Mechanism(ABC):
             split |= segment.named(segment.bound.split(z, denominator))
         if names := split.keys() & {side.name for side in self.sides}:
             raise FedsimError(
-                f"the scalar '{min(names)}' has the name of what {self} releases itself; its name "
-                "(mechanism.private-scalar) must be another."
+                f"the scalar '{min(names)}' has the name of a number that {self} releases itself; "
+                "mechanism.private-scalar must name another."
             )
         return split | {
             side.name: part_multiplier(noise_multiplier, side.shares) for side in self.sides
@@ -246,9 +246,9 @@ def require_mechanism(part: object, wrapper: str) -> None:
     """
     if not isinstance(part, Mechanism):
         raise FedsimError(
-            f"{wrapper} wraps {part!r}, which is no Mechanism. A robust mean takes a round's rows "
-            "whole: mechanism.per-layer and mechanism.private-scalar must be unset with it, and "
-            "client.mechanism.name another."
+            f"{wrapper} wraps {part!r}, which is not a Mechanism. A robust mean takes a round's "
+            "rows whole: mechanism.per-layer and mechanism.private-scalar must be unset with it, "
+            "and client.mechanism.name another."
         )
 
 

@@ -58,7 +58,7 @@ class PerLayer(Mechanism):
             require_mechanism(bound, "PerLayer")
             if bound.weighting != "uniform" or bound.sides or isinstance(bound, PerLayer):
                 raise FedsimError(
-                    f"part {bound!r} cannot be one layer's; put scalars around PerLayer, and no "
+                    f"part {bound!r} cannot bound one layer; put scalars around PerLayer, and no "
                     "PerLayer inside it."
                 )
         check_settings(self)
@@ -115,7 +115,10 @@ class PerLayer(Mechanism):
             matched[first].append(entry)
         for (pattern, _), layer in zip(self._pairs, matched, strict=True):
             if not layer:
-                raise FedsimError(f"pattern '{pattern}' of the parts is left with no parameter.")
+                raise FedsimError(
+                    f"pattern '{pattern}' of the parts matches no parameter that patterns before "
+                    "it leave."
+                )
         return list(zip(self._bounds, matched, strict=True))
 
 

@@ -126,8 +126,8 @@ class Releaser:
         if noise.correlated and mechanism.init(layout):
             raise FedsimError(
                 f"noise is correlated over rounds (noise.name), and the bound {mechanism} "
-                "(mechanism.name) changes with them: one run has one bound; choose one that stays, "
-                "such as clipping."
+                "(mechanism.name) changes between rounds; choose a constant bound, such as "
+                "clipping."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}
@@ -340,7 +340,9 @@ class NoiseSource:
         if not (age or number):
             return self
         if self.elsewhere is None:
-            raise FedsimError("noise that is correlated over rounds needs the draws of others.")
+            raise FedsimError(
+                "noise that is correlated over rounds needs the draws of other rounds."
+            )
         generator = self.elsewhere(age, number)
         return NoiseSource(generator, self.hardened, self.round - age, self.elsewhere)
 

@@ -131,7 +131,8 @@ def _accepted(
         parameters = inspect.signature(make).parameters.values()
     except ValueError as error:
         raise FedsimError(
-            f"model.name is '{name}', which is no Python function or class with known parameters."
+            f"model.name is '{name}', which is not a Python function or class with known "
+            "parameters."
         ) from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered

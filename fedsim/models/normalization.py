@@ -47,13 +47,13 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
         where, was = name or "itself", type(module).__name__
         if validate is None:
             raise FedsimError(
-                f"model.fix = true, but there is no cure for {where} ({was}); it must be one of "
-                "torch.nn's own layers, or be replaced by hand."
+                f"model.fix = true, but fedsim cannot replace {where} ({was}); it must be one of "
+                "torch.nn's own layers, or you must replace it yourself."
             )
         if not validate(module):
             continue
         cured = _cured(module)
-        sentences.append(f"model.fix: {where} is {cured} now, and was {was}.")
+        sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
         if not name:
             return cured, sentences
         model.set_submodule(name, cured)
@@ -98,7 +98,7 @@ class LocalBatchNorm(nn.Module):
             lacking = "momentum" if layer.running_mean is not None else "running statistics"
             raise FedsimError(
                 f"model module '{name}' is a {type(layer).__name__} without {lacking}, so that a "
-                "client would evaluate an example by what it stands beside; it must have "
+                "client would evaluate an example by the others of its batch; it must have "
                 "track_running_stats=True and a momentum."
             )
         self.momentum, self.eps = layer.momentum, layer.eps
@@ -175,7 +175,7 @@ def refuse_running_statistics(model: nn.Module) -> None:
     ]
     if names:
         raise FedsimError(
-            f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
-            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm, "
-            "or let model.fix = true put it in their place."
+            f"the model keeps running statistics of the clients' data in {', '.join(names)}, which "
+            "no noise protects, so that a private run cannot have them; use nn.GroupNorm, or let "
+            "model.fix = true replace them."
         )

@@ -217,8 +217,8 @@ def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
         total += len(positions)
     if twice := total - int(covered.sum()):
         raise FedsimError(
-            f"partition.name names {name}, which deals {twice} examples twice; "
-            "each must be one client's."
+            f"partition.name names {name}, which deals {twice} examples twice; each must belong to "
+            "one client."
         )
 
 
@@ -231,7 +231,7 @@ def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indi
     """
     if at_most < 1:
         raise FedsimError(
-            f"the examples kept of each client are {at_most}; they must be at least 1."
+            f"at most {at_most} examples are kept of each client; it must be at least 1."
         )
     randomness = Randomness(seed)
 

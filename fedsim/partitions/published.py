@@ -218,8 +218,8 @@ class InterpolatedPathological(Partition):
         if (groups < 0).any():
             homeless = np.unique(labels[groups < 0])
             raise FedsimError(
-                f"partition.groups have no place for the class{'es' * (len(homeless) > 1)} "
-                f"{', '.join(map(str, homeless))}; every class of the data must stand in one."
+                f"partition.groups lack the class{'es' * (len(homeless) > 1)} "
+                f"{', '.join(map(str, homeless))}; every class of the data must be in one."
             )
         parts: list[Indices] = []
         for group, members in enumerate(np.array_split(np.arange(self.clients), len(self.groups))):
@@ -272,5 +272,5 @@ def _check(groups: Groups) -> None:
     twice = {label for label in classes if classes.count(label) > 1}
     if twice:
         raise FedsimError(
-            f"partition.groups name the class {min(twice)} twice; a class stands in one group."
+            f"partition.groups name the class {min(twice)} twice; each must be in one group."
         )

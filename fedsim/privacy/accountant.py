@@ -255,8 +255,7 @@ class Accountant:
                 return float(accountant.get_epsilon(delta, eps_error=PRV_ERROR))
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             raise FedsimError(
-                f"--prv: Opacus's PRV accountant gives up on these releases ({error}); leave it "
-                "out."
+                f"--prv: Opacus's PRV accountant fails on these releases ({error}); leave it out."
             ) from None
 
     def _rdp(self) -> Array:

@@ -108,7 +108,7 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
     are_full = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
     view = (
         f"sees sums of at least {threshold} masked shares (secure aggregation), and up to "
-        f"{colluders} clients that tell it what they know"
+        f"{colluders} clients that collude with it"
     )
     return [
         f"Adversary: the server, which follows the protocol and {view}; and anyone who sees the "

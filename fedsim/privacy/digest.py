@@ -139,13 +139,13 @@ class Fingerprints:
 def _key_in(directory: Path, read_only: bool) -> bytes:
     path = directory / KEY
     if not path.exists() and read_only:
-        raise FedsimError(f"{path} is missing; put back what was there.")
+        raise FedsimError(f"{path} is missing; restore it.")
     if not path.exists():
         durable.create(path, secrets.token_bytes(_BYTES), mode=0o600)
     key = regular_files.read_bytes(path)
     if len(key) != _BYTES:
         raise FedsimError(
-            f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: put back what "
-            "was there, or remove it: a new one is made, which recognises no earlier release."
+            f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: restore it, or "
+            "remove it: a new key is then made, which recognises no earlier release."
         )
     return key

@@ -309,14 +309,14 @@ class History:
         """
         if not entry.event.count and not self.counts[entry.event.once]:
             raise FedsimError(
-                f"round {entry.round} counts 0, and no line before it charges the rounds that it "
-                "is one of."
+                f"round {entry.round} counts 0, and no earlier line charges the plan that it "
+                "belongs to."
             )
         before = entry.event.law.continued
         if entry.event.count and before is not None and not self._covers(entry.event, before):
             raise FedsimError(
-                f"round {entry.round} extends a plan of {before.rounds} rounds, and no line before "
-                "it charges those."
+                f"round {entry.round} extends a plan of {before.rounds} rounds, and no earlier "
+                "line charges that plan."
             )
         # The torn entry was charged in this release's place. A composition cannot be undone, so
         # that all other entries are composed again.

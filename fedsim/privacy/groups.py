@@ -93,7 +93,7 @@ def group_cost(
     """
     check_delta(delta)
     if size < 1:
-        raise FedsimError(f"a group is of {size} rows; it must be of 1 or more.")
+        raise FedsimError(f"a group has {size} rows; it must have 1 or more.")
     accountant = events if isinstance(events, Accountant) else Accountant(events)
     if not accountant.private:
         return GroupCost(size, math.inf, delta, "none")

@@ -321,7 +321,7 @@ class Ledger(LedgerFile):
         if lines and (self.heads[lines - 1 : lines] or [""])[0] != state["head"]:
             raise FedsimError(
                 f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
-                f"{lines} lines up to {state['head']}; put back the one that the run wrote."
+                f"{lines} lines up to {state['head']}; restore the one that the run wrote."
             )
 
     def _delta(self, delta: float | None) -> float:

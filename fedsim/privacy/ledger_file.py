@@ -244,8 +244,8 @@ class LedgerFile:
             f"round {entry.round}{of_client} was recorded in ledger {self.path or 'in memory'} for "
             "another sum: data, code, path, kernel or fedsim's version have changed since, or the "
             "key beside the ledger (fingerprint.key). Its noise follows from the seed, and two "
-            "sums with the same noise would show their difference; put back what the run began "
-            "with, or start a run of its own with another seed and another --out."
+            "sums with the same noise would show their difference; restore what the run began "
+            "with, or start a new run with another seed and another --out."
         )
 
     def _archived(self) -> History:
@@ -259,7 +259,7 @@ class LedgerFile:
             return History(before)
         except FedsimError as error:
             raise FedsimError(
-                f"what is archived beside ledger {self.path} counts, and does not add up: {error}"
+                f"the ledgers archived beside {self.path} count, and cannot be composed: {error}"
             ) from None
 
     def _catch_up(self, file: BinaryIO) -> bool:
@@ -292,8 +292,8 @@ class LedgerFile:
         *lines, tail = data.split(b"\n")
         if self.header is None and not lines:
             raise FedsimError(
-                f"{self._name} is {'cut off' if tail else 'empty'}, or no ledger; a ledger is "
-                "never written so: put back what was there."
+                f"{self._name} is {'cut off' if tail else 'empty'}, or is not a ledger; fedsim "
+                "never writes one so: restore it."
             )
         for line in lines:
             self._take_line(line)
@@ -345,7 +345,7 @@ class LedgerFile:
         if not isinstance(law, dict) or "as" not in law:
             return data
         if law["as"] not in self._laws:
-            raise FedsimError("its law stands in no line before it.")
+            raise FedsimError("its law is in no earlier line.")
         return {**data, "event": {**data["event"], "law": self._laws[law["as"]]}}
 
     def _take(self, entry: Entry, line: bytes, head: str) -> None:

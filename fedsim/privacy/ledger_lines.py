@@ -81,7 +81,7 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
     unhashed = text[end + len(seal) :]
     noted = _parsed(f"{{{unhashed[1:]}") if unhashed.startswith(',"noted":') else None
     if not isinstance(noted, dict) or not isinstance(noted["noted"], dict):
-        raise FedsimError("what is noted beside its entry cannot be read.")
+        raise FedsimError("the notes beside its entry cannot be read.")
     if entry.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
     return entry, noted["noted"], digest
@@ -95,7 +95,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of a ledger")
+    raise ValueError(f"{name} is not a number of a ledger")
 
 
 # Python's json would accept NaN and infinities, which JSON does not have.

@@ -234,8 +234,8 @@ def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
         if signed.get("format", 2) != SIGNATURE_FORMAT:
             return (
                 f"the signature has format {signed.get('format', 2)} and this fedsim reads "
-                f"{SIGNATURE_FORMAT}; before that, only the ledger's head was signed: "
-                "`fedsim run ... --resume` with the key signs all of it"
+                f"{SIGNATURE_FORMAT}; older formats sign only the ledger's head: `fedsim run ... "
+                "--resume` with the key signs all of it"
             )
         key.verify(bytes.fromhex(signed["signature"]), _SIGNED + manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -309,7 +309,7 @@ class ReleasePlan(Generic[BoundT]):
     def _selection_event(self, event: Event, selection: Selection) -> Event:
         """Event of all rounds, if only the best of several runs is published."""
         if self.rounds is None:
-            raise FedsimError("a selection among runs is of whole runs; the plan has no rounds.")
+            raise FedsimError("a selection is among whole runs; the plan has no number of rounds.")
         law = SelectionLaw(
             base=event.law,
             invocations=event.over(self.rounds).count,
@@ -334,7 +334,7 @@ class ReleasePlan(Generic[BoundT]):
         """
         rounds = self.rounds if after is None else after
         if rounds is None:
-            raise FedsimError("the plan has no rounds; say how many, or after how many.")
+            raise FedsimError("the plan has no number of rounds; give it, or give `after`.")
         return Accountant([self._prefix_event(rounds)] if rounds else []).epsilon(delta)
 
     def _prefix_event(self, rounds: int) -> Event:
@@ -364,7 +364,7 @@ class ReleasePlan(Generic[BoundT]):
             If the plan has no number of rounds, or no noise meets the target.
         """
         if self.rounds is None:
-            raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
+            raise FedsimError("the plan has no number of rounds, which a target epsilon needs.")
         rounds = self.rounds
         z = calibrate_events(
             lambda z: [*others, replace(self, noise=self.noise.scaled(z)).event().over(rounds)],

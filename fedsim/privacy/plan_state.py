@@ -56,14 +56,14 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     ):
         raise FedsimError(
             f"rounds = {plan.rounds}; it must be {rounds}, as it was: these were planned and "
-            "charged together, and are not made fewer, nor more where their draws depend on how "
-            "many they are (noise.name, cohort.name)."
+            "charged together, so that there cannot be fewer, nor more if their draws depend on "
+            "their number (noise.name, cohort.name)."
         )
     if state.get("noise") is None:
         raise FedsimError(
             f"rounds = {plan.rounds}; it must be {rounds}, as it was: noise from the operating "
-            "system follows from a secret that was removed after the last round, and further "
-            "rounds can be added before that only (noise.entropy)."
+            "system follows from a secret that was removed after the last round; rounds can be "
+            "added only before that (noise.entropy)."
         )
     # A plan that is charged in groups of rounds needs no extension: further groups are charged as
     # they begin.

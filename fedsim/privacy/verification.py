@@ -149,7 +149,7 @@ def _compare_config(path: Path, manifest: Manifest | None) -> str:
     try:
         regular_files.read_toml(path)
     except FileNotFoundError:
-        raise FedsimError("there is none; put back what the run wrote.") from None
+        raise FedsimError("there is none; restore what the run wrote.") from None
     except (OSError, ValueError):
         raise FedsimError("it cannot be read as TOML.") from None
     return _compare_bytes(path, manifest, "can be read")
@@ -268,7 +268,7 @@ def _client_ledgers(
         if missing:
             raise FedsimError(
                 f"the manifest names ledgers of clients {', '.join(missing)}, which are missing in "
-                f"{place}; put them back, there or in client.state-dir."
+                f"{place}; restore them, there or in client.state-dir."
             )
         for client, end in named.items():
             clients.of(int(client)).restore({"head": end.head, "lines": end.lines})
@@ -302,7 +302,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         text = regular_files.read_bytes(path).decode()
         table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except FileNotFoundError:
-        raise FedsimError("there is none; put back what the run wrote.") from None
+        raise FedsimError("there is none; restore what the run wrote.") from None
     except (OSError, ValueError, csv.Error):
         raise FedsimError("it cannot be read as CSV.") from None
     if not table or "round" not in table[0] or not text.endswith("\n"):
@@ -315,10 +315,10 @@ def _rows(path: Path) -> list[dict[str, str]]:
         _ = [float(number) for line in lines for number in line if number]
         rounds = [int(row["round"]) for row in rows]
     except ValueError:
-        raise FedsimError("a value in it is no number.") from None
+        raise FedsimError("a value in it is not a number.") from None
     first = 0 if rounds[:1] == [0] else 1
     if rounds != list(range(first, first + len(rounds))):
-        raise FedsimError("its rounds are not consecutive; a row is missing or doubled.")
+        raise FedsimError("its rounds are not consecutive; a row is missing or duplicated.")
     return rows
 
 
@@ -351,5 +351,5 @@ def model_metadata(path: Path) -> dict[str, Any]:
     except (SafetensorError, ValueError, KeyError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict):
-        raise FedsimError("it is no model of a run that fedsim made.")
+        raise FedsimError("it is not the model of a run that fedsim made.")
     return metadata

@@ -322,6 +322,6 @@ def _positive(value: object) -> float:
 def _about(record: RunRecord, columns: Iterable[str]) -> str:
     if record.private and {"clients", "train"} & set(columns):
         if record.config.get("evaluate.private"):
-            return "What is of clients' examples is released with noise (evaluate.private)."
-        return "What is of clients' examples is released without noise (evaluate.unprotected)."
+            return "Metrics of clients' examples are released with noise (evaluate.private)."
+        return "Metrics of clients' examples are released without noise (evaluate.unprotected)."
     return ""

@@ -165,11 +165,11 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     if repeated:
         said += (
             f" Of {', '.join(group.label for group in repeated)} several have the same seed: they "
-            "repeat one run, or differ in what no config says, and are no replicates of each other."
+            "repeat one run, or differ in something outside the config, and are not replicates."
         )
     if any(_objects(group.records[0]) for group in groups):
         said += (
-            " Objects from Python are told apart by class, settings and shapes, not by a model's "
+            " Objects from Python are compared by class, settings and shapes, not by a model's "
             "initial values or by the examples in data."
         )
     return said

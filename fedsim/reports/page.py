@@ -108,12 +108,12 @@ def write(html: str, path: Path) -> None:
             there = file.read(4096).decode(errors="replace")
         if _GENERATOR not in there:
             raise FedsimError(
-                f"{path} is there and is no page that fedsim made; choose another --out."
+                f"{path} exists and is not a page that fedsim made; choose another --out."
             )
         before, now = _KIND.search(there), _KIND.search(html)
         if before and now and before[1] != now[1]:  # pages of earlier versions lack a kind
             raise FedsimError(
-                f"{path} is there and is a {before[1]} page, not a {now[1]} page; choose another "
+                f"{path} exists and is a {before[1]} page, not a {now[1]} page; choose another "
                 "--out."
             )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -240,7 +240,7 @@ def _scatter(test: Mapping[str, Any]) -> Heat:
         labels=test["predicted"],
         columns=test["true"],
         values=test["shares"],
-        about="Each column's test examples by what was predicted for them.",
+        about="Each column's test examples by their predictions.",
         ticks=True,
     )
 
@@ -253,7 +253,9 @@ def _bound(record: RunRecord) -> str:
         "" if bound is None else f"The bound on an update's norm was {brief(bound)} at the end."
     )
     if record.client_private:
-        sentence += " Norms of single updates are not public, and nothing here was made from them."
+        sentence += (
+            " Norms of single updates are not public, and nothing here is computed from them."
+        )
     return sentence.strip()
 
 

@@ -344,7 +344,7 @@ def _about(settings: Sequence[SeedsLine], spreads: Sequence[Spread]) -> str:
     about = ""
     if counts:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        about = f"mean of {seeds} seeds; bars: one standard deviation to either side"
+        about = f"mean of {seeds} seeds; bars: one standard deviation on either side"
     missing = sum(len(setting.lines) - len(setting.ended) for setting in settings)
     if missing:
         about += f"{'; ' * bool(about)}{missing} runs that failed or were dropped are left out"

@@ -79,6 +79,6 @@ def _compare_report(run: Path) -> str:
     if agrees:
         return "follows from the other files"
     raise FedsimError(
-        f"it does not follow from the other files; `fedsim report {run}` makes one that does, and "
-        "one of another version of fedsim may differ in its words."
+        f"it does not follow from the other files; `fedsim report {run}` makes one that does; a "
+        "page of another version of fedsim may differ in its words."
     )

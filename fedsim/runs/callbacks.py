@@ -241,7 +241,7 @@ class Measure:
                 config.protects
                 * " (of clients' data it must have noise, evaluate.private, in a private run)"
             )
-            test = "; nothing is chosen by test examples, data.validation holds out others"
+            test = "; test examples must not choose anything; data.validation holds out others"
             test *= column.startswith("test-")
             raise FedsimError(f"{key} = '{column}'; it must be {allowed}{of_clients}{test}.")
         return cls(column, known[column])

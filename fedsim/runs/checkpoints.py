@@ -135,7 +135,9 @@ class RunState:
                 "run with the fedsim that began it, or begin another with --out."
             )
         if tree.keys() != {part.name for part in fields(cls)}:
-            raise ValueError("the run's state lacks something, or has what this version does not.")
+            raise ValueError(
+                "the run's state lacks entries, or has some that this version does not know."
+            )
         return cls(**tree)
 
 
@@ -218,8 +220,8 @@ class Checkpoints:
                 _log.warning("%s", error)
         if rounds:
             raise FedsimError(
-                f"no checkpoint in {self.path} can be used: {why} Put back what was there, or "
-                "remove that directory to go through all rounds again, or --overwrite the run."
+                f"no checkpoint in {self.path} can be used: {why} Restore it, or remove that "
+                "directory to repeat all rounds, or --overwrite the run."
             )
         return None
 
@@ -231,7 +233,7 @@ class Checkpoints:
     def _read(self, path: Path) -> RunState:
         files = [entry for entry in path.iterdir() if entry.suffix == _SUFFIX]
         if len(files) != 1:
-            raise FedsimError(f"checkpoint {path} is not whole; one file must be in it.")
+            raise FedsimError(f"checkpoint {path} is incomplete; it must contain one file.")
         content = regular_files.read_bytes(files[0])
         if hashlib.sha256(content).hexdigest() != files[0].stem:
             raise FedsimError(

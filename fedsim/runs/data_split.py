@@ -268,16 +268,17 @@ def refuse_found(dataset: Dataset, partition: Partition) -> None:
             f"belong to clients (column {column})",
         }[split]
         raise FedsimError(
-            f"data.{key} is not set, and {why}: in a private run their number is not found in "
+            f"data.{key} is not set, and {why}: in a private run their number is not taken from "
             f"clients' data; it must be declared, as data.{key} or by the file itself."
         )
 
 
 _FOUND_IN_TABLES = {
     "types": "data.types does not say what every column of {name} holds: in a private run that is "
-    "not found in clients' data; it must be declared for each, as in 'age=0:100,sex=female|male'.",
+    "not taken from clients' data; it must be declared for each, as in "
+    "'age=0:100,sex=female|male'.",
     "mean": "data.normalize = true takes mean and deviation from the training examples of {name}, "
-    "and in a private run nothing is found in clients' data; it must be false, with a range "
+    "and in a private run nothing is taken from clients' data; it must be false, with a range "
     "declared for each number, as in data.types = 'age=0:100'.",
 }
 

@@ -187,7 +187,7 @@ def read_work(path: Path, population: int) -> Ints:
         raise FedsimError(f"client.work = '{path}' cannot be read ({error.strerror}).") from None
     except ValueError:  # its message would show content of the file
         raise FedsimError(
-            f"client.work = '{path}' holds something else than whole numbers, or is larger than a "
+            f"client.work = '{path}' contains values other than whole numbers, or is larger than a "
             "gigabyte; it must have one for each client."
         ) from None
     if len(counts) != population or min(counts) < 1 or max(counts) > 1_000_000:

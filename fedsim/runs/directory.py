@@ -137,7 +137,7 @@ class RunDirectory:
                     )
             elif existing:
                 raise FedsimError(
-                    f"--out {self.path} holds {', '.join(existing)} and no run's marker "
+                    f"--out {self.path} holds {', '.join(existing)} but no run's marker "
                     f"({self._lock.path.name}), so these may be your own files; choose another "
                     "directory."
                 )
@@ -156,8 +156,8 @@ class RunDirectory:
             files = self._files()
             if files:
                 raise FedsimError(
-                    f"{self.path} holds {', '.join(files)} of a run and not its config.toml; put "
-                    "that back, --overwrite the run, or choose another --out."
+                    f"{self.path} holds {', '.join(files)} of a run but not its config.toml; "
+                    "restore that, --overwrite the run, or choose another --out."
                 )
             return False
         self._refuse_in_use(self._lock.free())
@@ -351,7 +351,7 @@ def ending(path: Path) -> Ending:
         written = json.loads(regular_files.read_text(path / "done"))
         return Ending(written["ended"], str(written["why"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return Ending("interrupted", "The run has not come to its end.")
+        return Ending("interrupted", "The run has not finished.")
 
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:

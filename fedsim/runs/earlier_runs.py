@@ -68,8 +68,8 @@ def resumed_config(
         if key not in outside:
             raise FedsimError(
                 f"{key} = {_text(value)}; it must be {_text(began.get(key))} as it was when the "
-                f"run in {directory.path} began, since it changes what is released; give another "
-                "--out to a run of its own."
+                f"run in {directory.path} began, since it changes what is released; a new run "
+                "needs another --out."
             )
     resumed = RunConfig.from_run_config(wanted)
     if state is not None and resumed.rounds < state.round:
@@ -79,7 +79,7 @@ def resumed_config(
         )
     if state is not None and resumed.rounds == state.round:
         _log.warning(
-            "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
+            "the run in %s has finished all %s rounds; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
     ended = stopping(began, ended=how_ended(directory))
@@ -142,8 +142,8 @@ def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
         key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
         raise FedsimError(
             f"{key} = {_text(wanted.get(key) or None)}; it must be {_text(began[key])} as it was "
-            "when the run began: what is released might have ended it, and half of delta is for "
-            "that; a larger stop.patience lets it continue."
+            "when the run began: what is released might have ended it, and half of delta is "
+            "reserved for that; a larger stop.patience lets it continue."
         )
 
 
@@ -209,7 +209,7 @@ def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     """
     if has_other_objects(directory, resolved):
         raise FedsimError(
-            f"the run in {directory.path} has released something else than this one would; it must "
+            f"the run in {directory.path} has released other values than this one would; it must "
             "be resumed with the model=, data=, partition= and strategy= that it began with."
         )
 
@@ -273,6 +273,6 @@ def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunCo
     if place_now is not None and place.absolute() != place_now.absolute():
         raise FedsimError(
             f"{directory.path} holds a run whose clients' ledgers are in {place}; this run's would "
-            f"be in {place_now} (client.state-dir), and what was spent counts only where "
-            "all of it is; keep the directory, or choose another --out."
+            f"be in {place_now} (client.state-dir), and all that was spent must be counted in one "
+            "place; keep the directory, or choose another --out."
         )

@@ -180,7 +180,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
         If ``out`` exists.
     """
     if os.path.lexists(out):
-        raise FedsimError(f"--out {out} is there already; choose another directory.")
+        raise FedsimError(f"--out {out} already exists; choose another directory.")
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         draft.mkdir(parents=True)
@@ -191,13 +191,13 @@ def _new_directory(out: Path) -> Iterator[Path]:
 
 
 _EXAMPLES_TOO = (
-    "Clients protect their examples too: what that has cost follows from who took part, which is "
-    "not told here."
+    "Clients protect their examples too: the cost of that depends on who took part, which is not "
+    "revealed here."
 )
 
 _NO_HEAD = (
-    "The ledger's final hash is left out: it is a hash of what the seed determines too, by which "
-    "the seed, and with it the noise, could be found."
+    "The ledger's final hash is left out: it depends on the seed too, so that the seed, and with "
+    "it the noise, could be found from it."
 )
 
 
@@ -222,7 +222,7 @@ def publish(saved: SavedRun, out: Path) -> Path:
     statements = [s for s in covered if s.level == "client"] or covered
     if not statements:
         raise FedsimError(
-            f"{saved.directory.path} has no guarantee of privacy: nothing of it is covered; "
+            f"{saved.directory.path} has no privacy guarantee, so nothing in it is covered; "
             "--public is for runs with a mechanism and noise."
         )
     simulated = any(statement.simulated for statement in statements)

@@ -48,7 +48,7 @@ def initial_model(
     except Exception as error:  # a user's code
         raise FedsimError(
             f"model= cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
-            "module that copy.deepcopy takes, with parameters and buffers alone for tensors."
+            "module that copy.deepcopy takes, whose only tensors are parameters and buffers."
         ) from error
     return _prepared(config, model)
 
@@ -159,8 +159,8 @@ def _check_outputs(outputs: Tensor, x: Tensor) -> None:
         )
     if not outputs.requires_grad:
         raise FedsimError(
-            "what the model gives does not depend on a parameter that is trained, or has no "
-            "gradient any more (by detach or torch.no_grad); there must be one."
+            "the model's outputs depend on no trained parameter, or have lost their gradient (by "
+            "detach or torch.no_grad); they must have one."
         )
 
 
@@ -171,8 +171,8 @@ def _check_adapter(model: nn.Module, outputs: Tensor) -> None:
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
             raise FedsimError(
-                f"adapter.targets or model.trainable lets {name} be trained, on which nothing "
-                "depends that it gives: its forward goes past that module; leave it out."
+                f"adapter.targets or model.trainable lets {name} be trained, but the outputs do "
+                "not depend on it: the model's forward skips that module; leave it out."
             )
 
 

@@ -213,7 +213,7 @@ class MetricsFile:
 
     def _damaged(self, why: str) -> FedsimError:
         return FedsimError(
-            f"{self.path} is damaged ({why}); put back the one that the run wrote, or remove it, "
+            f"{self.path} is damaged ({why}); restore the one that the run wrote, or remove it, "
             "and with it the rows of the rounds so far."
         )
 

@@ -53,7 +53,7 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
     except FileNotFoundError:
         return  # no relative paths, or an earlier version's run
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FedsimError(f"{path} is damaged ({error}); put back what the run wrote.") from None
+        raise FedsimError(f"{path} is damaged ({error}); restore what the run wrote.") from None
     flat = config.to_run_config()
     for key in sorted(files.keys() & set(keys)):
         if Path(str(flat.get(key, ""))).is_absolute():
@@ -69,7 +69,7 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
             here = "no such file is" if now is None else f"{now}, another file, is"
             raise FedsimError(
                 f"{key} = {shown(flat[key])}; {here} here, and the run in {directory} began with "
-                f"{then}; go on in {began}."
+                f"{then}; continue in {began}."
             )
 
 

@@ -47,9 +47,9 @@ class ObjectOverrides:
             models.refuse_other_than_numbers(self.model)
         if isinstance(self.strategy, DPFedAvg):
             raise FedsimError(
-                "strategy is a DPFedAvg, which a config's tables say ([cohort], [mechanism], "
+                "strategy is a DPFedAvg, which a config's tables describe ([cohort], [mechanism], "
                 "[noise], [server]); it must be a strategy of Flower's that refines the mean, such "
-                "as FedAdam, or the object's own start(grid, initial_arrays) makes its rounds."
+                "as FedAdam, or be run by its own start(grid, initial_arrays)."
             )
 
     @property
@@ -82,7 +82,7 @@ class ObjectOverrides:
                 f"objects = {shown(config.objects)}: this config is of a run that was given "
                 f"{' and '.join(missing)} from Python, which its tables do not name; give the same "
                 "to fedsim.run, or set objects to the empty string (--set objects=) for another "
-                "run, of what the tables name."
+                "run, from the tables alone."
             )
 
     def digest(self, dataset: datasets.Dataset) -> str:

@@ -164,7 +164,7 @@ def _noisy_metrics(config: RunConfig) -> str:
         f"Warning: over about {clients:,.6g} clients the noise of a private evaluation moves a "
         f"mean by up to {error:.2g} of its range (one standard deviation); a smaller "
         "evaluate.multiplier or larger evaluate.target-share, fewer metrics, no quantiles or more "
-        "clients make that less."
+        "clients reduce that."
     )
 
 
@@ -182,7 +182,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
     if (spent := Accountant([worst]).epsilon(delta)) > budget:
         raise FedsimError(
             f"client.noise.max-epsilon = {budget} at delta = {delta}; it must be at least "
-            f"{spent:.4g}, what one round costs a client."
+            f"{spent:.4g}, the cost of one round for a client."
         )
 
 
@@ -194,8 +194,8 @@ def _check_state_dir(name: str) -> None:
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise FedsimError(
-            f"client.state-dir = '{name}', but {nearest} is no directory that can be written to; "
-            "it must be one, or a place for one."
+            f"client.state-dir = '{name}', but {nearest} is not a writable directory; it must be "
+            "one, or a place for one."
         )
 
 

@@ -71,8 +71,8 @@ class RunRecord:
         directory = RunDirectory(path)
         if not directory.config.is_file():
             raise FedsimError(
-                f"{path} is no run's directory: it has no config.toml; name one that "
-                "`fedsim run` has written, such as runs/NAME."
+                f"{path} is not a run's directory: it has no config.toml; name one that `fedsim "
+                "run` has written, such as runs/NAME."
             )
         config = read_config(directory.config)
         found = RunLedgers.read(path) if ledgers else RunLedgers(config)
@@ -152,7 +152,9 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
         if not (path / "config.toml").is_file():
             members = sorted(config.parent for config in path.glob("*/config.toml"))
         if not members:
-            raise FedsimError(f"{path} holds no run and no sweep; name directories of runs.")
+            raise FedsimError(
+                f"{path} contains neither a run nor a sweep; name directories of runs."
+            )
         runs |= {member.resolve(): member for member in members}
     return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
 

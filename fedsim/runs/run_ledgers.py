@@ -141,8 +141,8 @@ def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
 
 
 _CLIENTS_KEEP_LEDGERS = (
-    "Clients protect their own examples: what that has cost each of them is in a ledger where the "
-    "client keeps it, and not here."
+    "Clients protect their own examples: the cost to each of them is in a ledger that the client "
+    "keeps, not here."
 )
 
 

@@ -43,8 +43,8 @@ def is_marked(directory: Path) -> bool:
         ) from None
     if written > RUN_FORMAT:
         raise FedsimError(
-            f"{directory} is a run's of format {written}, and this fedsim knows {RUN_FORMAT}; "
-            "use the newer fedsim, or choose another directory."
+            f"{directory} belongs to a run of format {written}, and this fedsim knows "
+            f"{RUN_FORMAT}; use the newer fedsim, or choose another directory."
         )
     return True
 

@@ -107,7 +107,7 @@ def load(
             "checkpoint.best."
         )
     if merge and (config.adapter.name == "none" or config.model.personal):
-        raise FedsimError(f"{directory.path} has no adapter that all clients share, to be merged.")
+        raise FedsimError(f"{directory.path} has no adapter shared by all clients to merge.")
     return SavedRun(directory, config, record, model, state, merge)
 
 
@@ -161,7 +161,7 @@ class SavedRun:
             saved = load_file(regular_files.require(path))
         except SafetensorError as error:
             raise FedsimError(
-                f"{path} is damaged ({error}); put back the one that the run wrote."
+                f"{path} is damaged ({error}); restore the one that the run wrote."
             ) from None
         return saved | dict({} if self.best is None else self.best.parameters)
 
@@ -272,7 +272,7 @@ class SavedRun:
         if hasattr(x, "columns"):
             raise FedsimError(
                 "examples are a table; they must be an array whose columns are encoded as in the "
-                "run's data set: fedsim.datasets.from_table(...).test.x has them so."
+                "run's data set: fedsim.datasets.from_table(...).test.x provides them."
             )
         array = array_of("examples", x)
         wanted = self.input_shape
@@ -281,8 +281,8 @@ class SavedRun:
             array = Dataset.of("x", split, split).test.x.numpy()
         if not array.ndim or array.shape[1:] != wanted:
             raise FedsimError(
-                f"examples have shape {array.shape}; this model takes {('N', *wanted)}, of one "
-                "example x[None]."
+                f"examples have shape {array.shape}; this model takes {('N', *wanted)}, such as "
+                "x[None] for one example x."
             )
         return numbers_of(array, self.input_dtype)
 

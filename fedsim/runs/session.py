@@ -236,7 +236,7 @@ class Session:
 
     def _why(self, ended: Ended) -> str:
         if ended == "interrupted":
-            return "Interrupted; the model is the one of the last whole round."
+            return "Interrupted; the model is that of the last complete round."
         if ended == "budget":
             return f"Stopped before the budget was exceeded: {self.strategy.stopped}."
         return f"Stopped early: {self._callbacks.stopped}." if ended == "stopped" else ""

@@ -63,7 +63,7 @@ class SplitRecord:
             return None
         except (ValueError, TypeError) as error:
             raise FedsimError(
-                f"{directory / DATA_SPLIT} is damaged ({error}); put back what the run wrote."
+                f"{directory / DATA_SPLIT} is damaged ({error}); restore what the run wrote."
             ) from None
 
     def to_json(self) -> bytes:
@@ -113,8 +113,8 @@ def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> No
         name, now, then = changed
         raise FedsimError(
             f"{name} {now}; it must be {then}, as in the private run in {past}: with another value "
-            "examples are assigned to other clients, and what the two runs cost a client cannot be "
-            "added up; choose another --out."
+            "examples are assigned to other clients, and the costs of the two runs to a client "
+            "cannot be added up; choose another --out."
         )
 
 
@@ -147,8 +147,8 @@ def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
         name, now, then = changed
         raise FedsimError(
             f"client.state-dir = '{directory}' holds ledgers of clients whose {name} was {then}; "
-            f"here {name} {now}, so that a client has other examples, and what the runs cost it "
-            "cannot be added up; make them equal, or choose another client.state-dir."
+            f"here {name} {now}, so that clients have other examples, and the runs' costs to a "
+            "client cannot be added up; make them equal, or choose another client.state-dir."
         )
 
 

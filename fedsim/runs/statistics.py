@@ -167,7 +167,7 @@ def _has_classes(request: StatisticsRequest, dataset: Dataset) -> bool:
     if classes and request.targets is not None:
         raise FedsimError("--targets is a range, and these targets are classes; leave it out.")
     if request.targets is not None and not y.is_floating_point():
-        raise FedsimError("--targets is a range, and these targets are no numbers; leave it out.")
+        raise FedsimError("--targets is a range, and these targets are not numbers; leave it out.")
     if dataset.vocabulary and request.inputs is not None:
         raise FedsimError("--inputs is a range, and these inputs are tokens; leave it out.")
     if not classes and (request.inputs, request.targets) == (None, None):
@@ -192,7 +192,7 @@ def _config(
     noise = {key: tree["noise"][key] for key in kept}
     cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
     if len([value for value in cost.values() if value is not None]) != 1:
-        raise FedsimError("give --epsilon or --multiplier, one of them: what it may cost.")
+        raise FedsimError("give either --epsilon or --multiplier, which set the cost.")
     options = {"multiplier": "--multiplier", "target-epsilon": "--epsilon"}
     for setting in (s for s in settings_of(NoiseSection) if s.key in options):
         read_setting(setting, cost[setting.key], options[setting.key])

@@ -70,9 +70,9 @@ def leave_report(
         record = RunRecord.read(directory.path, statements=result.statements)
         directory.save_report(_page(record))
     except (OSError, FedsimError) as error:
-        _log.error("the run is whole, but its report could not be written: %s", error)
+        _log.error("the run is complete, but its report could not be written: %s", error)
     except Exception:
-        _log.exception("the run is whole, but its report could not be made")
+        _log.exception("the run is complete, but its report could not be made")
 
 
 def _page(record: RunRecord) -> str:
@@ -98,7 +98,7 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
             charge_planned(directory.path, server=False)
             directory.save_report(_page(RunRecord.read(directory.path)))
     except (OSError, FedsimError) as error:
-        _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
+        _log.error("%s is complete, but its report could not be written: %s", directory.path, error)
 
 
 def rewrite_page(path: Path) -> None:
@@ -129,9 +129,9 @@ def whole_record(path: Path) -> RunRecord:
         arrays = {name: saved[name] for name in resolved.initial_arrays}
         summary = measured(resolved, CentralEvaluation(resolved), arrays)
     except Exception as error:  # data may be missing, and user's code may raise anything
-        _log.warning("what the model gets wrong cannot be measured: %s", error)
+        _log.warning("the model's errors cannot be measured: %s", error)
         return record
-    why = "It was interrupted; the model is the one of the last whole round."
+    why = "It was interrupted; the model is that of the last complete round."
     return replace(record, summary=summary | {"ended": "interrupted", "why": why})
 
 

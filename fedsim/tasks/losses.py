@@ -244,8 +244,8 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
     made: Any = thing(**settings) if isinstance(thing, type) else with_settings(thing, settings)
     if not callable(made):
         raise FedsimError(
-            f"task.loss is '{name}', of which there are objects that cannot be called; it must be "
-            "a function of outputs and targets, or a class of them."
+            f"task.loss is '{name}', whose objects cannot be called; it must be a function of "
+            "outputs and targets, or a class of them."
         )
     return made  # type: ignore[no-any-return]
 

@@ -69,8 +69,8 @@ class AlternatingTrainer(Trainer):
         if settings.get("state", "reset") != "reset" or settings.get("personal"):
             raise FedsimError(
                 "client.state must be 'reset' and model.personal unset where parameters are "
-                "trained in turns (adapter.factors): what a client keeps would be of the part that "
-                "rests in the next round."
+                "trained in turns (adapter.factors): a client's state would be for the part that "
+                "is frozen in the next round."
             )
         super().__init__(model, algorithm, data, **settings)
         self.alternation = alternation

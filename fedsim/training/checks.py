@@ -40,7 +40,7 @@ def check_model(model: nn.Module, *, private: bool) -> None:
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                f"model.fix = true put it in its place{keep * (not private)}."
+                f"model.fix = true replace it{keep * (not private)}."
             )
 
 
@@ -196,10 +196,10 @@ def check_algorithm(
         )
     if _mixes_clients(algorithm, personal=personal):
         raise FedsimError(
-            f"client.name names {name}, which mixes clients: on made-up gradients a client ends "
-            "otherwise in a block of several than alone, so that a bound of its own update does "
-            "not limit what it adds to the sum. It must treat each row of its state by itself; "
-            "sums and means are over the last dimension, never the first."
+            f"client.name names {name}, which mixes clients: on made-up gradients a client's "
+            "result in a block of several differs from that alone, so that a bound of its own "
+            "update does not limit what it adds to the sum. It must treat each row of its state by "
+            "itself; sums and means are over the last dimension, never the first."
         )
 
 
@@ -295,7 +295,7 @@ def check_statistics(
     layer = statistics[0].rpartition(".")[0]
     if private:
         raise FedsimError(
-            f"model module '{layer}' normalises by the batch, so that no gradient is of one "
+            f"model module '{layer}' normalises by the batch, so that no gradient belongs to one "
             "example, and client.mechanism is set; use nn.GroupNorm (model.fix = true)."
         )
     if not {*statistics} <= {*personal}:

@@ -331,7 +331,7 @@ class FileStore(StateStore):
                 state = load_file(regular_files.require(path))
             except (OSError, SafetensorError) as error:
                 raise FedsimError(
-                    f"the state of client {client} in {path} is damaged ({error}); put back the "
+                    f"the state of client {client} in {path} is damaged ({error}); restore the "
                     f"file, or remove {path.parent}, and the client starts without state."
                 ) from None
             if not present.any():

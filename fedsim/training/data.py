@@ -158,9 +158,9 @@ class ClientData:
             count += len(part)
         if int(is_used.sum()) < count:
             raise FedsimError(
-                f"clients have {count} positions, of {int(is_used.sum())} examples; with "
-                "example-level privacy each example must be one client's, and once: what it can "
-                "change is counted once."
+                f"clients have {count} positions for {int(is_used.sum())} examples; with "
+                "example-level privacy each example must belong to one client, once: its effect "
+                "is counted once."
             )
 
 

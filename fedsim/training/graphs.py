@@ -224,7 +224,7 @@ class _Clock(Step):
         result = work()
         if self.counts[-1] != self.counts[0]:
             first, last = self.counts[0], self.counts[-1]
-            raise RuntimeError(f"the step asked for {first} numbers, then {last}")
+            raise RuntimeError(f"the step used {first} numbers at first, then {last}")
         return result
 
     def number(self, function: Callable[[Step], float]) -> Tensor:

@@ -131,8 +131,8 @@ class OwnState:
                     raise FedsimError(
                         f"the model's or the loss's attribute {name} cannot be copied "
                         f"({type(error).__name__}: {error}); in a private run each client, or "
-                        "protected example, begins from the same ones: they must be plain values, "
-                        "tensors or modules."
+                        "protected example, begins with the same values: they must be plain "
+                        "values, tensors or modules."
                     ) from error
         return _SavedAttributes(attributes, frozenset(entries), constant, changeable)
 

@@ -156,7 +156,7 @@ class Probe:
             return pairs[0]
         raise FedsimError(
             "the model or its loss could not be tried on made-up examples "
-            f"({type(failure).__name__}: {failure}), as it must before it is trained with "
+            f"({type(failure).__name__}: {failure}), as is required before training with "
             "example-level privacy; it must take any real inputs, or the classes or tokens 1 and 2."
         ) from failure
 
@@ -179,8 +179,8 @@ class Probe:
             losses = self.trained.loss(outputs, batch.y)
         if not torch.equal(theta, before):
             raise FedsimError(
-                "the model or its loss writes to parameters that are trained as examples go "
-                "through; with example-level privacy only the noisy step may."
+                "the model or its loss writes to trained parameters while examples go through; "
+                "with example-level privacy only the noisy step may."
             )
         if not isinstance(losses, Tensor) or losses.shape != batch.y.shape[:1]:
             shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -225,7 +225,7 @@ class Probe:
                 raise FedsimError(
                     f"the {culprit} mixes examples: the {result_name} of one depends on {depends}, "
                     "so that no bound on an example's gradient would hold; with example-level "
-                    "privacy each example must go through by itself (sequences batch-first, no "
+                    "privacy each example must be processed by itself (sequences batch-first, no "
                     "statistics over a batch)."
                 )
 
@@ -239,14 +239,14 @@ class Probe:
         for j in WATCHED:
             changed, their_losses = self._rows(method, other_batch.with_example(j, batch))
             if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
-                return "an example's gradient has other bits beside other examples"
+                return "an example's gradient has other bits in a batch with other examples"
         if method is reference or self.trained.draws.evaluation:
             return ""
         quiet_rows, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):
             single_row, _ = self._rows(reference, batch.only(j), drawing=False)
             if _distance(quiet_rows[j], single_row[0]) > TOLERANCE * _size(single_row, quiet_rows):
-                return "an example's gradient is not what it is alone"
+                return "an example's gradient in a batch differs from that alone"
         return ""
 
     def _rows(

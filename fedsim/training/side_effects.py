@@ -138,9 +138,9 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
         )
     if remembers:
         raise FedsimError(
-            "the model gives other outputs for the same inputs once it has seen others: what it "
-            "keeps in between would carry one client's data into another's update; it must be a "
-            "function of its inputs, parameters and buffers."
+            "the model gives other outputs for the same inputs after it has processed others: what "
+            "it stores in between would carry one client's data into another's update; it must be "
+            "a function of its inputs, parameters and buffers."
         )
     return has_drawn
 

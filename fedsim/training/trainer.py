@@ -355,7 +355,9 @@ class Trainer:
             Each client's own source of random draws; the trainer's by default.
         """
         if numbers and self.client_state.kind != "reset":
-            raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
+            raise FedsimError(
+                "clients with their own numeric settings must have client.state = 'reset'."
+            )
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.received_layout.d)
         clients = self.rounds.one_block(client_ids, round, sources)

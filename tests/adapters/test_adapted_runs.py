@@ -308,7 +308,7 @@ class ByWeight(Plain):
 @pytest.mark.parametrize(
     ("make", "changes", "sentence"),
     [
-        (HiddenLayers, [], "lets first.lora_A.weight be trained, on which nothing depends"),
+        (HiddenLayers, [], "lets first.lora_A.weight be trained, but the outputs do not depend"),
         (ByWeight, [], "'LowRankLinear' object has no attribute 'weight'"),
         (Plain, ["model.trainable=first.*"], "names first.weight, which adapter.targets adapts"),
         (Plain, ["adapter.rank=4"], "adapter.rank = 4; it must be at most 3"),

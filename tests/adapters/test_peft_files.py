@@ -87,8 +87,8 @@ def test_what_is_read_is_what_was_written(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("lora", "trainable", "sentence"),
     [
-        (LoRA(rank=3, alpha=6.0, targets="deep.in,out"), "head.weight", "says r = 2; it must be"),
-        (LoRA(rank=2, alpha=2.0, targets="deep.in,out"), "head.weight", "says lora_alpha = 6"),
+        (LoRA(rank=3, alpha=6.0, targets="deep.in,out"), "head.weight", "has r = 2; it must be"),
+        (LoRA(rank=2, alpha=2.0, targets="deep.in,out"), "head.weight", "has lora_alpha = 6"),
         (LoRA(rank=2, alpha=6.0, targets="out"), "head.weight", "holds base_model.model.deep"),
         (LoRA(rank=2, alpha=6.0), "", "lacks base_model.model.head.lora_A.weight"),
         (LORA, "", "holds base_model.model.head."),
@@ -108,11 +108,11 @@ def test_an_adapter_of_another_rank_or_model_is_refused_and_nothing_is_loaded(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"peft_type": "LOHA"}, "says peft_type = 'LOHA'; it must be 'LORA'"),
-        ({"use_rslora": True}, "says use_rslora = True; it must be unset"),
-        ({"use_dora": True}, "says use_dora = True; it must be unset"),
-        ({"rank_pattern": {"out": 1}}, "says rank_pattern = {'out': 1}; it must be unset"),
-        ({"bias": "all"}, "says bias = 'all'; it must be 'none'"),
+        ({"peft_type": "LOHA"}, "has peft_type = 'LOHA'; it must be 'LORA'"),
+        ({"use_rslora": True}, "has use_rslora = True; it must be unset"),
+        ({"use_dora": True}, "has use_dora = True; it must be unset"),
+        ({"rank_pattern": {"out": 1}}, "has rank_pattern = {'out': 1}; it must be unset"),
+        ({"bias": "all"}, "has bias = 'all'; it must be 'none'"),
     ],
 )
 def test_an_adapter_that_computes_something_else_is_refused(folder, change, sentence) -> None:
@@ -175,7 +175,7 @@ def test_the_command_writes_the_folder_and_refuses_what_has_none(tmp_path: Path)
     assert files == {"adapter_config.json", "adapter_model.safetensors"}
     assert {*load_file(merged)} == {f"fc{k}.{part}" for k in (1, 2) for part in ("weight", "bias")}
     for words, sentence in (
-        ([str(run), "--to", "peft"], "is there already"),
+        ([str(run), "--to", "peft"], "already exists"),
         ([str(plain), "--to", "peft"], "has no adapter"),
         ([str(plain), "--to", "safetensors", "--merge"], "has no adapter"),
         ([str(run), "--to", "peft", "--merge"], "merges its adapter"),

@@ -161,7 +161,7 @@ def test_a_target_that_breaks_its_claim_ends_with_status_1_and_a_picture(tmp_pat
 def test_what_is_audited_is_named_once(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="there is nothing to audit"):
         target(tmp_path)
-    with pytest.raises(FedsimError, match=r"is of a --target"):
+    with pytest.raises(FedsimError, match=r"belongs to --target"):
         invoke(tmp_path, "--epsilon", "1.0")
     result = CliRunner().invoke(app, [])
     assert isinstance(result.exception, FedsimError)

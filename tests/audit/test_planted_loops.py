@@ -19,14 +19,19 @@ FEW = {"rounds": 2}
 # Style, bug, claim, cause.
 BUGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("flower_server", "noise of the mean in each update", FEW, "times too small"),
-    ("flower_server", "the sum is clipped", FEW, "the sum is clipped, and not each row"),
+    ("flower_server", "the sum is clipped", FEW, "the sum is clipped instead of each row"),
     ("flower_server", "momentum without noise", FEW, "added again in later rounds, without noise"),
     ("flower_mod", "local, sensitivity times epsilon", LOCAL, "times too small"),
     (
         "flower_mod", "the last array is not in the norm", FEW,
-        "a part of a row is not in its norm",
+        "the norm leaves out a part of the row",
     ),
-    ("opacus", "the batch's gradient is clipped", EXAMPLES, "the sum is clipped, and not each row"),
+    (
+        "opacus",
+        "the batch's gradient is clipped",
+        EXAMPLES,
+        "the sum is clipped instead of each row",
+    ),
     ("opacus", "noise in float16", EXAMPLES, "noise has too few values"),
     (
         "opacus", "a generator with a seed of its own in each step", EXAMPLES,

@@ -132,7 +132,7 @@ def test_a_signal_in_a_round_keeps_the_model_that_was_reached(
 ) -> None:
     signal_in_round_2(number, monkeypatch)
     assert status() == 128 + number
-    assert caplog.messages == ["ending after this round; ask again to end at once."]
+    assert caplog.messages == ["ending after this round; interrupt again to end at once."]
     assert capsys.readouterr().out.splitlines()[-1] == (
         "Interrupted after round 2; the model of this round is saved. "
         "`fedsim run run --resume` continues the run, and `fedsim report run` writes its page."
@@ -162,7 +162,7 @@ def test_json_says_that_the_run_was_terminated_before_it_began(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("redirection", "status", "sentence"),
     slow_but(1, [
-        ("| head -n 1", 1, "fedsim: nobody reads the output any more.\n"),
+        ("| head -n 1", 1, "fedsim: the output was closed by its reader.\n"),
         ("> /dev/full", 1, "fedsim: the output: No space left on device.\n"),
         (">&-", 0, ""),
     ]),

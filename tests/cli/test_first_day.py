@@ -192,7 +192,7 @@ def test_a_directory_of_another_version_is_named_with_what_to_do(
     for arguments in (("c.toml", "--overwrite"), ("runs/small", "--resume")):
         assert status("run", *arguments) == 2
         sentence = said(capsys)
-        assert "runs/small/config.toml is of a run that another version of fedsim" in sentence
+        assert "runs/small/config.toml belongs to a run of another version of fedsim" in sentence
         assert "'client.olden'" in sentence
         assert "Choose another --out" in sentence
 

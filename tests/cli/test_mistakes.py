@@ -290,7 +290,7 @@ def test_a_disk_that_is_full_when_the_report_is_written(
     (record,) = caplog.records
     assert record.exc_info is None
     assert record.getMessage() == (
-        "the run is whole, but its report could not be written: [Errno 28] No space left on "
+        "the run is complete, but its report could not be written: [Errno 28] No space left on "
         "device: 'report.html'"
     )
 
@@ -320,7 +320,7 @@ def test_a_library_that_the_memory_has_no_room_for(
     monkeypatch.setattr(RunConfig, "load", failing)
     told = refused("run", "c.toml", expected=1)
     assert "libtorch_cpu.so" in told
-    assert "nothing has been begun" in told
+    assert "nothing was started" in told
     failing.side_effect = ImportError("cannot import name 'x'")
     with pytest.raises(ImportError, match="cannot import name"):
         main(["run", "c.toml"])
@@ -407,7 +407,7 @@ def test_a_machine_without_enough_memory(
 ) -> None:
     monkeypatch.setattr(RunDirectory, "save_model", Mock(side_effect=error))
     assert status("run", "c.toml") == 1
-    assert capsys.readouterr().err.startswith("fedsim: the memory does not suffice (")
+    assert capsys.readouterr().err.startswith("fedsim: there is not enough memory (")
 
 
 # -- data sets ----------------------------------------------------------------------------
@@ -684,7 +684,7 @@ def test_a_path_without_a_name_is_no_directory(line: str, refused: Callable[...,
 
 def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., str]) -> None:
     assert refused("rnu").count("Did you mean 'run'?") == 1
-    assert "c.toml is no run's directory" in refused("report", "c.toml")
+    assert "c.toml is not a run's directory" in refused("report", "c.toml")
 
 
 def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:

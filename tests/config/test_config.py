@@ -47,9 +47,9 @@ BAD = {
         "data.classes=7",
     ): "In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=).",
     ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
-    ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
+    ("client.name=own:Sign", "client.beta=0.9"): "belong in [client.options]",
     ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
-    ("client.lr=0.5", "client.options='lr=0.1'"): "client.options.lr is given, and so is client.lr",
+    ("client.lr=0.5", "client.options='lr=0.1'"): "client.options.lr and client.lr are both set",
     ("mechanism.name=quantile-clipping", "mechanism.bit-noise=1e-9", "noise.multiplier=1.0"): (
         "mechanism.bit-noise = 1e-09; it must be between 1e-06 and 1e+06."
     ),

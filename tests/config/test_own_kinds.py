@@ -117,7 +117,7 @@ def test_a_plugin_that_does_not_describe_its_settings_has_options(
     resolved = resolve(config)
     assert (resolved.model[1].out_features, resolved.plan.sampler.rate) == (5, 0.8)
     assert fedsim.run(config).privacy.epsilon > 0
-    with pytest.raises(FedsimError, match=r"model\.options\.depth is no setting of 'theirs'"):
+    with pytest.raises(FedsimError, match=r"model\.options\.depth is not a setting of 'theirs'"):
         check(resolve(config.replace(**{"model.options.depth": 2})))
     with pytest.raises(FedsimError, match=r"model\.width"):
         config.replace(**{"model.width": 2})
@@ -128,7 +128,7 @@ def test_a_plugin_that_does_not_describe_its_settings_has_options(
     [
         ("partition.options.region", -1, r"partition\.options\.region = -1; it must be at least 0"),
         ("partition.options.region", [1, 2], r"region = \[1, 2\]; it must be a number, a string"),
-        ("partition.options.clients", 4, r"partition\.options\.clients is set; what it is follows"),
+        ("partition.options.clients", 4, r"partition\.options\.clients is set; its value follows"),
         (
             "mechanism.options.power",
             0.5,
@@ -136,7 +136,11 @@ def test_a_plugin_that_does_not_describe_its_settings_has_options(
         ),
         ("server.options.share", "x", r"server\.options\.share = 'x'; it must be a number"),
         ("data.options.size", 2, r"data\.options\.size = 2; it must be at least 4"),
-        ("model.options.depth", 2, r"model\.options\.depth is no setting of .*; it takes width\."),
+        (
+            "model.options.depth",
+            2,
+            r"model\.options\.depth is not a setting of .*; it takes width\.",
+        ),
         ("client.options.lr", 0, r"client\.options\.lr = 0; it must be greater than 0"),
         ("cohort.options.top", 2, r"the highest probability is 2; it must lie in"),
         ("task.options.power", math.nan, r"task\.options\.power = nan; it must be a finite number"),

@@ -166,7 +166,7 @@ def test_a_file_may_declare_its_sizes(tmp_path: Path) -> None:
     declared = {"classes": np.array(12), "vocabulary": np.array([15])}
     data = load(stored(tmp_path, arrays(**declared), mapped=False))
     assert (data.num_classes, data.vocabulary, data.found_in) == (12, 15, {})
-    with pytest.raises(FedsimError, match=r"vocabulary is 9\.5, and no whole number"):
+    with pytest.raises(FedsimError, match=r"vocabulary is 9\.5, not a whole number"):
         load(stored(tmp_path, arrays(vocabulary=9.5), mapped=False))
 
 
@@ -191,7 +191,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mask of floats": ({"mask_train": np.ones((8, 5))}, "must hold booleans"),
     "mask of nothing": (
         {"mask_train": np.zeros((8, 5), bool), "mask_test": np.zeros((4, 5), bool)},
-        "leaves no label at all",
+        "leaves out every label",
     ),
     "mask below 0": ({"mask_train": np.full((8, 5), -1)}, "below 0 in mask_train"),
     "owners too few": ({"owner_train": np.arange(7)}, "owner_train of shape"),
@@ -202,8 +202,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a class of 10^9": ({"y_train": np.full((8, 5), 10**9)}, "label 1000000000 in y_train"),
     "complex targets": ({"y_train": np.zeros((8, 5), complex)}, "y_train of dtype complex"),
     "no outputs": ({"y_train": np.zeros((8, 0)), "mask_train": None}, "y_train of shape"),
-    "other classes": ({"y_test": np.zeros((4, 5))}, "must be alike"),
-    "two classes sizes": ({"classes": np.array([3, 4])}, "and not one number"),
+    "other classes": ({"y_test": np.zeros((4, 5))}, "only the number of examples may differ"),
+    "two classes sizes": ({"classes": np.array([3, 4])}, "not one number"),
     "classes of words": ({"classes": np.array("ten")}, "could not be read"),
     "NaN targets": (
         {"y_train": np.full(8, np.nan), "y_test": np.zeros(4), "mask_train": None,

@@ -128,8 +128,8 @@ def test_ages_without_a_range_are_warned_of_because_steps_diverge_on_them(tmp_pa
         ("", {"columns": "y=y"}, "its first line must name the columns"),
         ('a,y\n"1,2\n', {"columns": "y=y"}, "could not be read"),
         (PEOPLE, {"columns": "y=income,y=age"}, "others, each once"),
-        (PEOPLE, {"columns": "y=income,x=age+income"}, "either the target of .* or an input"),
-        (PEOPLE, {"columns": "y=income,x=age+age"}, "'age' must be either .* and once"),
+        (PEOPLE, {"columns": "y=income,x=age+income"}, "the target of .* or an input"),
+        (PEOPLE, {"columns": "y=income,x=age+age"}, "'age' must be the target .* named once"),
         (PEOPLE, {"columns": COLUMNS, "types": "age=0:9,age=number"}, "names 'age' twice"),
         (PEOPLE, {"columns": COLUMNS, "types": "sex=f|m| f"}, "different categories"),
         (PEOPLE + ",f,1,west,low\n", {"columns": COLUMNS}, "no value in column 'age' .* example 6"),
@@ -282,7 +282,7 @@ def test_a_data_frames_own_types_are_read_as_its_file_is(tmp_path):
         frame.loc[3, column] = None
         with pytest.raises(FedsimError, match=f"no value in column '{column}' .* example 4"):
             datasets.from_table(frame, columns="y=y")
-    with pytest.raises(FedsimError, match="columns a, a, y; each needs another name"):
+    with pytest.raises(FedsimError, match="columns a, a, y; each needs a different name"):
         datasets.from_table(pandas.DataFrame([[1, 2, 0]] * 9, columns=list("aay")), columns="y=y")
 
 

@@ -111,7 +111,7 @@ def test_a_node_runs_its_installed_app_and_writes_nothing_of_a_bundle(
 
 def test_a_node_refuses_a_hostile_bundle(runtime):
     flower_programs._guarded_program("client", CLIENT_APP)
-    with pytest.raises(FedsimError, match="may bring no code"):
+    with pytest.raises(FedsimError, match="may contain no code"):
         runtime.install_from_fab(bundle(HOSTILE["code beside the config"]), skip_prompt=True)
 
 
@@ -122,7 +122,7 @@ def test_a_server_refuses_a_hostile_bundle_before_it_is_extracted(monkeypatch):
         module, "install_from_fab", lambda content, **_options: extracted.append(content)
     )
     flower_programs._guarded_program("server", SERVER_APP)
-    with pytest.raises(FedsimError, match="may bring no code"):
+    with pytest.raises(FedsimError, match="may contain no code"):
         module.install_from_fab(bundle(HOSTILE["code beside the config"]), skip_prompt=True)
     assert extracted == []
     module.install_from_fab(bundle(HONEST), skip_prompt=True)

@@ -83,7 +83,7 @@ def test_the_operator_reaches_the_superlink_on_loopback_and_knows_its_authority(
 
 
 def test_a_directory_is_made_into_a_federation_once(made):
-    with pytest.raises(FedsimError, match="already holds a federation"):
+    with pytest.raises(FedsimError, match="already contains a federation"):
         Federation.create(made.directory)
 
 

@@ -222,7 +222,7 @@ def test_work_that_is_drawn_names_no_file(tmp_path):
 
 def test_what_is_in_a_file_that_is_no_list_of_work_is_not_told(tmp_path):
     (tmp_path / "secret").write_text(f"{SECRET}\n")
-    with pytest.raises(FedsimError, match="holds something else") as refused:
+    with pytest.raises(FedsimError, match="contains values other than whole numbers") as refused:
         read_work(tmp_path / "secret", 3)
     assert SECRET not in str(refused.value)
 

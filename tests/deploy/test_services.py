@@ -30,7 +30,7 @@ def test_what_is_no_roster_is_refused(tmp_path, text):
 
 def test_two_keys_of_one_client_are_refused(tmp_path):
     write_roster(tmp_path / "clients.toml", {"a" * 64: 1, "b" * 64: 1})
-    with pytest.raises(FedsimError, match="two keys one client id"):
+    with pytest.raises(FedsimError, match="two keys the same client id"):
         read_roster(tmp_path / "clients.toml")
 
 

@@ -503,7 +503,9 @@ def test_a_plan_beside_a_keyword_that_makes_one_is_refused() -> None:
         {"noise_multiplier": 1.0},
         {"hardened_noise": True},
     ):
-        with pytest.raises(FedsimError, match=f"{next(iter(keyword))} is given beside plan="):
+        with pytest.raises(
+            FedsimError, match=f"{next(iter(keyword))} is given together with plan="
+        ):
             DPFedAvg(plan=plan, **keyword)  # type: ignore[arg-type]
     with pytest.raises(FedsimError, match=r"plan\.level"):
         DPFedAvg(plan=dataclasses.replace(plan, level="example"))

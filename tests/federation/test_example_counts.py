@@ -101,7 +101,7 @@ def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, 
     (row,) = result.metrics
     assert (row["usable"], row["failed-raised"]) == (3, 1)
     size = len(indices[2])
-    assert f"this client has {size} examples, but {size + 1} are declared of it" in caplog.text
+    assert f"this client has {size} examples, but {size + 1} are declared for it" in caplog.text
     ledgers = sorted(path.name for path in tmp_path.glob("client-*.jsonl"))
     assert ledgers == ["client-0.jsonl", "client-1.jsonl", "client-3.jsonl"]
     # Weighed alike, nothing is declared, and a node's data are its own affair.

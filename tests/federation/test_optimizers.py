@@ -202,9 +202,9 @@ def test_our_clients_are_pulled_as_strongly_as_the_server_says() -> None:
 @pytest.mark.parametrize(
     ("mu", "sent", "sentence"),
     [
-        (0.0, 0.25, r"proximal-mu = 0\.25, and client\.proximal is 0; it must be above 0"),
-        (0.5, -1.0, r"proximal-mu = -1\.0; it must be a number from 0 on"),
-        (0.5, math.nan, r"proximal-mu = nan; it must be a number from 0 on"),
+        (0.0, 0.25, r"proximal-mu = 0\.25, and client\.proximal is 0; set it above 0"),
+        (0.5, -1.0, r"proximal-mu = -1\.0; it must be a number, 0 or more"),
+        (0.5, math.nan, r"proximal-mu = nan; it must be a number, 0 or more"),
     ],
 )
 def test_a_pull_that_cannot_be_is_refused(mu: float, sent: float, sentence: str) -> None:

@@ -312,7 +312,7 @@ def reports(values: list[object], weights: list[float] | None = None) -> MetricR
 def test_what_is_not_finite_stands_in_no_mean(caplog):
     metrics = reports([0.5, math.nan, math.inf, 1e308, 10**400, 1.5])
     assert metrics["m"] == 1.0
-    told = "4 numbers that clients report stand in no mean, as they are not finite (m 4)."
+    told = "4 numbers that clients report are left out of the mean, as they are not finite (m 4)."
     assert told in caplog.text
     assert "m" not in reports([math.nan, 1e308])
 

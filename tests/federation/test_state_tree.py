@@ -345,9 +345,7 @@ def test_a_state_of_another_sampler_and_what_is_no_sampler_are_refused():
     half = strategy("sgd", "quantile")
     reached, _ = run(half, initial(), 3)
     state = {**half.state(), "cohort": {"asked": np.zeros(3)}}
-    with pytest.raises(
-        FedsimError, match="holds asked of a sampler, but Poisson remembers nothing"
-    ):
+    with pytest.raises(FedsimError, match="holds asked of a sampler, but Poisson has no state"):
         run(strategy("sgd", "quantile"), reached, 6, state=state)
 
     class Forgetful:

@@ -343,7 +343,7 @@ def test_a_bundle_with_code_is_refused_by_the_server(rehearsal, tmp_path):
     (app / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w')")
     run_id = rehearsal.operator.submit(app)
     assert rehearsal.operator.follow(run_id) != "finished:completed"
-    assert "may bring no code" in rehearsal.operator.log(run_id)
+    assert "may contain no code" in rehearsal.operator.log(run_id)
     assert not mark.exists()
 
 

@@ -82,7 +82,7 @@ def test_states_and_scalars_of_layers_keep_apart() -> None:
         (lambda: PerLayer((("fc1.*", Clipping(1.0)),)).init(LAYOUT), "fc2.weight"),
         (
             lambda: PerLayer((("*", Clipping(1.0)), ("fc1.*", Clipping(1.0)))).init(LAYOUT),
-            "left with no parameter",
+            "matches no parameter that",
         ),
         (lambda: PerLayer(Clipping(1.0), shares=(0.5, 0.4)), "shares"),
         (lambda: PerLayer(Clipping(1.0), shares=(0.5, 0.5)).init(LAYOUT), "shares"),

@@ -138,7 +138,7 @@ def test_the_command_takes_settings_and_a_path_for_the_picture(config: Path) -> 
     [
         (["--set", "partition.clients=1000"], "need 2000 shards"),
         (["--set", "data.name=mnist"], "data.download = true"),
-        (["--out", "run.toml/picture.png"], "run.toml is no directory that can be written"),
+        (["--out", "run.toml/picture.png"], "run.toml is not a writable directory"),
         (["--out", "picture.jpg"], "must be a file that ends in .png"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_subsample_keeps_some_of_each_clients_own() -> None:
         (lambda: InterpolatedPathological(0.1, clients=3), "at least 5, one for each of"),
         (
             lambda: InterpolatedPathological(0.1).indices(np.arange(12)),
-            "no place for the classes 10, 11",
+            "lack the classes 10, 11",
         ),
         (
             lambda: InterpolatedPathological(0.1).indices(np.array([0, 8, 3, 2, 4])),

@@ -173,7 +173,7 @@ def test_one_client_more_moves_no_other(cohort) -> None:
 def test_a_line_counts_nothing_only_after_one_that_covers_it(tmp_path) -> None:
     plan = plan_of(Cyclic(5, population=100), LambdaCGD(2.0), 20)
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(FedsimError, match="round 2 counts 0, and no line before it"):
+    with pytest.raises(FedsimError, match="round 2 counts 0, and no earlier line"):
         ledger.record(Entry(round=2, event=plan.charge(2)))
     ledger.record(Entry(round=1, event=plan.charge(1)))
     ledger.record(Entry(round=2, event=plan.charge(2)))
@@ -190,6 +190,6 @@ def test_what_is_no_plan_is_refused() -> None:
         Participation(3, 0)
     with pytest.raises(FedsimError, match="must be positive"):
         CorrelatedLaw(sensitivity=0.0)
-    with pytest.raises(FedsimError, match="given none"):
+    with pytest.raises(FedsimError, match="has no plan"):
         LambdaCGD(1.0).law(Full(9).law())
     assert plan_of(Full(9), LambdaCGD(1.0), 1).event().law.rounds == 1

@@ -109,13 +109,15 @@ def test_a_ledger_has_the_plan_before_its_extension_and_holds_the_budget(tmp_pat
     longer = extended(plan, 30, after=2)
     whole = plan_of(plan.noise, 30).epsilon(DELTA)
     ledger = Ledger(tmp_path / "ledger.jsonl", delta=DELTA, max_epsilon=whole * 0.999)
-    with pytest.raises(FedsimError, match="round 3 extends a plan of 20 rounds, and no line bef"):
+    with pytest.raises(
+        FedsimError, match="round 3 extends a plan of 20 rounds, and no earlier line"
+    ):
         ledger.record(Entry(round=3, event=longer.charge(3)))
     for number in (1, 2):
         ledger.record(Entry(round=number, event=plan.charge(number)))
     # Of another multiplier, too, it is not the plan that was charged.
     louder = replace(longer, noise=longer.noise.scaled(10.0))
-    with pytest.raises(FedsimError, match="no line before it charges those"):
+    with pytest.raises(FedsimError, match="no earlier line charges that plan"):
         ledger.record(Entry(round=3, event=louder.charge(3)))
     assert ledger.would_exceed(longer.charge(3))
     with pytest.raises(BudgetSpentError):

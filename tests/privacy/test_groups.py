@@ -102,7 +102,7 @@ def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
     silent = group_cost([Event(noise_multiplier=0.0, law=PoissonLaw())], 2, DELTA)
     assert (silent.epsilon, silent.method) == (math.inf, "none")
     assert silent.sentence() == "Owners of 2 clients: no guarantee."
-    with pytest.raises(FedsimError, match="a group is of 0 rows; it must be of 1 or more"):
+    with pytest.raises(FedsimError, match="a group has 0 rows; it must have 1 or more"):
         group_cost(events, 0, DELTA)
 
 

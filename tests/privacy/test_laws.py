@@ -122,7 +122,7 @@ def test_a_law_in_a_ledger_that_is_no_law_is_refused(change):
 
 def test_a_law_that_is_data_says_nothing_of_less_noise():
     law = Event(noise_multiplier=1.1, law=Own()).law
-    with pytest.raises(FedsimError, match=r"known at a noise multiplier of 1\.1 only"):
+    with pytest.raises(FedsimError, match=r"known only at its author's noise multiplier, 1\.1"):
         spent(law, 1.0, 5)
     assert spent(law, 2.0, 5) == spent(law, 1.1, 5)
 

@@ -42,7 +42,7 @@ def test_a_calibrated_plan_costs_the_target_and_no_more() -> None:
     plan = plan_of(Full(100), rounds=500).calibrated(5.0, 1e-6)
     assert plan.noise.multiplier == pytest.approx(21.9146, rel=1e-4)
     assert plan.epsilon(1e-6) <= 5.0
-    with pytest.raises(FedsimError, match="has no rounds"):
+    with pytest.raises(FedsimError, match="has no number of rounds"):
         plan_of(Full(100)).calibrated(5.0, 1e-6)
 
 

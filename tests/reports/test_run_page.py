@@ -330,7 +330,7 @@ def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda run: (run / "config.toml").unlink(), "is no run's directory"),
+        (lambda run: (run / "config.toml").unlink(), "is not a run's directory"),
         (lambda run: (run / "config.toml").write_text("="), "is not valid TOML"),
         (lambda run: (run / "summary.json").write_text('{"format": 9}'), "has format 9"),
         (lambda run: (run / "summary.json").write_text("{"), "is damaged"),
@@ -349,7 +349,7 @@ def test_what_cannot_be_read_is_one_sentence(spoil, says: str, tmp_path: Path) -
 def test_nobody_elses_page_is_overwritten(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text("<h1>mine</h1>")
-    with pytest.raises(FedsimError, match="no page that fedsim made"):
+    with pytest.raises(FedsimError, match="not a page that fedsim made"):
         write("<p>", page)
     assert page.read_text() == "<h1>mine</h1>"
 

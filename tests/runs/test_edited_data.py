@@ -182,7 +182,7 @@ def test_damaged_metrics_are_refused_before_anything_changes(damage, data, tmp_p
     path.write_bytes(b"".join(changed))
     files = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     longer = config(data, **CLIENTS, rounds=6)
-    with pytest.raises(FedsimError, match=r"metrics\.csv is damaged .*put back .* or remove it"):
+    with pytest.raises(FedsimError, match=r"metrics\.csv is damaged .*restore .* or remove it"):
         fedsim.run(longer, out=out, resume=True)
     assert files == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     path.write_bytes(whole)

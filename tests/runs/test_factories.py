@@ -153,7 +153,7 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
         )
     with pytest.raises(
         FedsimError,
-        match=r"client.options.nonsense is no setting of 'own_algo\w+:Sign'",
+        match=r"client.options.nonsense is not a setting of 'own_algo\w+:Sign'",
     ):
         factories.algorithm(
             config(**{"client.name": "own_algorithm:Sign", "client.options": "nonsense=1"})
@@ -246,7 +246,9 @@ def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:
         assert again.arrays[name].numpy().tobytes() == adam.arrays[name].numpy().tobytes()
     with pytest.raises(FedsimError, match="FedMedian, which needs the replies of single clients"):
         fedsim.run(small, strategy=FedMedian())
-    with pytest.raises(FedsimError, match="strategy is a DPFedAvg, which a config's tables say"):
+    with pytest.raises(
+        FedsimError, match="strategy is a DPFedAvg, which a config's tables describe"
+    ):
         fedsim.run(small, strategy=strategy_of(resolve(small)))
     with pytest.raises(FedsimError, match=r"partition= or strategy= it must be 'local' or 'ray'"):
         fedsim.run(small, engine="simulation", strategy=FedAvg())

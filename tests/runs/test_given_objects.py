@@ -96,7 +96,7 @@ class FailsInTraining(nn.Linear):
         ),
         (Giving(lambda z: {"logits": z}), "the model gives dict for a batch"),
         (Giving(lambda z: z.round().long()), r"gives outputs of torch\.int64; .* real numbers"),
-        (Giving(torch.Tensor.detach), "does not depend on a parameter that is trained"),
+        (Giving(torch.Tensor.detach), "outputs depend on no trained parameter"),
         (Giving(lambda z: z[:1]), r"gives outputs \[1, 10\] for 2 examples; .* some for each"),
         (FailsInTraining(), rf"AttributeError \('.*'droput'\), at {re.escape(__file__)}:\d+; it"),
     ],
@@ -140,7 +140,7 @@ class Dealing(IID):
 @pytest.mark.parametrize(
     ("dealt", "sentence"),
     [
-        ([[0, 1], [1, 2], [3]], "deals 1 examples twice; each must be one client's"),
+        ([[0, 1], [1, 2], [3]], "deals 1 examples twice; each must belong to one client"),
         ([[0, 0], [1], [2]], "deals 1 examples twice"),
         ([[0], [1], [10_000]], "deals the examples 0 to 10000; there are only 0 to 1436"),
         ([[0], [-1], [2]], "deals the examples -1 to 2; there are only 0 to 1436"),
@@ -179,7 +179,7 @@ def made(x=(40, 4), y=40, test=(10, 4), classes=3, **more):
     ("settings", "words"),
     [
         ({"y": 30}, "y of a Split has 30 entries; it must have one for each of the 40"),
-        ({"test": (10, 6)}, r"mine has x of shape \[40, 4\] to train on and of \[10, 6\]"),
+        ({"test": (10, 6)}, r"mine has x of shape \[40, 4\] for training and \[10, 6\]"),
         ({"classes": 2}, "the label 2 in y_train; labels must be below 2"),
         ({"classes": 0}, "does not say how many classes"),
         ({"test": (0, 4)}, "evaluate.every = 1; it must be 0, since mine has no test examples"),
@@ -249,7 +249,7 @@ def test_what_a_config_says_of_data_tells_nothing_of_how_many_examples_there_are
 
 
 def test_a_mark_that_no_run_writes_is_refused() -> None:
-    with pytest.raises(FedsimError, match="objects = 'modell=x'; it must be what a run has"):
+    with pytest.raises(FedsimError, match="objects = 'modell=x'; it must be as written by a run"):
         CONFIG.replace(objects="modell=x")
 
 

@@ -148,9 +148,9 @@ def test_where_it_makes_no_sense_it_is_refused() -> None:
         ({"noise.cohort-size": 5}, r"noise\.cohort-size = 5; it must be from 10"),
         ({"noise.cohort-size": 101}, r"to 100, the clients"),
         ({"noise.multiplier": 0.0}, r"unless noise\.multiplier is above 0"),
-        ({"noise.multiplier": "", "noise.target-epsilon": 2.0}, r"target epsilon is of the noise"),
+        ({"noise.multiplier": "", "noise.target-epsilon": 2.0}, r"target epsilon is for the noise"),
         ({"cohort.name": "full"}, r"'poisson' or 'fixed'"),
-        ({"engine.name": "deployment"}, r"real clients"),
+        ({"engine.name": "deployment"}, r"the real cohort"),
         ({"noise.cohort-population": 50}, r"noise\.cohort-population = 50"),
         ({"noise.cohort-size": 0, "noise.cohort-population": 500}, r"unless noise\.cohort-size"),
     ):
@@ -173,5 +173,5 @@ def test_the_privacy_command_says_both_figures(
 
 @pytest.mark.parametrize("changes", [{"noise.name": "blt"}, {"privacy.selection": "logarithmic"}])
 def test_what_a_larger_cohort_costs_is_not_guessed(changes: dict[str, str]) -> None:
-    with pytest.raises(FedsimError, match="what a larger cohort costs is known there alone"):
+    with pytest.raises(FedsimError, match="the cost of a larger cohort is known for these only"):
         BASE.replace(**changes)

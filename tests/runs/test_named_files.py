@@ -54,7 +54,7 @@ def test_another_file_of_the_name_is_refused_and_the_runs_own_is_named(
     said = r"data.name = 'people.npz'; .*other/people.npz, another file, is here, and .*mine/people"
     with pytest.raises(FedsimError, match=said):
         resumed(run)
-    with pytest.raises(FedsimError, match=rf"{said}.*; go on in .*mine\.$"):
+    with pytest.raises(FedsimError, match=rf"{said}.*; continue in .*mine\.$"):
         fedsim.load(run).evaluate()
     fedsim.load(run).evaluate("people.npz")  # which is what is asked for
     Path("people.npz").unlink()

@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"noise.placement": "client", "mechanism.name": "none", "noise.multiplier": ""},
         "must be 'server' with NoPrivacy",
     ),
-    ({"noise.max-epsilon": 1e-6}, "max-epsilon.* at least 2.* what one round costs"),
+    ({"noise.max-epsilon": 1e-6}, "max-epsilon.* at least 2.* the cost of one round"),
     ({"model.name": "mlp", "model.widths": "8", "model.trainable": "no*"}, "model.trainable"),
     ({"model.weights": "/etc/passwd"}, "model.weights"),
     ({"data.train": "9:9"}, "data.train"),

@@ -50,7 +50,7 @@ def test_a_finished_run_says_so_is_left_as_it_was_and_can_be_given_more_rounds(
 ):
     model, ledger = done.model.read_bytes(), done.ledger.read_bytes()
     assert [row["round"] for row in resume(done).metrics] == [0, 1, 2, 3, 4]
-    assert "had finished all 4 rounds: none is left to make" in caplog.text
+    assert "has finished all 4 rounds; " in caplog.text
     caplog.clear()
     assert (done.model.read_bytes(), done.ledger.read_bytes()) == (model, ledger)
     longer = resume(done, rounds=6)
@@ -79,7 +79,7 @@ def test_metrics_that_cannot_be_read_are_refused_in_a_sentence(done, content):
 
 def test_what_a_run_without_its_config_has_left_is_no_run_to_go_on_with(done):
     done.config.unlink()
-    with pytest.raises(FedsimError, match=r"metrics\.csv.* of a run and not its config\.toml"):
+    with pytest.raises(FedsimError, match=r"metrics\.csv.* of a run but not its config\.toml"):
         fedsim.run(CONFIG, out=done.path, resume=True)
     fedsim.run(CONFIG.replace(rounds=1), out=done.path, overwrite=True)
 
@@ -95,7 +95,7 @@ def test_a_run_of_another_version_whose_statement_needs_its_config_says_so(tmp_p
     fedsim.run(CONFIG.replace(**{"privacy.group": 2}), out=tmp_path / "run")
     config = RunDirectory(tmp_path / "run").config
     config.write_text(config.read_text() + "[strange]\nkey = 1\n")
-    with pytest.raises(FedsimError, match="another version of fedsim has made"):
+    with pytest.raises(FedsimError, match="of another version of fedsim"):
         whole_record(tmp_path / "run")
 
 

@@ -315,7 +315,7 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
     ledgers = RunLedgers(federation.to_run_config(), server, None, "finished")
     (statement,) = ledgers.statements()
-    assert "in a ledger where the client keeps it" in str(statement)
+    assert "in a ledger that the client keeps" in str(statement)
 
 
 def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):

@@ -61,11 +61,11 @@ def test_a_log_span_gives_every_order_of_magnitude_as_often() -> None:
 
 def test_spans_that_make_no_sense_are_refused() -> None:
     for bad in ("log(0,1)", "uniform(2,1)", "whole(0.5,3)", "log(a,b)", "uniform(1,1)"):
-        with pytest.raises(FedsimError, match=r"--over .* is no span"):
+        with pytest.raises(FedsimError, match=r"--over .* is not a range"):
             parse_axes([f"client.lr={bad}"])
     with pytest.raises(FedsimError, match="--random"):
         grid_runs(BASE, parse_axes(["client.lr=log(0.1,1)"]))
-    with pytest.raises(FedsimError, match="seed is a span"):
+    with pytest.raises(FedsimError, match="seed is a range"):
         random_runs(BASE, parse_axes(["seed=whole(1,9)"]), 3)
 
 
@@ -197,7 +197,7 @@ def test_an_interrupted_sweep_writes_the_pages_of_finished_runs(
 
 def test_halving_without_validation_or_checkpoints_is_refused(tmp_path: Path) -> None:
     for changes, rung, words in (
-        ({"data.validation": 0.0}, 2, r"nothing is chosen by test|data\.validation"),
+        ({"data.validation": 0.0}, 2, r"test examples must not choose|data\.validation"),
         ({"checkpoint.every": 0}, 2, r"checkpoint\.every = 0"),
         ({"evaluate.every": 3}, 2, r"evaluate\.every = 3"),
         ({}, 6, r"--first-rounds = 6"),

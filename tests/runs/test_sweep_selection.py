@@ -109,7 +109,7 @@ def test_an_interrupted_selection_leaves_nothing(tmp_path, monkeypatch) -> None:
     ("axes", "changes", "said"),
     [
         (RATES, {"noise.entropy": "config"}, "noise.entropy = 'config'"),
-        (RATES, {"noise.multiplier": 0.0}, "private for clients and for nothing else"),
+        (RATES, {"noise.multiplier": 0.0}, "private at client level only"),
         (RATES, {"data.validation": 0.0}, r"--select compares runs by .* set data\.validation"),
         (["noise.multiplier=1,2"], {}, "runs that cost the same"),
         (["seed=1,2"], {}, "runs that cost the same and have the same clients"),

@@ -184,13 +184,16 @@ def test_settings_of_a_loss_are_keys_or_options_of_ones_own() -> None:
         ({"loss": "crossentropy"}, r"task.loss = 'crossentropy'; did you mean 'cross-entropy'"),
         (
             {"loss": "test_losses:scaled", "options": {"scala": 1}},
-            r"task.options.scala is no setting of 'test_losses:scaled'; it takes scale, shift",
+            r"task.options.scala is not a setting of 'test_losses:scaled'; it takes scale, shift",
         ),
         (
             {"loss": "test_losses:scaled", "options": {"outputs": 1}},
-            r"task.options.outputs is set; what it is follows from other keys",
+            r"task.options.outputs is set; its value follows from other keys",
         ),
-        ({"loss": "test_losses:NoLoss"}, r"'test_losses:NoLoss', a class that is no fedsim\.tasks"),
+        (
+            {"loss": "test_losses:NoLoss"},
+            r"'test_losses:NoLoss', a class that is not a fedsim\.tasks",
+        ),
     ],
 )
 def test_settings_that_a_loss_does_not_have_are_refused_by_name(task, sentence) -> None:

@@ -323,7 +323,7 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
         (lambda: fedbn(SGD(), path="func"), r"client\.path = 'func' does not take .* statistics"),
         (
             lambda: fedbn(SGD(), privacy=ExamplePrivacy(Clipping(1.0), 1.0)),
-            r"'2' normalises by the batch, so that no gradient is of one example",
+            r"'2' normalises by the batch, so that no gradient belongs to one example",
         ),
         (
             lambda: localise(

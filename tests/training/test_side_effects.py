@@ -207,7 +207,7 @@ class Remembering(nn.Linear):
     [
         (FromNumpy(12, 3), "numpy's or Python's"),
         (Counting(12, 3), "buffers calls"),
-        (Remembering(12, 3), "once it has seen others"),
+        (Remembering(12, 3), "after it has processed others"),
     ],
 )
 def test_models_that_cannot_be_repeated_are_refused(model, words):

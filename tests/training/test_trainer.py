@@ -377,7 +377,7 @@ def test_batch_norm_is_refused_with_the_cure():
     with pytest.raises(FedsimError, match=r"GroupNorm.*model\.personal = '1\.\*'"):
         trainer_of(model=model)
     privacy = ExamplePrivacy(Clipping(1.0), 1.0)
-    with pytest.raises(FedsimError, match=r"model\.fix = true put it in its place\."):
+    with pytest.raises(FedsimError, match=r"model\.fix = true replace it\."):
         trainer_of(model=model, privacy=privacy)
 
 

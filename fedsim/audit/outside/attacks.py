@@ -37,7 +37,7 @@ TOO_LITTLE_NOISE = "noise is too small, or more is sampled"
 UNCLIPPED_ROWS = "rows longer than C pass"
 CLIPPED_ARRAYS = "each array is clipped by itself"
 COUNTED_DENOMINATOR = "the denominator is counted"
-CLIPPED_SUM = "the sum is clipped, and not each row"
+CLIPPED_SUM = "the sum is clipped instead of each row"
 OTHER_CLIP_NORM = "rows are clipped to another C than noise has"
 
 Target = Callable[[SyntheticFederation], TargetRelease]

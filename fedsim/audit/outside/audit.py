@@ -152,8 +152,8 @@ class TargetAudit:
         one = min(durations)
         if sides * FEWEST_RUNS * one > MOST_OVERRUN * self.seconds:
             raise FedsimError(
-                f"one run of the target takes {one:.2g} s, and an audit makes {sides} times "
-                f"{FEWEST_RUNS} at least; claim fewer rounds, or set --runs or more --seconds."
+                f"one run of the target takes {one:.2g} s, and an audit needs at least {sides} "
+                f"times {FEWEST_RUNS} runs; claim fewer rounds, or set --runs or more --seconds."
             )
         return int(np.clip(self.seconds / one / sides, FEWEST_RUNS, MOST_RUNS))
 
@@ -162,7 +162,7 @@ class TargetAudit:
         federations = [self._silent_federation(self.seed + k) for k in range(runs)]
         silent = Observations.of(self.target, federations)
         if not np.isfinite(silent.moves).all():
-            raise FedsimError("the target released a model that is not finite, for short rows.")
+            raise FedsimError("for short rows the target released a model that is not finite.")
         return silent
 
     def _attack_runs(self, attack: Attack, runs: int, number: int) -> AttackResult:

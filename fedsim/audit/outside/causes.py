@@ -124,7 +124,7 @@ class RowCauses:
             if unclipped:
                 return UNCLIPPED_ROWS
             if moved < arrays * (1 - RELATIVE_ERROR) * usual:
-                return "a part of a row is not in its norm"
+                return "the norm leaves out a part of the row"
             return (
                 cause
                 if moved < arrays * (1 + RELATIVE_ERROR) * usual

@@ -80,7 +80,9 @@ class TargetClaim:
         values |= {key: value for key, value in options.items() if value is not None}
         for key in values:
             if key not in known:
-                raise FedsimError(f"claim.{key} is no key; a claim has {', '.join(sorted(known))}.")
+                raise FedsimError(
+                    f"claim.{key} is not a key of a claim; the keys are {', '.join(sorted(known))}."
+                )
         return cls(**read_settings(settings_of(cls), values, "claim"))
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ def load(name: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     if not source:
         raise ValueError(
-            f"{name!r} names no callable; it must be module:callable or file.py:callable"
+            f"{name!r} does not name a callable; it must be module:callable or file.py:callable"
         )
     if source.endswith(".py"):
         spec = importlib.util.spec_from_file_location(f"audited_{Path(source).stem}", source)

@@ -116,9 +116,9 @@ class Krum(RobustMean):
         """Refuse a cohort in which the byzantine clients could be nearest to each other."""
         if expected < max(2 * self.byzantine + 3, self.keep):
             raise FedsimError(
-                f"mechanism.byzantine is {self.byzantine} and mechanism.keep {self.keep}; of a "
-                f"cohort of {expected:g} clients, twice the one and 3, and the other, must be at "
-                "most as many."
+                f"mechanism.byzantine is {self.byzantine} and mechanism.keep {self.keep}; twice "
+                f"byzantine plus 3, and keep, must both be at most the cohort's {expected:g} "
+                "clients."
             )
 
     def center(self, rows: Tensor) -> Tensor:

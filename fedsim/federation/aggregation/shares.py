@@ -179,7 +179,8 @@ def share(
     """
     if request.bound.guarantee == "none":
         raise FedsimError(
-            f"noise placement is 'client'; {request.bound} has no guarantee that shares could keep."
+            f"noise placement is 'client'; {request.bound} gives no guarantee, so there is no "
+            "noise to share."
         )
     # The strategy refuses this too, but a client does not rely on the server's checks.
     if request.noise.correlated or not request.noise.divisible:
@@ -264,7 +265,9 @@ def requested_share(
     """
     entries = share_entries(message)
     if entries is None:
-        raise FedsimError("the server asks for a masked update that is no share; it must be.")
+        raise FedsimError(
+            "the server asks for a masked update that is not a share; it must be one."
+        )
     request = ShareRequest.read(entries, mechanism)
     # Keyed by the strategy's release digest, so that an engine in the strategy's process would make
     # the same share.

@@ -163,8 +163,8 @@ def _require_declared(examples: int, config: Mapping[str, object]) -> None:
     declared = config.get(DECLARED_EXAMPLES, examples)
     if declared != examples:
         raise FedsimError(
-            f"this client has {examples} examples, but {declared} are declared of it, by which its "
-            "update would be weighed; the declared count must be that of its own data, or "
+            f"this client has {examples} examples, but {declared} are declared for it, which would "
+            "weigh its update; the declared count must be that of its own data, or "
             "mechanism.weighting 'uniform'."
         )
 
@@ -176,7 +176,7 @@ def _without_exit(
     try:
         return call_next(message, context)
     except SystemExit as ended:
-        raise RuntimeError(f"the client's code exits, with {ended.code!r}.") from ended
+        raise RuntimeError(f"the client's code exited with {ended.code!r}.") from ended
 
 
 def _in_time(seconds_for: Callable[[Context], float]) -> Mod:

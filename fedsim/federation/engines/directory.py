@@ -168,7 +168,7 @@ class ClientDirectory:
             if time.monotonic() >= deadline:
                 connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
-                    f"{len(present)} of the {clients} clients have said who they are after "
+                    f"{len(present)} of the {clients} clients have identified themselves after "
                     f"{self.timeout:g} s ({connected} nodes are connected); engine.node-timeout "
                     "(Availability.node_timeout of DPFedAvg) says how long to wait."
                 )

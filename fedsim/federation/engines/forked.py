@@ -212,9 +212,9 @@ class ForkedCrew(Crew[ForkedWorker]):
             )
         if not can_train_forked(trainer):
             raise FedsimError(
-                f"engine.workers is {count}, and torch cannot differentiate in processes that are "
-                "forked from this one, since it has differentiated here and sees a GPU; it must be "
-                "1, or engine.name 'ray', or CUDA_VISIBLE_DEVICES be set to nothing before."
+                f"engine.workers is {count}, and torch cannot compute gradients in processes "
+                "forked from this one, since it has computed some here and sees a GPU; it must be "
+                "1, or engine.name 'ray', or CUDA_VISIBLE_DEVICES must be empty from the start."
             )
         self._trainer = trainer
         self._calls = SharedValue()

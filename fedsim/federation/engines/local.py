@@ -338,7 +338,7 @@ def _check_answers(reply: object, message: Message) -> None:
         raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
     request, answer = message.metadata, reply.metadata
     if answer.reply_to_message_id != request.message_id:
-        raise ValueError("the client replied to another message than it was sent")
+        raise ValueError("the client replied to a message other than the one it was sent")
     if (answer.src_node_id, answer.run_id) != (request.dst_node_id, request.run_id):
         raise ValueError("the client replied in another node's name, or for another run")
 
@@ -354,9 +354,9 @@ def require_trainer(trainer: BlockTrainer | ClientApp) -> BlockTrainer:
     if isinstance(trainer, BlockTrainer):
         return trainer
     raise FedsimError(
-        f"a {type(trainer).__name__} is no fedsim.rows.block.BlockTrainer; a class with "
-        "population, train and evaluate that inherits from TrainerDefaults there is one (and a "
-        "ClientApp runs on LocalGrid, or in Flower's own simulation)."
+        f"a {type(trainer).__name__} is not a fedsim.rows.block.BlockTrainer; derive a class with "
+        "population, train and evaluate from TrainerDefaults there (a ClientApp runs on "
+        "LocalGrid, or in Flower's own simulation)."
     )
 
 

@@ -106,7 +106,7 @@ def unpack(content: RecordDict) -> RecordDict:
     while (name := f"{_NAME}{len(pieces)}") in records:
         piece = records[name][_KEY]
         if not isinstance(piece, bytes):
-            raise TypeError(f"{name} is {type(piece).__name__}, and no bytes.")
+            raise TypeError(f"{name} is {type(piece).__name__}, not bytes.")
         pieces.append(piece)
     restored = recorddict_from_proto(Written.FromString(b"".join(pieces)))
     for name in content:

@@ -248,7 +248,7 @@ def _start_ray(address: str | None, workers: int) -> bool:
             raise RunFailedError(f"Ray did not start ({cause}).") from error
         raise FedsimError(
             f"engine.address = {address!r} could not be joined ({cause}); it must be the address "
-            "of a Ray cluster that runs, or '' for one of this machine's own."
+            "of a running Ray cluster, or '' for one on this machine."
         ) from error
     finally:
         # Undo Ray's SIGTERM handler, which would end this process in the middle of a round. Ray's

@@ -303,7 +303,9 @@ def _require_next(block: Block, call: RoundCall, expected_ids: Ids) -> None:
     ids = block.client_ids
     row_size = len(call.vector) if call.row_size is None else call.row_size
     if not len(ids) or not np.array_equal(ids, expected_ids[: len(ids)]):
-        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {expected_ids}.")
+        raise MalformedBlockError(
+            f"a block is of clients {ids}; requested next were {expected_ids}."
+        )
     if call.message_type == "evaluate":
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")

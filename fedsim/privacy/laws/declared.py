@@ -91,10 +91,9 @@ class DeclaredLaw(Law):
     def _check(self, noise_multiplier: float) -> None:
         if noise_multiplier < self.noise_multiplier * (1 - 1e-12):
             raise FedsimError(
-                f"the law '{self.title}' is known at a noise multiplier of "
-                f"{self.noise_multiplier:g} only, from its author; with less, "
-                f"{noise_multiplier:g}, its cost is not known here: ask with the config that "
-                "names it."
+                f"the law '{self.title}' is known only at its author's noise multiplier, "
+                f"{self.noise_multiplier:g}; its cost at a smaller one, {noise_multiplier:g}, is "
+                "unknown: ask with the config that names it."
             )
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:

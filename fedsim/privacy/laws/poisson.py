@@ -225,7 +225,7 @@ class InclusionSampler(Sampler):
         derived = _DERIVED & {name for definition in nearer for name in vars(definition)}
         if derived:
             raise FedsimError(
-                f"{cls.__name__} defines {', '.join(sorted(derived))}; an InclusionSampler says "
+                f"{cls.__name__} defines {', '.join(sorted(derived))}; an InclusionSampler defines "
                 "its probabilities only, and the rest follows from them."
             )
 

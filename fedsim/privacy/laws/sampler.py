@@ -117,7 +117,7 @@ class Sampler(ABC):
         if state:
             raise FedsimError(
                 f"the state holds {', '.join(sorted(state))} of a sampler, but "
-                f"{type(self).__name__} remembers nothing; it must be of a run with this cohort."
+                f"{type(self).__name__} has no state; it must be of a run with this cohort."
             )
 
 

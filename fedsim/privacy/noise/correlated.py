@@ -75,8 +75,8 @@ class Correlated(Noise):
         """
         if self.participation is None:
             raise FedsimError(
-                f"{type(self).__name__} noise is correlated over the rounds of a plan, and was "
-                "given none; make a ReleasePlan of it, with its number of rounds."
+                f"{type(self).__name__} noise is correlated over the rounds of a plan, and has no "
+                "plan; use it in a ReleasePlan with a number of rounds."
             )
         return self.participation
 

@@ -63,8 +63,8 @@ def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
     for key, axis in axes.items():
         if isinstance(axis, Span):
             raise FedsimError(
-                f"--over {key} is a span, from which values are drawn; say how many with --random, "
-                "or give values with commas between."
+                f"--over {key} is a range, from which values are drawn; say how many with "
+                "--random, or give values with commas between."
             )
         values.append(axis)
     runs = _distinct(config, axes, itertools.product(*values))
@@ -93,7 +93,9 @@ def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
             raise _repeated([key])
     seeds = axes.get("seed", [config.seed])
     if isinstance(seeds, Span):
-        raise FedsimError("--over seed is a span; it must be values: each point is run with all.")
+        raise FedsimError(
+            "--over seed is a range; it must be values: each point is run with all of them."
+        )
     source = Randomness(config.seed)
     points = [
         tuple(
@@ -236,7 +238,7 @@ def _span(over: str, text: str) -> Span | None:
     ):
         allowed = {"whole": "two whole numbers", "log": "two numbers above 0"}
         raise FedsimError(
-            f"--over {over!r} is no span; {scale}(low,high) takes "
+            f"--over {over!r} is not a range; {scale}(low,high) takes "
             f"{allowed.get(scale, 'two numbers')}, the smaller one first."
         )
     return Span(scale, low, high)  # type: ignore[arg-type]

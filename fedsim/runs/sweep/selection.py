@@ -56,8 +56,8 @@ class RandomStopping:
         for config in (run.config for run in grid):
             if not config.private or config.client.private:
                 raise FedsimError(
-                    "--select is for runs that are private for clients and for nothing else "
-                    "(mechanism.name, noise.multiplier; client.mechanism.name = 'none')."
+                    "--select is for runs that are private at client level only (mechanism.name, "
+                    "noise.multiplier; client.mechanism.name = 'none')."
                 )
             if config.noise.entropy != "system":
                 raise FedsimError(

@@ -71,7 +71,7 @@ def elementwise(call: NodeCall) -> Batched:
             call.need(not value.axis and value.like.dim() == rank, "sets examples beside others")
         elif isinstance(value, Fixed):
             is_broadcast = value.like.dim() < rank or value.like.shape[0] == 1
-            call.need(is_broadcast, "does something to examples by their place in the batch")
+            call.need(is_broadcast, "treats examples by their place in the batch")
     if _in_place(call):
         is_batch = call.args and isinstance(call.args[0], Batched) and not call.shared
         call.need(bool(is_batch) and "out" not in call.kwargs, "writes to what is fixed")

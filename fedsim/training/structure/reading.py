@@ -194,7 +194,7 @@ def _traced(
     # A number drawn while a graph is traced is a constant in it: each step would repeat it.
     if before != _bytes(torch.get_rng_state()):
         torch.set_rng_state(random_state)
-        raise NotReadError("code draws random numbers beside its graph")
+        raise NotReadError("code draws random numbers outside its graph")
     (output,) = (node for node in graph.nodes if node.op == "output")
     result = tracer.value(output.args[0])
     if not leads(result):
@@ -339,7 +339,7 @@ class _Proxy(fx.Proxy):
     def _tensor(self) -> Any:
         value = self.tracer.value(self.node)  # type: ignore[attr-defined]
         if not isinstance(value, Batched | Fixed):
-            raise NotReadError("code asks for the shape of what is no tensor")
+            raise NotReadError("code asks for the shape of an object that is not a tensor")
         return value
 
 
@@ -350,7 +350,7 @@ def _attribute(root: nn.Module, name: str) -> Tensor:
     for place in (module._parameters, module._buffers, vars(module)):
         if isinstance(tensor := place.get(last), Tensor):
             return tensor
-    raise NotReadError(f"'{name}' is no tensor")
+    raise NotReadError(f"'{name}' is not a tensor")
 
 
 @contextmanager

@@ -337,7 +337,7 @@ def test_keys_and_shares_that_were_changed_are_refused() -> None:
     received = [seen["sealed"][k][0] for k in others]
     with pytest.raises(FedsimError, match="changed in transit"):
         parties[0].ask("masked", senders=others, sealed=[received[1], received[0], received[2]])
-    with pytest.raises(FedsimError, match="not of this round, or too short"):
+    with pytest.raises(FedsimError, match="of another round, or too short"):
         parties[0].ask("masked", senders=[1], sealed=received[:1])
 
 

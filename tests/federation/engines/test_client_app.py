@@ -97,7 +97,7 @@ def test_code_that_exits_is_an_error_like_any_other_and_ends_no_worker(trainer):
     def exits(_):
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="the client's code exits, with 3"):
+    with pytest.raises(RuntimeError, match="the client's code exited with 3"):
         ask(client_app(exits), "train", content_of(trainer, trainer.initial()))
 
 

@@ -64,7 +64,7 @@ def test_a_path_without_autograd_trains_in_workers() -> None:
 def test_workers_that_could_not_differentiate_are_refused(settings: list[str]) -> None:
     one, two = said("gpu", "1,2", *settings)
     assert one.startswith("True")
-    assert two.startswith("engine.workers is 2, and torch cannot differentiate in processes")
+    assert two.startswith("engine.workers is 2, and torch cannot compute gradients in processes")
 
 
 def test_without_a_gpu_workers_differentiate() -> None:

@@ -158,7 +158,7 @@ def _masked(
     sealed = byte_strings(entries, "sealed", len(senders), SEALED_BYTES)
     clients: list[int] = state["clients"]
     if not {*senders} <= {*clients} - {client} or len(senders) + 1 < threshold:
-        raise FedsimError("the list of those who sent shares is not of this round, or too short.")
+        raise FedsimError("the list of clients that sent shares is of another round, or too short.")
     round_context = state["context"]
     mask_keys = dict(zip(clients, state["mask-keys"], strict=True))
     channel_keys = dict(zip(clients, state["channel-keys"], strict=True))

@@ -72,7 +72,7 @@ def numbers(record: Mapping[str, object], name: str) -> list[int]:
     listed: list[Any] = entries if isinstance(entries, list) else [None]
     sound = all(type(entry) is int and 0 <= entry < 2**63 for entry in listed)
     if not sound or len(set(listed)) != len(listed) or len(listed) > MOST_CLIENTS:
-        raise FedsimError(f"'{name}' of a message of secure aggregation is no list of clients.")
+        raise FedsimError(f"'{name}' of a message of secure aggregation is not a list of clients.")
     return listed
 
 
