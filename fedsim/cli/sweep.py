@@ -303,6 +303,11 @@ def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:
         point = ", ".join(f"{key} = {value}" for key, value in best.point.items())
         reached = _spread(best.spread("validation"), name)
         console.print(f"Best by validation-{name}, {reached}: {point}.")
+    elif len(settings) > 1 and settings[0].lines[0].measure.higher_is_better is None:
+        console.print(
+            f"No best setting is named: {name} does not say whether higher is better (an attribute "
+            "higher_is_better of its function, True or False)."
+        )
     elif len(settings) > 1 and all(setting.spread("validation") is None for setting in settings):
         console.print(
             "No best setting is named, since test examples must not choose it; data.validation "

@@ -135,8 +135,11 @@ def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
 def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
     """The best setting on held-out examples, among those whose seeds all ended.
 
-    None if no examples are held out: settings are never chosen by test examples.
+    None if no examples are held out: settings are never chosen by test examples. None also if the
+    metric does not say whether higher is better.
     """
+    if settings[0].lines[0].measure.higher_is_better is None:
+        return None
     best: tuple[float, SeedsLine | None] = (-math.inf, None)
     for setting in settings:
         judged = setting.spread("validation")

@@ -206,11 +206,12 @@ class Measure:
     ----------
     name : str
         Name of a metric, or of a column of metrics.csv.
-    higher_is_better : bool
+    higher_is_better : bool, or None
+        None if a user-defined metric does not say: nothing is chosen by it.
     """
 
     name: str
-    higher_is_better: bool
+    higher_is_better: bool | None
 
     @classmethod
     def of_column(cls, resolved: Resolved, key: str, column: str) -> Measure:
@@ -220,10 +221,11 @@ class Measure:
         ------
         FedsimError
             If the run has no such metric; if it is a test metric, since nothing may be chosen by
-            test examples; or, in a private run, if it is one of clients' data without noise.
+            test examples; in a private run, if it is one of clients' data without noise; or if it
+            does not say whether higher is better.
         """
         config = resolved.config
-        evaluated = {"loss": False}
+        evaluated: dict[str, bool | None] = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in resolved.trainer.metrics.items()}
         names: dict[str, Iterable[str]] = {}
         if config.evaluate.every and config.data.validation:
@@ -244,6 +246,11 @@ class Measure:
             test = "; test examples must not choose anything; data.validation holds out others"
             test *= column.startswith("test-")
             raise FedsimError(f"{key} = '{column}'; it must be {allowed}{of_clients}{test}.")
+        if known[column] is None:
+            raise FedsimError(
+                f"{key} = '{column}'; this metric of your own does not say which values are "
+                "better: its function or class needs an attribute higher_is_better, True or False."
+            )
         return cls(column, known[column])
 
     def score(self, value: float) -> float:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
@@ -26,6 +26,8 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 class ExampleLoss(ABC):
     """A loss with settings. Subclasses are frozen dataclasses whose fields are the settings."""
+
+    higher_is_better: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "task.")

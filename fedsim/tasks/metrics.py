@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -81,13 +82,14 @@ class Metric(ABC):
 
     Attributes
     ----------
-    higher_is_better : bool
-        Whether the run with the largest value is chosen in a selection among runs.
+    higher_is_better : bool, or None
+        Whether the run with the largest value is chosen in a selection among runs; None if a
+        user-defined function does not say.
     ends : pair of float, or None
         Smallest and largest possible value, if the metric is bounded.
     """
 
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[bool | None] = True
     ends: ClassVar[tuple[float, float] | None] = None
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Metric(ABC):
 class Mean(Metric):
     """A mean of numbers that `update` sums, usually errors; subclasses may override `finish`."""
 
-    higher_is_better: ClassVar[bool] = False
+    higher_is_better: ClassVar[bool | None] = False
 
     def init(self) -> ExactSum:
         """The empty sum."""
@@ -145,9 +147,16 @@ class MeanOf(Mean):
     Parameters
     ----------
     function : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
+        Its attribute ``higher_is_better`` says what is looked for.
     """
 
     function: Loss
+
+    @property
+    def higher_is_better(self) -> bool | None:  # type: ignore[override]
+        """What the function says; None where it does not: it may be an error or a score."""
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        return getattr(function, "higher_is_better", None)
 
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """Sum after more examples.

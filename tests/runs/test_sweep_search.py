@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -330,3 +331,41 @@ def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     assert released == [2, 1]
     told = " ".join(capsys.readouterr().out.split())
     assert f"epsilon = {price(dict.fromkeys(ledgers, Stopping(left=2)), 1e-5).epsilon:.4g}" in told
+
+
+def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a mean nobody can tell whether it is an error or a score: the worst run was chosen.
+    monkeypatch.chdir(tmp_path)
+    score = "def hits{0}(z, y, k=1):\n    return (z.topk(k).indices == y[:, None]).any(1).float()\n"
+    (tmp_path / "scores_of_mine.py").write_text(
+        score.format("") + score.format("_said") + "hits_said.higher_is_better = True\n"
+    )
+    config = BASE.replace(**{"checkpoint.every": 1, "client.lr": 0.3})
+    own = {name: f"scores_of_mine:{name}(k=2)" for name in ("hits", "hits_said")}
+    silent = config.replace(**{"task.metrics": own["hits"]})
+    for key in ("checkpoint.best", "stop.metric"):
+        with pytest.raises(FedsimError, match=f"{key} = 'validation-hits-2'.*higher_is_better"):
+            fedsim.run(silent.replace(**{key: "validation-hits-2"}))
+    rates = ["client.lr=0.3,0.00001"]
+    with pytest.raises(FedsimError, match="higher_is_better"):
+        run_sweep(grid_runs(silent, parse_axes(rates)), tmp_path / "a", halving=Halving(2, 2))
+    saying = config.replace(**{"task.metrics": own["hits_said"]})
+    grid = grid_runs(saying, parse_axes(rates))
+    outcomes = run_sweep(grid, tmp_path / "b", halving=Halving(2, 2))
+    assert [outcomes[member.label].ended for member in grid] == ["finished", "dropped"]
+    best = {"checkpoint.best": "validation-hits_said-2"}
+    fedsim.run(saying.replace(**best), out=tmp_path / "c")
+    rows = fedsim.load(tmp_path / "c").metrics
+    values = [row["validation-hits_said-2"] for row in rows[1:]]
+    assert (tmp_path / "c/checkpoint" / f"best-{1 + values.index(max(values))}").exists()
+
+
+def test_no_best_setting_is_named_by_a_metric_that_does_not_say_what_is_better() -> None:
+    said, silent = Measure("accuracy", higher_is_better=True), Measure("accuracy", None)
+    lines = [line(0.1, 1, 0.8, 0.9), line(0.2, 1, 0.9, 0.8)]
+    for measure, best in ((said, {"client.lr": 0.1}), (silent, None)):
+        settings = over_seeds([replace(each, measure=measure) for each in lines])
+        named = best_of(settings)
+        assert (named and named.point) == best
