@@ -52,8 +52,9 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
         other = ""
         if targets.is_floating_point():
             other = (
-                " Numbers are compared by task.loss = 'squared-error'; classes must be whole "
-                "numbers: y.astype('int64'), also of booleans."
+                " Numbers are compared by task.loss = 'squared-error' and task.metrics = 'rmse', "
+                "say (both compare classes by default); classes must be whole numbers: "
+                "y.astype('int64'), also of booleans."
             )
         if targets.dim() > 1:
             other += " Of targets [N, 1] give y[:, 0], of one-hot rows [N, K] y.argmax(1)."

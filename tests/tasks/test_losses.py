@@ -15,6 +15,7 @@ from fedsim.runs import factories
 from fedsim.tasks import (
     IGNORED,
     AbsoluteError,
+    Accuracy,
     BinaryCrossEntropy,
     CrossEntropy,
     Huber,
@@ -208,3 +209,8 @@ def test_settings_that_a_loss_does_not_have_are_refused_by_name(task, sentence) 
 def test_a_loss_refuses_settings_out_of_range_in_python_too(cls, settings) -> None:
     with pytest.raises(FedsimError, match=r"task\.[a-z-]+ is"):
         cls(*settings)
+
+
+def test_the_default_metric_of_numbers_is_named_where_the_loss_is_of_numbers() -> None:
+    with pytest.raises(FedsimError, match=r"task\.metrics = 'rmse'"):
+        Accuracy().update(Accuracy().init(), torch.zeros(2, 1), torch.tensor([0.5, 1.5]))
