@@ -147,7 +147,7 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     for split, column in (("training", train), ("test", test)):
         for row, value in enumerate(column):
             parsed = math.nan if isinstance(value, bool) else number(value)
-            if math.isnan(parsed) and _is_missing(value):
+            if math.isnan(parsed) and is_missing(value):
                 raise FedsimError(
                     f"{where} has no value in column '{name}' of its {split} example {row + 1}; "
                     "fill it in, leave out the row or the column, or declare the column's "
@@ -180,7 +180,7 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     return CategoryType(tuple(values))
 
 
-def _is_missing(value: object) -> bool:
+def is_missing(value: object) -> bool:
     """Whether a value of a file or a data frame is missing."""
     text = str(value).strip()
     return value is None or text in ("", "<NA>", "NaT") or text.lower() == "nan"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,14 @@ import numpy.typing as npt
 from fedsim import regular_files
 from fedsim.datasets.arrays import Arrays
 from fedsim.datasets.column_types import (
+    FEW_CATEGORIES,
     CategoryType,
     Column,
     NumberType,
     UnusableError,
     declared_types,
     found_type,
+    is_missing,
     number,
 )
 from fedsim.errors import FedsimError
@@ -116,7 +119,14 @@ def arrays_of_tables(
     columns_of_target = (train[roles.target], test[roles.target])
     are_classes = roles.target not in declared and all(map(_are_whole, columns_of_target))
     reader = _Reader(roles, kinds, are_classes, where)
+    if are_classes:
+        reader.warn_of_amounts([*train[roles.target], *test[roles.target]])
+    plain = {
+        ours: _plain_columns(train[name], test[name], name, where)
+        for ours, name in roles.others.items()
+    }
     arrays = reader.arrays(train, "training", protected)
+    arrays |= {ours: column for ours, (column, _) in plain.items()}
     found_in = {} if declared.keys() >= kinds.keys() else {"types": "train"}
     mean, std = None, None
     if normalize:
@@ -127,9 +137,17 @@ def arrays_of_tables(
     elif not protected:
         reader.warn_of_wild_scales(arrays["x"])
     target = kinds[roles.target]
-    classes = len(target.values) if isinstance(target, CategoryType) else 0
+    names = target.values if isinstance(target, CategoryType) else ()
     tests = reader.arrays(test, "test", False)
-    return Arrays(arrays, tests, mean, std, classes=classes, found_in=found_in)
+    tests |= {ours: column for ours, (_, column) in plain.items()}
+    return Arrays(
+        arrays,
+        tests,
+        mean,
+        std,
+        classes=len(names),
+        found_in=found_in,
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +211,7 @@ class _Reader:
     where: str
 
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
-        """Arrays ``x`` [N, d], ``y`` [N] and further columns [N] of a table."""
+        """Arrays ``x`` [N, d] and ``y`` [N] of a table."""
         features = [
             kind.features(self._read(name, table, split, tolerant))
             for name, kind in self._input_types()
@@ -210,8 +228,7 @@ class _Reader:
         elif isinstance(self.types[self.roles.target], NumberType):
             target = target.astype(np.float32)
         x = np.concatenate(features, axis=1).astype(np.float32)
-        others = {ours: _plain_column(table[name]) for ours, name in self.roles.others.items()}
-        return {"x": x, "y": target, **others}
+        return {"x": x, "y": target}
 
     def scaling(self, x: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of numbers without a range; 0 and 1 for other features."""
@@ -219,6 +236,18 @@ class _Reader:
         mean = np.where(free, x.mean(0, dtype=np.float64), 0.0)
         std = np.where(free, x.std(0, dtype=np.float64), 1.0)
         return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
+
+    def warn_of_amounts(self, targets: Column) -> None:
+        """Warn of classes that look like amounts: many, some of which no example has."""
+        classes = int(max(map(number, targets))) + 1
+        if classes > max(FEW_CATEGORIES, len(set(map(number, targets)))):
+            name = self.roles.target
+            _log.warning(
+                "%s has whole numbers up to %s in column '%s', so that the target is one of %s "
+                "classes: if they are amounts, declare them by data.types = '%s=number', with "
+                "task.loss = 'squared-error' and task.metrics = 'rmse', say.",
+                self.where, f"{classes - 1:,}", name, f"{classes:,}", name,
+            )  # fmt: skip
 
     def warn_of_wild_scales(self, x: npt.NDArray[Any]) -> None:
         """Warn of numbers so large that steps of a usual size diverge."""
@@ -256,16 +285,43 @@ def _are_whole(values: Column) -> bool:
     return all(number(value).is_integer() for value in values)
 
 
-def _plain_column(values: Column) -> npt.NDArray[Any]:
-    """The column as integers if all its values are integers, otherwise as strings."""
-    array = np.asarray(values)
-    if array.dtype.kind in "iub":
-        return array
-    texts = np.array([str(value) for value in values])
+def _plain_columns(train: Column, test: Column, name: str, where: str) -> list[npt.NDArray[Any]]:
+    """Integers where all of both are; otherwise texts.
+
+    Raises
+    ------
+    FedsimError
+        If a value is missing, so that rows without an owner would be one owner's, or is one number
+        with another that is written in another way, so that it may or may not be the same owner.
+    """
+    for split, column in (("training", train), ("test", test)):
+        for row, value in enumerate(column):
+            if is_missing(value) and not (isinstance(value, str) and value.strip()):
+                raise FedsimError(
+                    f"{where} has no value in column '{name}' of its {split} example {row + 1}; "
+                    "fill it in, or leave out the row."
+                )
+    texts = [np.array([str(value).strip() for value in column]) for column in (train, test)]
+    written: dict[float | str, str] = {}
+    for text in np.unique(np.concatenate(texts)).tolist():
+        if (other := written.setdefault(_number_or_text(text), text)) != text:
+            raise FedsimError(
+                f"{where} has '{other}' and '{text}' in column '{name}', which are one number; "
+                "each must be written in one way."
+            )
     try:
-        return texts.astype(np.int64)
-    except ValueError:
+        return [column.astype(np.int64) for column in texts]
+    except (ValueError, OverflowError):
         return texts
+
+
+def _number_or_text(text: str) -> float | str:
+    """The number that a text says, however long, or else the text."""
+    try:
+        return int(text)
+    except ValueError:
+        value = number(text)
+        return text if math.isnan(value) else value
 
 
 def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
@@ -294,7 +350,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
                     f"{path} begins with '{header.strip()[:80]}'; its first line must name the "
                     "columns, each by a different name."
                 )
-            rows = csv.reader(file, delimiter=separator, strict=True)
+            rows = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
             columns: list[list[str]] = [[] for _ in names]
             known: dict[str, str] = {}  # interns equal strings, to save memory
             for row in filter(None, rows):  # an empty line is no row

@@ -352,3 +352,54 @@ def test_a_run_takes_what_python_code_has_at_hand(tmp_path):
 def test_an_integer_that_no_float_holds_is_one_sentence():
     with pytest.raises(FedsimError, match="must be a finite number"):
         datasets.from_table({"a": [10**400] * 9, "y": [0, 1, 0] * 3}, columns="y=y")
+
+
+def test_amounts_that_are_taken_for_classes_are_warned_of(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+
+    def warned(targets, **settings):
+        caplog.clear()
+        path.write_text("a,y\n" + "".join(f"0.5,{y}\n" for y in targets))
+        with caplog.at_level(logging.WARNING, logger="fedsim"):
+            datasets.load(str(path), columns="y=y", **settings)
+        return caplog.text
+
+    costs = [2000 + 37 * i for i in range(40)]
+    assert "one of 3,444 classes" in warned(costs)
+    assert "data.types = 'y=number'" in warned(costs)
+    assert not warned(costs, types="a=0:1,y=number")
+    assert not warned([i % 100 for i in range(200)])  # many classes, and each has examples
+    assert not warned([0, 7, 9, 7, 0, 9])
+
+
+def test_owners_are_read_alike_for_training_and_testing():
+    def owners(train, test=None):
+        frames = [
+            {"a": [0.1] * 5, "y": [0, 1, 0, 1, 0], "owner": column} for column in (train, test)
+        ]
+        tables = frames if test is not None else frames[:1]
+        data = datasets.from_table(*tables, columns="y=y,owner=owner", types="a=0:1,y=0|1")
+        return [part.columns["owner"].tolist() for part in (data.train, data.test)]
+
+    # As numbers in one part and texts in the other an owner's own test examples were nobody's.
+    assert owners(["01", "02", "03", "04", "05"], ["01", "x", "x", "02", "02"]) == [
+        ["01", "02", "03", "04", "05"],
+        ["01", "x", "x", "02", "02"],
+    ]
+    assert owners(["10", "9", "8", "7", "6"]) == [[10, 9, 8, 7], [6]]
+    long = "123456789012345678901234567890"
+    assert owners([long, long + "1", "3", "4", "5"]) == [[long, long + "1", "3", "4"], ["5"]]
+    assert owners(["a", "nan", "NaN", "b", "c"])[0] == ["a", "nan", "NaN", "b"]
+    for train, test in ((["01", "1", "2", "3", "4"], None), ([1.0, 2, 3, 4, 5], [1, 2, 3, 4, 5])):
+        with pytest.raises(FedsimError, match="in column 'owner', which are one number"):
+            owners(train, test)
+    for nothing in (None, "", " "):
+        with pytest.raises(FedsimError, match=r"no value in column 'owner' of its training .* 2"):
+            owners(["a", nothing, "b", "c", "d"])
+
+
+def test_blanks_after_commas_are_not_part_of_a_value(people, tmp_path):
+    (tmp_path / "blanks.csv").write_text(PEOPLE.replace(",", ", ").replace("north", '"no, rth"'))
+    ours = datasets.load(str(tmp_path / "blanks.csv"), columns=COLUMNS, types=TYPES)
+    assert torch.equal(ours.train.x, datasets.load(people, columns=COLUMNS, types=TYPES).train.x)
+    assert ours.train.columns["owner"].tolist()[1:3] == ["no, rth", "south"]
