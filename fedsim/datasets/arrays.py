@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import regular_files
-from fedsim.datasets.checks import require_targets
+from fedsim.datasets.checks import require_targets, shortened
 from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 from fedsim.process import refuse_larger_than_memory
@@ -51,6 +51,8 @@ class Arrays:
     found_in : mapping of str to "train" or "test"
         Properties found in the examples instead of being declared (``mean`` and ``types`` of
         tables), and the split in which they were found.
+    feature_names, class_names : tuple of str
+        See `Dataset`.
     """
 
     train: Mapping[str, Array]
@@ -60,6 +62,8 @@ class Arrays:
     classes: int = 0
     vocabulary: int = 0
     found_in: Mapping[str, str] = field(default_factory=dict)
+    feature_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Arrays:
@@ -85,7 +89,7 @@ class Arrays:
 
     def dataset(self, name: str, **others: Any) -> Dataset:
         """Data set of these arrays; ``others``, keywords of `Dataset.of`, take precedence."""
-        own = ("mean", "std", "classes", "vocabulary", "found_in")
+        own = (*STATISTICS, *DECLARED, "found_in", "feature_names", "class_names")
         settings = {key: getattr(self, key) for key in own}
         return Dataset.of(name, self.train, self.test, **{**settings, **others})
 
@@ -172,7 +176,7 @@ def _used(path: Path, names: Iterable[str]) -> list[str]:
     missing = [key for key in KEYS if key not in distinct]
     if missing:
         raise FedsimError(
-            f"{path} lacks {', '.join(missing)} and holds {_shortened(distinct)}; it must hold "
+            f"{path} lacks {', '.join(missing)} and holds {shortened(distinct)}; it must hold "
             f"{_wanted()}."
         )
     single = (*STATISTICS, *DECLARED)
@@ -236,8 +240,3 @@ def cause(error: Exception) -> str:
 
 def _wanted() -> str:
     return f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
-
-
-def _shortened(names: list[str]) -> str:
-    shown = ", ".join(names[:10])
-    return f"{shown[:300]}, ..." if len(names) > 10 or len(shown) > 300 else shown or "none"

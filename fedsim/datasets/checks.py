@@ -344,3 +344,9 @@ def statistics(
             f"{1 / TINY:g} at most, and std at least {TINY:g}."
         )
     return tuple(given[0].tolist()), tuple(given[1].tolist())
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names for within a sentence, not all of many."""
+    shown = ", ".join(names[:10])
+    return f"{shown[:300]}, ..." if len(names) > 10 or len(shown) > 300 else shown or "none"

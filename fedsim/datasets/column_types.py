@@ -56,6 +56,10 @@ class NumberType:
         """The numbers as one feature, ``[N, 1]``."""
         return numbers[:, None]
 
+    def feature_names(self, column: str) -> list[str]:
+        """What each feature is: one of another range is another."""
+        return [column if self.free else f"{column} in {self.low:g}:{self.high:g}"]
+
 
 @dataclass(frozen=True)
 class CategoryType:
@@ -87,6 +91,10 @@ class CategoryType:
         """One-hot rows ``[N, width]``; all zero for an unknown category."""
         one_hot: npt.NDArray[Any] = codes[:, None] == np.arange(self.width)
         return one_hot
+
+    def feature_names(self, column: str) -> list[str]:
+        """What each feature is."""
+        return [f"{column}={value}" for value in self.values]
 
 
 def declared_types(

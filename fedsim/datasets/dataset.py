@@ -16,6 +16,7 @@ from fedsim.datasets.checks import (
     Size,
     checked_split,
     found_size,
+    shortened,
     statistics,
     with_unusable,
 )
@@ -115,6 +116,9 @@ class Dataset:
         Properties that were found in the data instead of being declared, and the split they were
         found in: ``classes`` and ``vocabulary`` ("train" only if the training examples have more
         of them than the test examples), and ``types`` and ``mean`` of tables.
+    feature_names, class_names : tuple of str
+        Of a table: names of its features ("age", "sex=f"), and the target's categories in their
+        order. Empty for other data.
     """
 
     name: str
@@ -126,6 +130,8 @@ class Dataset:
     std: tuple[float, ...] | None = None
     source: str = ""
     found_in: Mapping[str, str] = field(default_factory=dict)
+    feature_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -137,6 +143,36 @@ class Dataset:
                     f"{self.name} has {name} of shape {list(train.shape)} for training and "
                     f"{list(test.shape)} for testing; only the number of examples may differ."
                 )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the classes are called: their numbers, where they have no names."""
+        names = self.class_names
+        return (*names, *map(str, range(len(names), self.num_classes)))
+
+    def misfit(self, own: Dataset) -> tuple[str, str] | None:
+        """What of it a model trained on another data set does not take, and what that takes."""
+        named = (
+            ("features", self.feature_names, own.feature_names),
+            ("classes", self.class_names, own.class_names),
+        )
+        for noun, theirs, known in named:
+            if theirs and known and theirs != known:  # as many categories may be other ones
+                hint = "data.types declares what columns hold"
+                return f"the {noun} {shortened(theirs)}", f"knows {shortened(known)} ({hint})"
+        x, y, own_x, own_y = self.train.x, self.train.y, own.train.x, own.train.y
+        if self.input_shape != own.input_shape:
+            return f"examples of shape {self.input_shape}", f"takes {own.input_shape}"
+        if _kind(x) != _kind(own_x):
+            return f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
+        if self.num_classes > own.num_classes and own.num_classes:
+            return f"{self.num_classes} classes", f"knows {own.num_classes}"
+        if y.shape[1:] != own_y.shape[1:] or _kind(y) != _kind(own_y):
+            return (
+                f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}",
+                f"was trained for {('N', *own_y.shape[1:])} of dtype {_dtype(own_y)}",
+            )
+        return None
 
     def check_sizes(self) -> None:
         """Refuse labels or tokens outside ``num_classes`` and ``vocabulary``.
@@ -226,6 +262,8 @@ class Dataset:
         source: str = "",
         protected: bool = False,
         found_in: Mapping[str, str] | None = None,
+        feature_names: Sequence[str] = (),
+        class_names: Sequence[str] = (),
     ) -> Dataset:
         """Build a data set from plain arrays, after checking them; copied only to convert.
 
@@ -253,6 +291,8 @@ class Dataset:
             tokens are out of range; see `load`.
         found_in : mapping of str to str
             Other properties found in the examples; see `Dataset`.
+        feature_names, class_names : sequence of str
+            See `Dataset`.
 
         Raises
         ------
@@ -288,7 +328,20 @@ class Dataset:
             *statistics(mean, std, first["x"], where),
             source=source,
             found_in=_found_in(found_in or {}, sizes),
+            feature_names=tuple(feature_names),
+            class_names=tuple(class_names),
         )
+
+
+def _kind(values: Tensor) -> str:
+    """What numbers are taken for: tokens, classes and images may be of several dtypes."""
+    if values.is_floating_point():
+        return "floating"
+    return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _found_in(others: Mapping[str, str], sizes: Mapping[str, Size]) -> dict[str, str]:

@@ -147,6 +147,10 @@ def arrays_of_tables(
         std,
         classes=len(names),
         found_in=found_in,
+        feature_names=tuple(
+            one for name in roles.inputs for one in kinds[name].feature_names(name)
+        ),
+        class_names=names,
     )
 
 

@@ -165,7 +165,8 @@ def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
     )
     mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
     split = Split(x, y)
-    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
+    names = {key: tuple(about.get(key, ())) for key in ("feature_names", "class_names")}
+    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std, **names)
 
 
 def load_dataset(config: RunConfig) -> Dataset:

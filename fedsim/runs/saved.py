@@ -183,7 +183,7 @@ class SavedRun:
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs; empty for other targets."""
-        return tuple(str(number) for number in range(self._dataset.num_classes))
+        return self._dataset.labels
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -337,19 +337,8 @@ class SavedRun:
         """Another data set; refused if the model cannot take its examples."""
         own = self._dataset
         dataset = self._named(data) if isinstance(data, str) else dataset_of(data)
-        x, y, own_x, own_y = dataset.train.x, dataset.train.y, own.train.x, own.train.y
-        found = takes = ""
-        if dataset.input_shape != own.input_shape:
-            found = f"examples of shape {dataset.input_shape}"
-            takes = f"takes {own.input_shape}"
-        elif _kind(x) != _kind(own_x):
-            found, takes = f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
-        elif dataset.num_classes > own.num_classes and own.num_classes:
-            found, takes = f"{dataset.num_classes} classes", f"knows {own.num_classes}"
-        elif y.shape[1:] != own_y.shape[1:] or _kind(y) != _kind(own_y):
-            found = f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}"
-            takes = f"was trained for {('N', *own_y.shape[1:])} of dtype {_dtype(own_y)}"
-        if found:
+        if misfit := dataset.misfit(own):
+            found, takes = misfit
             name = data if isinstance(data, str) else dataset.name
             raise FedsimError(f"{name} has {found}; this model {takes}.")
         return dataset
@@ -362,6 +351,8 @@ class SavedRun:
         if kind_of(data) == "files":  # such a file need not contain every class and token
             settings["data.classes"] = own.num_classes
             settings["data.vocabulary"] = own.vocabulary
+        if own.feature_names:  # a table, which is then normalised as this model was trained
+            settings["data.normalize"] = self.config.data.normalize
         return load_dataset(self.config.replace(**settings))
 
     @cached_property
@@ -386,14 +377,3 @@ class SavedRun:
             )
         refuse_other_files(self.directory.path, self.config, ("data.name",))
         return resolve_data(self._config).dataset
-
-
-def _kind(values: Tensor) -> str:
-    """What values stand for: "floating", "image" or "integer" (classes, tokens; any int dtype)."""
-    if values.is_floating_point():
-        return "floating"
-    return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"
-
-
-def _dtype(values: Tensor) -> str:
-    return str(values.dtype).removeprefix("torch.")

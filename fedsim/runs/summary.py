@@ -7,7 +7,7 @@ import logging
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -191,18 +191,19 @@ def measured(
     """The part of a summary that follows from a run's config and its final parameters."""
     config = resolved.config
     summary: dict[str, Any] = {"format": SUMMARY_FORMAT}
+    labels = resolved.data.dataset.labels
     if config.engine.name != "deployment":  # there the nodes have the data
         summary["data"] = _shape(resolved.data.dataset)
     summary["notes"] = list(resolved.notes)
     summary["objects"] = resolved.overrides.names
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
-        summary["test"] = _test(evaluation.trainers["test"], arrays)
+        summary["test"] = _test(evaluation.trainers["test"], arrays, labels)
         summary["test-of-clients"] = "test" in resolved.data.of_clients or any(
             len(indices) for indices in resolved.data.test_parts or ()
         )
     if config.evaluate.unprotected or not config.protects:
-        summary["partition"] = _partition(resolved)
+        summary["partition"] = _partition(resolved, labels)
     return summary
 
 
@@ -218,6 +219,8 @@ def _shape(dataset: Dataset) -> dict[str, Any]:
         "vocabulary": dataset.vocabulary,
         "mean": dataset.mean,
         "std": dataset.std,
+        "feature_names": dataset.feature_names,
+        "class_names": dataset.class_names,
     }
 
 
@@ -228,7 +231,9 @@ def _peak_memory() -> int:
 
 
 @torch.no_grad()
-def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
+def _test(
+    trainer: Trainer, arrays: Mapping[str, Tensor], names: Sequence[str]
+) -> dict[str, Any] | None:
     """Predictions on test examples against the truth; None if they do not fit a picture."""
     count = len(trainer.data.y)
     if not count:
@@ -255,9 +260,9 @@ def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | No
         real = ~np.isnan(truths)  # NaN marks a missing target
         predictions, truths = predictions[real], truths[real]
         if len(truths) and np.isin(truths, (0.0, 1.0)).all():  # binary labels; outputs are logits
-            return _confusion((predictions > 0).astype(np.int64), truths.astype(np.int64))
+            return _confusion((predictions > 0).astype(np.int64), truths.astype(np.int64), names)
         return _binned(predictions.astype(np.float64), truths.astype(np.float64))
-    return _confusion(predictions, truths)
+    return _confusion(predictions, truths, names)
 
 
 def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
@@ -265,7 +270,7 @@ def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _confusion(
-    predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64]
+    predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64], names: Sequence[str]
 ) -> dict[str, Any] | None:
     counted = truths >= 0  # positions of a sequence without a target have a negative class
     predictions, truths = predictions[counted], truths[counted]
@@ -275,7 +280,16 @@ def _confusion(
     if classes > MOST_CLASSES:
         return None
     cells = np.bincount(truths * classes + predictions, minlength=classes * classes)
-    return {"kind": "classes", "counts": cells.reshape(classes, classes).tolist()}
+    return {
+        "kind": "classes",
+        "counts": cells.reshape(classes, classes).tolist(),
+        "labels": _labels(names, classes),
+    }
+
+
+def _labels(names: Sequence[str], classes: int) -> list[str]:
+    """Of the first classes, which may be 0 and 1 of targets that are numbers."""
+    return [*names[:classes], *map(str, range(len(names), classes))]
 
 
 def _binned(
@@ -299,7 +313,7 @@ def _binned(
     }
 
 
-def _partition(resolved: Resolved) -> dict[str, Any]:
+def _partition(resolved: Resolved, names: Sequence[str]) -> dict[str, Any]:
     """Distribution of clients' numbers of examples and of classes."""
     data = resolved.trainer.data
     sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
@@ -311,7 +325,8 @@ def _partition(resolved: Resolved) -> dict[str, Any]:
     }
     y = data.y
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
-        dealt |= _classes(class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1))
+        counts = class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1)
+        dealt |= _classes(counts, _labels(names, counts.shape[1]))
     return dealt
 
 
@@ -325,14 +340,14 @@ def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
     return {"labels": labels, "counts": counts.tolist()}
 
 
-def _classes(counts: npt.NDArray[np.int64]) -> dict[str, Any]:
+def _classes(counts: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
     """Clients' numbers of classes, and their shares of each class, from ``counts [n, K]``."""
     found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
     if counts.shape[1] <= _BINS:
         shares, order = class_shares(counts), by_largest_class(counts)
         columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
         found["mixes"] = {
-            "labels": [str(k) for k in range(counts.shape[1])],
+            "labels": names,
             "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],
             "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
         }

@@ -453,3 +453,30 @@ def test_a_result_prints_in_three_lines_and_as_a_table(tmp_path: Path) -> None:
     assert "&lt;run&gt;" in table
     assert "<run>" not in table
     assert "privacy none" in repr(fedsim.run(RunConfig().replace(**SMALL)))
+
+
+def test_a_tables_categories_name_the_classes_and_another_tables_are_held_against_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def table(name: str, sexes: str, outcomes: tuple[str, str]) -> str:
+        rows = [f"{20 + i},{sexes[i % 2]},{outcomes[i // 2 % 2]}\n" for i in range(60)]
+        (tmp_path / name).write_text("age,sex,state\n" + "".join(rows))
+        return str(tmp_path / name)
+
+    settings = {"data.columns": "y=state", "data.normalize": True, "data.name": ""}
+    settings["data.name"] = table("own.csv", "fm", ("well", "ill"))
+    fedsim.run(RunConfig().replace(**SMALL, **settings), out=tmp_path / "run")
+    saved = fedsim.load(tmp_path / "run")
+    assert saved.labels == ("ill", "well")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"<th[^>]*>ill</th>\s*<th[^>]*>well</th>", page)
+    caplog.clear()
+    assert saved.evaluate(table("same.csv", "mf", ("ill", "well"))).keys() == {"loss", "accuracy"}
+    assert not caplog.text  # of numbers that are not normalised, which they are
+    # As many categories, but other ones: the model would take a man for a woman.
+    for sexes, outcomes, words in (
+        ("mx", ("well", "ill"), "features age, sex=m, sex=x; this model knows age, sex=f, sex=m"),
+        ("fm", ("dead", "ill"), "classes dead, ill; this model knows ill, well"),
+    ):
+        with pytest.raises(FedsimError, match=words):
+            saved.evaluate(table("other.csv", sexes, outcomes))
