@@ -70,7 +70,8 @@ class Progress(Callback, Closed):
     def on_round(self, status: RunStatus) -> None:
         """Show the round that has just finished."""
         row = status.row
-        self._shown |= row
+        # A line that stays says nothing that an earlier round measured.
+        self._shown = self._shown | row if self._console.is_terminal else dict(row)
         text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._values())
         if row.get("failed"):
             # Failures come first, so that a narrow terminal does not cut them off.
@@ -105,7 +106,9 @@ class Progress(Callback, Closed):
     def _metric(self, metric: tuple[str, str]) -> tuple[str, str]:
         column, name = metric
         value = self._shown[column]
-        return escape(name), f"{value:.1%}" if is_share(column, [value]) else f"{value:.3f}"
+        if is_share(column, [value]):
+            return escape(name), f"{value:.1%}"
+        return escape(name), f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.3f}"
 
 
 class JsonRounds(Callback):

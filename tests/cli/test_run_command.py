@@ -233,3 +233,18 @@ def test_a_narrow_terminal_shows_epsilon_whole():
     with progress:
         progress.on_round(SimpleNamespace(row={**row, "simulated": 1, "clients-per-second": 910}))
     assert "eps 2.31 (simulated)" in shown.getvalue()
+
+
+def test_a_line_that_stays_has_the_numbers_of_its_own_round():
+    shown = io.StringIO()
+    progress = Progress(Console(file=shown, width=200), RunConfig.parse({"rounds": 10}))
+    with progress:
+        for row in (
+            {"round": 4, "test-loss": 71147100.95, "test-accuracy": 0.911},
+            {"round": 5, "clients-per-second": 910},
+        ):
+            progress.on_round(SimpleNamespace(row=row))
+    assert shown.getvalue().splitlines() == [
+        "round    4/10  accuracy 91.1%  loss 71,147,101",
+        "round    5/10  clients/s 910",
+    ]
