@@ -100,7 +100,7 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
     settings_of = [dict(settings) for settings in by_settings]
     keys = list(dict.fromkeys(key for settings in settings_of for key in settings))
     differing = [
-        key for key in keys if len({repr(settings.get(key)) for settings in settings_of}) > 1
+        key for key in keys if len({repr(settings.get(key, "")) for settings in settings_of}) > 1
     ]
     groups = [
         SeedGroup("", {key: settings[key] for key in differing if key in settings}, group)
@@ -145,6 +145,8 @@ def _label(group: SeedGroup, groups: Sequence[SeedGroup]) -> str:
 def _value(value: Scalar | None) -> str:
     if value == "" or value is None:
         return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()  # as configs write it
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -42,6 +42,20 @@ def test_runs_that_differ_in_seeds_and_places_only_stand_together(tmp_path: Path
     assert "standard deviation over seeds" in page
 
 
+def test_settings_are_shown_as_configs_write_them_and_only_those_that_differ(
+    tmp_path: Path,
+) -> None:
+    # A model of the user's own has a table of options, though an empty one.
+    runs = records(tmp_path, {"model.fix": True}, {"model.name": "mine:Net"})
+    own = {"model.fix": False, "model.name": "mine:Net"}
+    points = [dict(group.point) for group in grouped(runs)]
+    assert points[0].keys() == {*own, "model.bias"}
+    assert points[1] == own
+    page = compare_page(runs)
+    assert ">true<" in page
+    assert "True" not in page
+
+
 def test_runs_of_other_objects_stand_apart_and_are_named(tmp_path: Path) -> None:
     runs = records(
         tmp_path,
