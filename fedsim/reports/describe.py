@@ -53,6 +53,8 @@ def _trained(config: Flat, objects: Collection[str]) -> str:
     partition = None if "partition" in objects else config.get("partition.name")
     spread = _SPREADS.get(str(partition), f"distributed by {partition} among")
     named = _MODELS.get(str(model), f"The model {model}")
+    if model == "softmax" and config.get("task.loss", "cross-entropy") != "cross-entropy":
+        named = "A linear model"
     if "model" in objects:
         named = "A model given in Python (model=)"
     if "data" in objects:

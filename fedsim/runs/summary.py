@@ -29,6 +29,7 @@ from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import Ended, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
+from fedsim.runs.metrics import brief
 from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
@@ -304,7 +305,7 @@ def _binned(
     shown = np.clip(predictions[real], edges[0], edges[-1])
     counts, _, _ = np.histogram2d(shown, truths[real], bins=[edges, edges])
     shares = counts / np.maximum(counts.sum(0, keepdims=True), 1)
-    middles = [f"{middle:.3g}" for middle in (edges[:-1] + edges[1:]) / 2]
+    middles = [brief(middle) for middle in ((edges[:-1] + edges[1:]) / 2).tolist()]
     return {
         "kind": "numbers",
         "true": middles,

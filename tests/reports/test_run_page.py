@@ -9,6 +9,7 @@ import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from left_runs import left_run
 
@@ -374,3 +375,17 @@ def test_what_is_drawn_is_told_in_words_and_in_a_table() -> None:
 def test_a_page_tells_of_files_whose_names_are_no_utf8(tmp_path: Path) -> None:
     write(render("page.html", title="runs/r\udcfcn"), tmp_path / "page.html")
     assert "runs/r?n" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_regression_speaks_of_one_and_writes_amounts_out(tmp_path: Path) -> None:
+    x = np.linspace(0, 1, 40, dtype=np.float32)[:, None]
+    y = 3_000 + 10_000 * x[:, 0]
+    data = ((x[::2], y[::2]), (x[1::2], y[1::2]))
+    settings = {"task.loss": "squared-error", "task.metrics": "rmse", "partition.clients": 4}
+    fedsim.run(RunConfig().replace(rounds=1, **settings), data=data, out=tmp_path / "run")
+    page = page_of(tmp_path / "run")
+    assert "A linear model, trained for 1 round" in page
+    test = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
+    assert all(float(middle.replace(",", "")) >= 3_000 for middle in test["true"])
+    assert not any("e+" in middle for middle in test["true"])
+    assert re.search(r'<strong class="long">[\d,]{9,}</strong><span>test loss', page)
