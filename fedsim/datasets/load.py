@@ -264,8 +264,13 @@ def array_of(name: str, value: Any) -> npt.NDArray[Any]:
     Raises
     ------
     FedsimError
-        If NumPy cannot convert it, for example lists of different lengths.
+        If NumPy cannot convert it, for example lists of different lengths, or if values are masked.
     """
+    if np.ma.is_masked(value):
+        raise FedsimError(
+            f"{name} is a masked array, of which values are masked; fill them in, or leave those "
+            "examples out."
+        )
     try:
         if isinstance(value, torch.Tensor):
             return value.detach().cpu().numpy()

@@ -10,6 +10,7 @@ import torch
 
 import fedsim
 from fedsim import datasets
+from fedsim.datasets import dataset_of
 from fedsim.errors import FedsimError
 
 PEOPLE = """age,sex,hours,hospital,income
@@ -403,3 +404,11 @@ def test_blanks_after_commas_are_not_part_of_a_value(people, tmp_path):
     ours = datasets.load(str(tmp_path / "blanks.csv"), columns=COLUMNS, types=TYPES)
     assert torch.equal(ours.train.x, datasets.load(people, columns=COLUMNS, types=TYPES).train.x)
     assert ours.train.columns["owner"].tolist()[1:3] == ["no, rth", "south"]
+
+
+def test_values_that_are_masked_are_not_taken_for_numbers():
+    x = np.ma.masked_greater(np.ones((4, 2)), 2)  # nothing is
+    assert dataset_of(((x, [0, 1, 0, 1]), (x, [0, 1, 0, 1]))).train.x.shape == (4, 2)
+    hidden = np.ma.masked_greater(x, 0)
+    with pytest.raises(FedsimError, match="x of data= is a masked array"):
+        dataset_of(((hidden, [0, 1, 0, 1]), (x, [0, 1, 0, 1])))
