@@ -288,13 +288,13 @@ class EarlyStopping(Callback):
     def on_round(self, status: RunStatus) -> str | None:
         """Judge the round; return a sentence if the run should stop."""
         metrics = status.metrics
-        if self._measure.name not in metrics:
-            return None
         if self._measure.improves(metrics, self._best):
             self._best, self._round = float(metrics[self._measure.name]), status.round
         return self._verdict(status)
 
     def _verdict(self, status: RunStatus) -> str | None:
+        if self._measure.name not in status.metrics:  # also of the round that a run resumes from
+            return None
         if self._best is None or status.round - self._round < self._patience:
             return None
         return (

@@ -274,3 +274,26 @@ def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
     monkeypatch.undo()
     resumed = fedsim.run(config.replace(rounds=5), out=out, resume=True)
     assert (resumed.ended, resumed.metrics[-1]["round"]) == ("finished", 5)
+
+
+def test_early_stopping_judges_no_round_without_its_metric_on_resume(tmp_path: Path) -> None:
+    # A round that measures nothing, three after the best so far, ended a resumed run at once.
+    class Interrupts(fedsim.Callback):
+        def on_round(self, status: fedsim.RunStatus) -> None:
+            if status.round == 8:
+                raise KeyboardInterrupt
+
+    config = RunConfig().replace(
+        **{"rounds": 9, "partition.clients": 5, "client.lr": 0.3, "checkpoint.every": 7},
+        **{"data.validation": 0.1, "evaluate.every": 4, "stop.metric": "validation-loss"},
+        **{"stop.patience": 3},
+    )
+    whole = fedsim.run(config)
+    cut = fedsim.run(config, out=tmp_path / "run", callbacks=[Interrupts()])
+    assert cut.ended == "interrupted"
+    resumed = fedsim.run(config, out=tmp_path / "run", resume=True)
+    assert (
+        (len(whole.metrics), whole.ended)
+        == (len(resumed.metrics), resumed.ended)
+        == (10, "finished")
+    )
