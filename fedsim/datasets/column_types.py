@@ -58,7 +58,8 @@ class NumberType:
 
     def feature_names(self, column: str) -> list[str]:
         """What each feature is: one of another range is another."""
-        return [column if self.free else f"{column} in {self.low:g}:{self.high:g}"]
+        scale = "" if self.free else f" scaled from {self.low:.15g}:{self.high:.15g}"
+        return [column + scale]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ sums (`fedsim.models.statistics`). So bounds, noise, ledger and budget work as i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -90,14 +91,17 @@ class StatisticsPlan:
     model : Statistics
     targets : Moments or None
         Sums of numeric targets; None without them.
-    columns, outputs : int
-        Number of inputs with sums of their own; number of classes, or of numbers in a target.
+    inputs, classes : sequence of str
+        Names of the inputs with sums of their own, and of the classes.
+    outputs : int
+        Number of numbers in a target.
     """
 
     config: RunConfig
     model: Statistics
     targets: Moments | None
-    columns: int
+    inputs: Sequence[str]
+    classes: Sequence[str]
     outputs: int
 
     @classmethod
@@ -122,7 +126,10 @@ class StatisticsPlan:
         # A row has this number of parts of norm 1 at most, so a norm of at most its square root.
         parts = classes + moments * sum(one.parts for one in model.moments.ranges)
         of_sums = _config(config, request, model, targets, math.sqrt(max(parts, 1)))
-        return cls(of_sums, model, targets, columns, outputs)
+        inputs = _numbered("input", columns, model.inputs == "together")
+        if model.inputs == "each" and dataset.feature_names:
+            inputs = list(dataset.feature_names)
+        return cls(of_sums, model, targets, inputs, dataset.labels if classes else (), outputs)
 
     def result_of(self, run: RunResult) -> StatisticsResult:
         """Compute the statistics from the run's release."""
@@ -139,13 +146,13 @@ class StatisticsPlan:
         norm = bound.cover(layout)[0].bound.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator
         reader = _Reader(sums, split["sum"] * float(norm))
-        for name in _numbered("input", self.columns, self.model.inputs == "together"):
+        for name in self.inputs:
             reader.take_moments(replace(self.model.moments, name=name))
         for name in _numbered("target", self.outputs, self.outputs == 1) if self.targets else ():
             assert self.targets is not None
             reader.take_moments(replace(self.targets, name=name))
-        if self.model.targets == "classes":
-            reader.take_classes(self.outputs)
+        if self.classes:
+            reader.take_classes(self.classes)
         if bound.sides:
             (side,) = bound.sides
             error = split[side.name] * side.scalar.half / plan.denominator
@@ -315,11 +322,12 @@ class _Reader:
                 estimate = value.quantile(first, share)
                 self.estimates.append(Estimate(f"{moments.name}: {name}", estimate, math.nan))
 
-    def take_classes(self, classes: int) -> None:
+    def take_classes(self, names: Sequence[str]) -> None:
         """Read the share of each class."""
+        classes = len(names)
         sums = self._next(classes)
         count = max(float(sums.sum()), 1.0)
-        for k, number in enumerate(sums.tolist()):
+        for name, number in zip(names, sums.tolist(), strict=True):
             share = min(max(number / count, 0.0), 1.0)
             error = self._noise * math.hypot(1 - share, share * math.sqrt(classes - 1)) / count
-            self.estimates.append(Estimate(f"class {k}: share", share, error))
+            self.estimates.append(Estimate(f"class {name}: share", share, error))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fedsim import RunConfig
 from fedsim.cli.app import app
-from fedsim.datasets import dataset_of
+from fedsim.datasets import dataset_of, from_table
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.bounded_values import BINS, Moments, joint_norm
 from fedsim.models.statistics import Statistics
@@ -202,3 +202,15 @@ def test_a_range_of_the_command_has_two_ends(text: str, tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["stats", str(tmp_path / "c.toml"), f"--inputs={text}"])
     assert isinstance(made.exception, FedsimError)
     assert "it must be LOW,HIGH" in str(made.exception)
+
+
+def test_statistics_of_a_table_have_the_names_of_its_columns_and_categories() -> None:
+    ages, sexes = (20 + np.arange(100) % 60).tolist(), ["f", "f", "m", "m", "f"] * 20
+    people = {"age": ages, "sex": sexes, "state": ["well", "ill", "ill", "ill", "ill"] * 20}
+    data = from_table(people, columns="y=state", types="age=0:100,sex=f|m,state=ill|well")
+    query = StatisticsRequest(multiplier=EXACT, inputs=(0.0, 1.0))
+    found = values(found_of(query, data, **{"partition.clients": 20}))
+    train = data.train.x.numpy()
+    for name, column in (("age scaled from 0:100", 0), ("sex=f", 1), ("sex=m", 2)):
+        assert found[f"{name}: mean"] == pytest.approx(train[:, column].mean(), abs=0.01)
+    assert found["class well: share"] == pytest.approx(0.25, abs=0.01)
