@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -121,6 +122,14 @@ def test_nodes_that_leave_a_private_run_later_on_do_not_end_it():
     plain = strategy(min_available_nodes=40, availability=at_once, noise_multiplier=0.0)
     with pytest.raises(FedsimError, match="1 of the 40 clients"):
         plain.start(grid, initial, 1)
+
+
+def test_nobody_waits_for_nodes_that_a_grid_of_one_process_will_never_have():
+    waiting = strategy(min_available_nodes=41)
+    began = time.monotonic()
+    with pytest.raises(FedsimError, match=r"has 40 nodes.*min_available_nodes = 41.*at most 40"):
+        waiting.start(LocalGrid(nan_trainer(2)), array_record({"w": torch.ones(2)}), 1)
+    assert time.monotonic() - began < 60  # of the 180 that others' nodes have to connect
 
 
 def test_a_run_whose_clients_protect_their_examples_goes_on_too():

@@ -160,11 +160,17 @@ class ClientDirectory:
         Raises
         ------
         FedsimError
-            If there are fewer clients at the timeout.
+            If there are fewer clients at the timeout, or at once on a grid of one process, which no
+            other node joins.
         """
         deadline = time.monotonic() + self.timeout
         self._looked = True
         while len(present := self.look(grid)) < clients:
+            if isinstance(present, ConsecutiveNodes):
+                raise FedsimError(
+                    f"the grid has {len(present)} nodes, and min_available_nodes = {clients} waits "
+                    f"for more, which it will never have; it must be at most {len(present)}."
+                )
             if time.monotonic() >= deadline:
                 connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
