@@ -71,7 +71,7 @@ class Progress(Callback, Closed):
         """Show the round that has just finished."""
         row = status.row
         # A line that stays says nothing that an earlier round measured.
-        self._shown = self._shown | row if self._console.is_terminal else dict(row)
+        self._shown = {**(self._shown if self._console.is_terminal else {}), **row}
         text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._values())
         if row.get("failed"):
             # Failures come first, so that a narrow terminal does not cut them off.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -165,8 +165,9 @@ def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
     )
     mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
     split = Split(x, y)
-    names = {key: tuple(about.get(key, ())) for key in ("feature_names", "class_names")}
-    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std, **names)
+    features, classes = (tuple(about.get(f"{one}_names", ())) for one in ("feature", "class"))
+    declared = Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
+    return replace(declared, feature_names=features, class_names=classes)
 
 
 def load_dataset(config: RunConfig) -> Dataset:
