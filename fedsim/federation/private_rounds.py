@@ -282,9 +282,7 @@ class PrivateRounds(ResumableStrategy):
         if layout == self._layout:
             return layout
         if self._layout is not None:
-            raise FedsimError(
-                "the model's parameters changed their names or shapes during the run."
-            )
+            raise FedsimError("the model's parameters changed names or shapes during the run.")
         if self.private:
             refuse_running_statistics(server)
         parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]

@@ -340,9 +340,7 @@ class NoiseSource:
         if not (age or number):
             return self
         if self.elsewhere is None:
-            raise FedsimError(
-                "noise that is correlated over rounds needs the draws of other rounds."
-            )
+            raise FedsimError("noise correlated over rounds needs the draws of other rounds.")
         generator = self.elsewhere(age, number)
         return NoiseSource(generator, self.hardened, self.round - age, self.elsewhere)
 

@@ -50,7 +50,7 @@ def test_an_insecure_federation_is_said_to_be_one(tmp_path):
 
 def test_init_refuses_a_directory_that_has_one(tmp_path):
     invoke("init", tmp_path / "fed")
-    with pytest.raises(FedsimError, match="already holds"):
+    with pytest.raises(FedsimError, match="already contains"):
         invoke("init", tmp_path / "fed")
 
 

@@ -184,7 +184,11 @@ def test_the_command_leaves_a_ledger_a_table_and_a_picture(tmp_path: Path) -> No
     ("query", "data", "words"),
     [
         (StatisticsRequest(inputs=(0, 1)), NUMBERS, "--epsilon or --multiplier, which set"),
-        (StatisticsRequest(multiplier=1, target_epsilon=1, inputs=(0, 1)), NUMBERS, "one of them"),
+        (
+            StatisticsRequest(multiplier=1, target_epsilon=1, inputs=(0, 1)),
+            NUMBERS,
+            "either --epsilon or --multiplier",
+        ),
         (StatisticsRequest(multiplier=1), NUMBERS, "no statistic is requested"),
         (StatisticsRequest(target_epsilon=0.0), CLASSES, "--epsilon = 0.0; it must be from 1e-6"),
         (StatisticsRequest(multiplier=-1.0), CLASSES, "--multiplier = -1.0; it must be 0.0, or"),
