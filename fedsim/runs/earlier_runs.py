@@ -82,7 +82,7 @@ def resumed_config(
             "the run in %s had finished all %s rounds: none is left to make; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
-    ended = stopping(began, ended=how_ended(directory))
+    ended = stopping(began, end_state=how_ended(directory))
     _refuse_other_plan(began, resumed, state, ended, directory.path)
     if ended != FIXED:
         _refuse_lowered(began, wanted, directory.path)

@@ -124,7 +124,7 @@ def charge_planned(run: Path, *, server: bool = True) -> None:
     directory = RunDirectory(run)
     config = read_config(directory.config) if directory.config.is_file() else {}
     ended = how_ended(directory)
-    if not directory.ledger.is_file() or stopping(config, ended=ended) == FIXED:
+    if not directory.ledger.is_file() or stopping(config, end_state=ended) == FIXED:
         return
     place = clients_ledgers(run, config)
     clients = None if place is None else ClientLedgers(place, delta=delta_of(config, "client"))
