@@ -212,10 +212,7 @@ def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
         if name != properties[selector]["default"]:
             condition["required"] = [selector]
         added = {setting.key: _property(setting) for setting in table.own_settings(name)}
-        consequence = {
-            "properties": {**properties, **added},
-            "additionalProperties": False,
-        }
+        consequence = {"properties": {**properties, **added}, "additionalProperties": False}
         branches.append({"if": condition, "then": consequence})
     return {**described, "properties": properties, "allOf": branches}
 

@@ -275,13 +275,13 @@ class SavedRun:
                 "run's data set: fedsim.datasets.from_table(...).test.x has them so."
             )
         array = array_of("examples", x)
-        wanted = self.input_shape
-        if array.ndim > 1 and len(array) and array.shape[1:] != wanted:
+        shape = self.input_shape
+        if array.ndim > 1 and len(array) and array.shape[1:] != shape:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
             array = Dataset.of("x", split, split).test.x.numpy()
-        if not array.ndim or array.shape[1:] != wanted:
+        if not array.ndim or array.shape[1:] != shape:
             raise FedsimError(
-                f"examples have shape {array.shape}; this model takes {('N', *wanted)}, of one "
+                f"examples have shape {array.shape}; this model takes {('N', *shape)}, of one "
                 "example x[None]."
             )
         return numbers_of(array, self.input_dtype)
@@ -302,7 +302,9 @@ class SavedRun:
             set was a Python object.
         """
         self._require_whole()
-        dataset = self._own() if isinstance(data, str) and not data else self._other(data)
+        dataset = (
+            self._own_dataset() if isinstance(data, str) and not data else self._other_dataset(data)
+        )
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         local = LocalTraining(self._config, self.trained, [], device_of(self._config))
@@ -310,7 +312,7 @@ class SavedRun:
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
-    def _own(self) -> Dataset:
+    def _own_dataset(self) -> Dataset:
         """The run's data set; refused if metrics of its test examples may not be shown."""
         config, path = self.config, str(self.directory.path)
         of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
@@ -333,35 +335,35 @@ class SavedRun:
             )
         return data.dataset
 
-    def _other(self, data: object) -> Dataset:
+    def _other_dataset(self, data: object) -> Dataset:
         """Another data set; refused if the model cannot take its examples."""
         own = self._dataset
-        dataset = self._named(data) if isinstance(data, str) else dataset_of(data)
+        dataset = self._named_dataset(data) if isinstance(data, str) else dataset_of(data)
         x, y, own_x, own_y = dataset.train.x, dataset.train.y, own.train.x, own.train.y
-        found = takes = ""
+        mismatch = takes = ""
         if dataset.input_shape != own.input_shape:
-            found = f"examples of shape {dataset.input_shape}"
+            mismatch = f"examples of shape {dataset.input_shape}"
             takes = f"takes {own.input_shape}"
         elif _kind(x) != _kind(own_x):
-            found, takes = f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
+            mismatch, takes = f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
         elif dataset.num_classes > own.num_classes and own.num_classes:
-            found, takes = f"{dataset.num_classes} classes", f"knows {own.num_classes}"
+            mismatch, takes = f"{dataset.num_classes} classes", f"knows {own.num_classes}"
         elif y.shape[1:] != own_y.shape[1:] or _kind(y) != _kind(own_y):
-            found = f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}"
+            mismatch = f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}"
             takes = f"was trained for {('N', *own_y.shape[1:])} of dtype {_dtype(own_y)}"
-        if found:
+        if mismatch:
             name = data if isinstance(data, str) else dataset.name
-            raise FedsimError(f"{name} has {found}; this model {takes}.")
+            raise FedsimError(f"{name} has {mismatch}; this model {takes}.")
         return dataset
 
-    def _named(self, data: str) -> Dataset:
-        own = self._dataset
+    def _named_dataset(self, data: str) -> Dataset:
+        own_dataset = self._dataset
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
         if kind_of(data) == "files":  # such a file need not contain every class and token
-            settings["data.classes"] = own.num_classes
-            settings["data.vocabulary"] = own.vocabulary
+            settings["data.classes"] = own_dataset.num_classes
+            settings["data.vocabulary"] = own_dataset.vocabulary
         return load_dataset(self.config.replace(**settings))
 
     @cached_property
