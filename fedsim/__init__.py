@@ -24,11 +24,11 @@ if sys.platform == "win32":
         raise SystemExit(2)
     raise ImportError(_WHERE_IT_RUNS)
 
-_HERE = os.path.dirname(os.path.dirname(__file__))
-if any(re.match(r"fedsim-.*\.(dist|egg)-info$", name) for name in os.listdir(_HERE)):
+_PARENT = os.path.dirname(os.path.dirname(__file__))
+if any(re.match(r"fedsim-.*\.(dist|egg)-info$", name) for name in os.listdir(_PARENT)):
     # On PyPI the name `fedsim` belongs to another project; this one is `fedsim-dp`.
     raise ImportError(
-        f"another package called fedsim is installed in {_HERE}, and its files are mixed with "
+        f"another package called fedsim is installed in {_PARENT}, and its files are mixed with "
         "fedsim-dp's: `pip uninstall fedsim fedsim-dp`, and then install fedsim-dp again."
     )
 

@@ -82,17 +82,17 @@ class AllowedCode:
         if not self.allows(module):
             raise FedsimError(f"{key} is '{name}'; {self.refusal(module)}.")
 
-    def require_home(self, key: str, name: str, thing: Any) -> None:
+    def require_home(self, key: str, name: str, value: Any) -> None:
         """Refuse an object that an allowed module only re-exports from one that is not allowed.
 
         Raises
         ------
         FedsimError
         """
-        home = home_of(thing)
+        home = home_of(value)
         if home is None:
             raise FedsimError(
-                f"{key} is '{name}', a {type(thing).__name__} whose module is unknown; it must be "
+                f"{key} is '{name}', a {type(value).__name__} whose module is unknown; it must be "
                 "a function or class of your own."
             )
         if not self.allows(home):
@@ -114,21 +114,21 @@ class AllowedCode:
             allowed = f"only {list(self.modules)}" if self.modules else "no code of its own"
             return (
                 f"here a run may name {allowed}, and modules = "
-                f"{_written((*self.modules, module))} in {self.file} would allow it"
+                f"{_as_toml((*self.modules, module))} in {self.file} would allow it"
             )
         return (
             f"'{module}' is not under {os.getcwd()}: if you trust that code, add code = "
-            f"{_written((*_listed(), module))} to [tool.fedsim] of {_PROJECT} there, or give "
+            f"{_as_toml((*_listed(), module))} to [tool.fedsim] of {_PROJECT} there, or give "
             f"--allow-code {module} (allow_code= of RunConfig.load)"
         )
 
 
-_now = AllowedCode(of_user=True)
+_current = AllowedCode(of_user=True)
 
 
-def now() -> AllowedCode:
+def current() -> AllowedCode:
     """The allow-list in force in this process."""
-    return _now
+    return _current
 
 
 def allow(modules: Iterable[str]) -> None:
@@ -139,7 +139,7 @@ def allow(modules: Iterable[str]) -> None:
     FedsimError
         If one is not the name of a module, or can never be allowed.
     """
-    global _now
+    global _current
     added = tuple(modules)
     for module in added:
         if not isinstance(module, str):
@@ -149,18 +149,18 @@ def allow(modules: Iterable[str]) -> None:
                 f"--allow-code is '{module}'; it must be the name of a module or package that is "
                 "neither fedsim's nor the standard library's."
             )
-    _now = replace(_now, modules=tuple(dict.fromkeys([*_now.modules, *added])))
+    _current = replace(_current, modules=tuple(dict.fromkeys([*_current.modules, *added])))
 
 
 @contextmanager
 def use(allowed: AllowedCode) -> Iterator[None]:
     """Replace the allow-list within this context: an app acts for someone else than its process."""
-    global _now
-    outside, _now = _now, allowed
+    global _current
+    previous, _current = _current, allowed
     try:
         yield
     finally:
-        _now = outside
+        _current = previous
 
 
 def inherited() -> AllowedCode | None:
@@ -171,11 +171,11 @@ def inherited() -> AllowedCode | None:
     return AllowedCode(tuple(filter(None, text.split(","))), of_user=True)
 
 
-def home_of(thing: Any) -> str | None:
+def home_of(value: Any) -> str | None:
     """The module in which a class, a function or an object's class is defined, if that is known."""
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    home = getattr(thing, "__module__", None)
+    while isinstance(value, functools.partial):
+        value = value.func
+    home = getattr(value, "__module__", None)
     return home if isinstance(home, str) else None
 
 
@@ -196,8 +196,8 @@ def _is_under_current_directory(module: str) -> bool:
     Links are followed. An environment's site-packages under that directory does not count.
     """
     directory = Path(os.path.realpath(os.getcwd()))
-    found = [*_specs(module)]
-    return bool(found) and all(_lies_in(spec, directory) for spec in found)
+    specs = [*_specs(module)]
+    return bool(specs) and all(_lies_in(spec, directory) for spec in specs)
 
 
 def _specs(module: str) -> Iterator[ModuleSpec]:
@@ -228,7 +228,7 @@ def _lies_in(spec: ModuleSpec, directory: Path) -> bool:
     )
 
 
-def _written(modules: Iterable[str]) -> str:
+def _as_toml(modules: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{module}"' for module in modules) + "]"
 
 

@@ -45,7 +45,7 @@ class Expected:
         return type(value) in self.types or self.test(value)
 
 
-_ANYTHING = Expected("", lambda value: True)
+_ANY_VALUE = Expected("", lambda value: True)
 
 
 def _is(*kinds: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
@@ -93,8 +93,8 @@ def expected(annotation: Any) -> Expected:
         )
     if origin in (typing.Union, UnionType):
         options = [expected(argument) for argument in arguments]
-        if _ANYTHING in options:
-            return _ANYTHING
+        if _ANY_VALUE in options:
+            return _ANY_VALUE
         return Expected(
             " or ".join(dict.fromkeys(option.words for option in options)),
             lambda value: any(option.test(value) for option in options),
@@ -103,7 +103,7 @@ def expected(annotation: Any) -> Expected:
     if origin in _TYPES:
         return _TYPES[origin]
     if not isinstance(origin, type) or origin in (Any, object):
-        return _ANYTHING
+        return _ANY_VALUE
     words = f"an object of {_public_name(origin)}"
     if not getattr(origin, "_is_protocol", False):
         return Expected(words, _is(origin))
@@ -130,8 +130,8 @@ def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:
     Each is resolved alone: another annotation of the same class may use a name that is imported
     for type checkers only.
     """
-    alone = SimpleNamespace(__annotations__={"it": annotation})
-    return typing.get_type_hints(alone, {**vars(typing), **scope}, include_extras=True)["it"]
+    holder = SimpleNamespace(__annotations__={"it": annotation})
+    return typing.get_type_hints(holder, {**vars(typing), **scope}, include_extras=True)["it"]
 
 
 def check_arguments(function: F) -> F:
@@ -150,24 +150,24 @@ def check_arguments(function: F) -> F:
     def of(name: str) -> Expected:
         parameter = signature.parameters[name]
         if parameter.annotation is parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
-            return _ANYTHING
+            return _ANY_VALUE
         scope = getattr(inspect.unwrap(function), "__globals__", {})
         return expected(resolved(parameter.annotation, scope))
 
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         try:
-            given = signature.bind(*args, **keywords).arguments
+            arguments = signature.bind(*args, **keywords).arguments
         except TypeError:
-            given = {}  # the call below raises the TypeError, in the function's own name
-        for name, value in given.items():
+            arguments = {}  # the call below raises the TypeError, in the function's own name
+        for name, value in arguments.items():
             require(name, value, of(name))
         return function(*args, **keywords)
 
     return typing.cast(F, checked)
 
 
-def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
+def keywords_of(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """The keywords that a callable names, and whether it also takes any other (``**keywords``).
 
     Raises
@@ -176,13 +176,15 @@ def keywords_of(thing: Callable[..., Any]) -> tuple[Mapping[str, inspect.Paramet
         If it has no known signature.
     """
     try:
-        parameters = inspect.signature(thing).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
         raise FedsimError(
-            f"{thing!r} is not a Python function or class with known parameters."
+            f"{function!r} is not a Python function or class with known parameters."
         ) from error
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    keywords = {
+        p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    return keywords, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def require(name: str, value: Any, allowed: Expected) -> None:

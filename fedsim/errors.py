@@ -102,13 +102,13 @@ def keep_users_frames(error: BaseException | None) -> bool:
     if error is None:
         return False
     frames = _users_frames(error.__traceback__)
-    found = keep_users_frames(error.__cause__ or error.__context__) or bool(frames)
-    if found:
+    has_frames = keep_users_frames(error.__cause__ or error.__context__) or bool(frames)
+    if has_frames:
         trace: TracebackType | None = None
         for entry in reversed(frames):
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         error.__traceback__ = trace
-    return found
+    return has_frames
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
@@ -119,12 +119,12 @@ def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
     frames = []
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        known = (
+        is_library = (
             path.startswith("<")
             or not INSTALLED.isdisjoint(Path(path).parts)
             or any(Path(path).is_relative_to(place) for place in places)
         )
-        if not known:
+        if not is_library:
             frames.append(trace)
         trace = trace.tb_next
     return frames

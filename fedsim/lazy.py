@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 
-class _Later(ModuleType):
+class _LazyModule(ModuleType):
     """A module that is imported when one of its attributes is first used."""
 
     def __getattr__(self, name: str) -> Any:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch as torch
     from torch import Tensor as Tensor
 else:
-    torch = _Later("torch")
+    torch = _LazyModule("torch")
 
     class _Tensors(type):
         def __instancecheck__(cls, value: object) -> bool:

@@ -62,17 +62,17 @@ class Kind:
         return base
 
 
-_CALLED = (("__call__",),)
+_CALL_METHOD = (("__call__",),)
 _ROBUST_MEAN = ("center", "check")
 _FLOWER_STRATEGY = ("configure_train", "aggregate_train")
 
 KINDS: Mapping[str, Kind] = {
-    "data": Kind(("fedsim.datasets",), "fedsim.datasets.Dataset", _CALLED),
+    "data": Kind(("fedsim.datasets",), "fedsim.datasets.Dataset", _CALL_METHOD),
     "partition": Kind(("fedsim.partitions",), "fedsim.partitions.Partition"),
-    "model": Kind(("fedsim.models",), "torch.nn.Module", _CALLED),
+    "model": Kind(("fedsim.models",), "torch.nn.Module", _CALL_METHOD),
     "adapter": Kind(("fedsim.adapters",), "fedsim.adapters.Adapter"),
-    "loss": Kind(("fedsim.tasks",), "fedsim.tasks.ExampleLoss", _CALLED),
-    "metric": Kind(("fedsim.tasks",), "fedsim.tasks.Metric", _CALLED),
+    "loss": Kind(("fedsim.tasks",), "fedsim.tasks.ExampleLoss", _CALL_METHOD),
+    "metric": Kind(("fedsim.tasks",), "fedsim.tasks.Metric", _CALL_METHOD),
     "client": Kind(("fedsim.clients",), "fedsim.clients.LocalAlgorithm"),
     "cohort": Kind(("fedsim.privacy.laws",), "fedsim.cohorts.Cohort"),
     "noise": Kind(("fedsim.privacy.noise",), "fedsim.privacy.noise.Noise"),
@@ -103,12 +103,12 @@ def register(kind: str, name: str) -> Callable[[T], T]:
         If another thing has the name.
     """
 
-    def note(thing: T) -> T:
-        before = _registered.setdefault((kind, name), thing)
-        if (before.__module__, before.__qualname__) != (thing.__module__, thing.__qualname__):
-            raise ValueError(f"two objects are called {kind} '{name}': {before} and {thing}.")
-        _registered[kind, name] = thing
-        return thing
+    def note(entry: T) -> T:
+        first = _registered.setdefault((kind, name), entry)
+        if (first.__module__, first.__qualname__) != (entry.__module__, entry.__qualname__):
+            raise ValueError(f"two objects are called {kind} '{name}': {first} and {entry}.")
+        _registered[kind, name] = entry
+        return entry
 
     return note
 
@@ -181,7 +181,7 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     points: dict[str, importlib.metadata.EntryPoint] = {}
     for point in _entry_points():
         of, _, name = point.name.partition(".")
-        if of != kind or not allowed_code.now().allows_plugin(point.module):
+        if of != kind or not allowed_code.current().allows_plugin(point.module):
             continue
         owner = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
         if owner:
@@ -195,56 +195,57 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
 
 def unknown_name(kind: str, name: str, key: str) -> FedsimError:
     """The error for a key whose name is unknown (listing the known ones) or not allowed here."""
+    allow_list = allowed_code.current()
     for point in _entry_points():
-        if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
-            why = allowed_code.now().refusal(point.module)
-            return FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
-    known, text = names(kind), repr(name)
+        if point.name == f"{kind}.{name}" and not allow_list.allows_plugin(point.module):
+            reason = allow_list.refusal(point.module)
+            return FedsimError(f"{key} is '{name}', the plugin {point.value}; {reason}.")
+    known_names, text = names(kind), repr(name)
     text = text if len(text) <= 100 else f"{text[:97]}..."
     return FedsimError(
-        f"{key} = {text};{closest(kind, name, known)} must be "
-        f"{', '.join(repr(word) for word in known)} or 'module:name'."
+        f"{key} = {text};{closest(kind, name, known_names)} must be "
+        f"{', '.join(repr(word) for word in known_names)} or 'module:name'."
     )
 
 
 def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
     point = plugins(kind)[name]
     try:
-        thing = point.load()
+        entry = point.load()
     except (ImportError, AttributeError) as error:
         raise FedsimError(
             f"{key} is '{name}', the plugin {point.value}, which cannot be imported: {error}."
         ) from error
-    if not callable(thing):
+    if not callable(entry):
         raise FedsimError(f"{key} is '{name}', but the plugin {point.value} is not callable.")
-    return thing  # type: ignore[no-any-return]
+    return entry  # type: ignore[no-any-return]
 
 
-def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Callable[..., Any]:
+def _of_kind(kind: str, entry: Callable[..., Any], key: str, name: str) -> Callable[..., Any]:
     """The thing itself; refused if it is a class whose objects would not be of this kind.
 
     The class is checked before an object is made: making one runs its code with a config's options.
     """
-    if not isinstance(thing, type):
-        return thing
-    if missing := sorted(getattr(thing, "__abstractmethods__", ())):
+    if not isinstance(entry, type):
+        return entry
+    if missing := sorted(getattr(entry, "__abstractmethods__", ())):
         raise FedsimError(
             f"{key} is '{name}', an abstract class: it lacks {', '.join(missing)}; it must "
             "define all of them, or be a function that gives an object."
         )
-    defined = {attribute for part in thing.__mro__[:-1] for attribute in vars(part)}
+    defined = {attribute for part in entry.__mro__[:-1] for attribute in vars(part)}
     if any(defined.issuperset(methods) for methods in KINDS[kind].like):
-        return thing
-    wanted = KINDS[kind].base_class
-    if getattr(wanted, "_is_protocol", False) or not issubclass(thing, wanted):
+        return entry
+    base = KINDS[kind].base_class
+    if getattr(base, "_is_protocol", False) or not issubclass(entry, base):
         raise FedsimError(
             f"{key} is '{name}', a class that is not a {KINDS[kind].base}; it must be one, or a "
             "function that gives one."
         )
-    return thing
+    return entry
 
 
-def require_kind(kind: str, made: Any, key: str, name: str) -> None:
+def require_kind(kind: str, instance: Any, key: str, name: str) -> None:
     """Refuse an object that is not of this kind; a function may have returned anything.
 
     Raises
@@ -252,9 +253,9 @@ def require_kind(kind: str, made: Any, key: str, name: str) -> None:
     FedsimError
     """
     for methods in KINDS[kind].like:
-        if all(callable(getattr(made, method, None)) for method in methods):
+        if all(callable(getattr(instance, method, None)) for method in methods):
             return
-    if not isinstance(made, KINDS[kind].base_class):
+    if not isinstance(instance, KINDS[kind].base_class):
         raise FedsimError(f"{key} is '{name}'; it must name a {KINDS[kind].base}.")
 
 
@@ -311,7 +312,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
             f"{key} is '{name}'; something of your own is written module:name, such as nets:Small "
             "for Small in nets.py."
         )
-    allowed = allowed_code.now()
+    allowed = allowed_code.current()
     # Only the top package is looked up: for a dotted name its parents would be imported, that
     # is, run, before it is known whether they are allowed.
     top = module_name.partition(".")[0]
@@ -321,18 +322,18 @@ def load(key: str, name: str) -> Callable[..., Any]:
         _refuse_namesake(key, name, sys.modules[module_name])
     allowed.require(key, name, module_name)
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, and an import of its own failed
         raise _no_module(key, name, module_name) from error
-    _refuse_namesake(key, name, found)
+    _refuse_namesake(key, name, value)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        value = getattr(value, part, None)
+    if not callable(value):
         raise FedsimError(f"{key} is '{name}', but '{module_name}' has no callable '{attribute}'.")
-    allowed.require_home(key, name, found)
-    return found  # type: ignore[no-any-return]
+    allowed.require_home(key, name, value)
+    return value  # type: ignore[no-any-return]
 
 
 def _no_module(key: str, name: str, module: str) -> FedsimError:
@@ -345,9 +346,9 @@ def _no_module(key: str, name: str, module: str) -> FedsimError:
 def _refuse_namesake(key: str, name: str, module: ModuleType) -> None:
     """Refuse an imported module if the current directory has another file of its name."""
     here = Path(*module.__name__.split(".")).with_suffix(".py").absolute()
-    loaded = Path(getattr(module, "__file__", None) or here)
-    if here.is_file() and loaded.is_file() and not here.samefile(loaded):
+    imported = Path(getattr(module, "__file__", None) or here)
+    if here.is_file() and imported.is_file() and not here.samefile(imported):
         raise FedsimError(
-            f"{key} is '{name}', and this process has imported {loaded}, not {here}; run it in a "
+            f"{key} is '{name}', and this process has imported {imported}, not {here}; run it in a "
             "process of its own, or rename one of the two."
         )

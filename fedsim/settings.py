@@ -121,8 +121,8 @@ class Setting:
 
     def absent(self, key: str) -> FedsimError:
         """The error for a config that lacks this setting, which has no default, under ``key``."""
-        what = f": {self.doc[0].lower()}{self.doc[1:]}" if self.doc else "."
-        return FedsimError(f"{key} is not set; it must be given{what}")
+        description = f": {self.doc[0].lower()}{self.doc[1:]}" if self.doc else "."
+        return FedsimError(f"{key} is not set; it must be given{description}")
 
     def read(self, value: Any) -> Any:
         """The Python value of a config's value.
@@ -156,9 +156,9 @@ class Setting:
         return self.text.write(value) if self.text else value
 
 
-def settings_of(thing: Any) -> tuple[Setting, ...]:
+def settings_of(subject: Any) -> tuple[Setting, ...]:
     """Settings of a dataclass or of an object of one: its init fields. Empty for anything else."""
-    kind = thing if isinstance(thing, type) else type(thing)
+    kind = subject if isinstance(subject, type) else type(subject)
     return _settings_of(kind) if dataclasses.is_dataclass(kind) else ()
 
 
@@ -202,9 +202,9 @@ def _typed(value: Any, kind: Any) -> Any:
         raise NotAllowedError("a finite number")
     if not any(expected(k).fits(value) for k in kinds):
         words = " or ".join(expected(k).words for k in kinds)
-        written = all(get_origin(k) is Literal or k in _WRITTEN for k in kinds)
-        raise NotAllowedError(words if written else f"{words}, which only Python can give")
-    if type(value) not in _WRITTEN:  # numpy's numbers, which no file can hold
+        in_files = all(get_origin(k) is Literal or k in _FILE_TYPES for k in kinds)
+        raise NotAllowedError(words if in_files else f"{words}, which only Python can give")
+    if type(value) not in _FILE_TYPES:  # numpy's numbers, which no file can hold
         if isinstance(value, Integral):
             value = int(value)
         elif isinstance(value, Real):
@@ -214,7 +214,7 @@ def _typed(value: Any, kind: Any) -> Any:
     return value
 
 
-_WRITTEN = (float, int, bool, str, dict)
+_FILE_TYPES = (float, int, bool, str, dict)
 """Types of a config's values."""
 
 
@@ -261,7 +261,7 @@ def _beyond_use(value: Any) -> str:
     return ""
 
 
-def check_settings(thing: Any, prefix: str = "") -> None:
+def check_settings(subject: Any, prefix: str = "") -> None:
     """Refuse an object whose field values have the wrong type or are out of range.
 
     A field with a `Text` may be given as a config writes it: it is read and replaced in place.
@@ -271,8 +271,8 @@ def check_settings(thing: Any, prefix: str = "") -> None:
     FedsimError
         The message names the setting (after ``prefix``), its value and what is allowed.
     """
-    for setting, of_type, rules in _checks(thing.__class__):
-        value = getattr(thing, setting.name)
+    for setting, of_type, rules in _checks(subject.__class__):
+        value = getattr(subject, setting.name)
         if type(value) in of_type.types or of_type.test(value):
             if not rules or not any(_refusal(rule, value) for rule in rules):
                 continue
@@ -280,7 +280,7 @@ def check_settings(thing: Any, prefix: str = "") -> None:
         elif setting.text is not None:
             # Given as a config writes it: replace it with the value that it stands for.
             read = read_setting(setting, value, f"{prefix}{setting.key}")
-            object.__setattr__(thing, setting.name, read)
+            object.__setattr__(subject, setting.name, read)
             continue
         else:
             words = of_type.words
@@ -301,9 +301,9 @@ def allowed(setting: Setting) -> str:
     """Allowed values of a setting, in words; empty if every value of its type is allowed."""
     if setting.choices:
         return one_of(setting.choices)
-    between = [str(entry) for entry in setting.metadata if isinstance(entry, Between)]
-    if between:
-        return between[0]
+    ranges = [str(entry) for entry in setting.metadata if isinstance(entry, Between)]
+    if ranges:
+        return ranges[0]
     limits = {
         type(entry): getattr(entry, _LIMITS[type(entry)].attribute)
         for entry in setting.metadata
@@ -342,9 +342,9 @@ def read_setting(setting: Setting, value: Any, key: str) -> Any:
 
 
 def read_settings(
-    settings: Iterable[Setting], given: Mapping[str, Any], table: str
+    settings: Iterable[Setting], entries: Mapping[str, Any], table: str
 ) -> dict[str, Any]:
-    """Values by Python name, from those ``given`` by key and from defaults.
+    """Values by Python name, from ``entries`` by key and from defaults.
 
     Raises
     ------
@@ -354,8 +354,8 @@ def read_settings(
     values = {}
     for setting in settings:
         key, value = f"{table}.{setting.key}", setting.default
-        if setting.key in given:
-            value = read_setting(setting, given[setting.key], key)
+        if setting.key in entries:
+            value = read_setting(setting, entries[setting.key], key)
         if value is REQUIRED:
             raise setting.absent(key)
         values[setting.name] = value

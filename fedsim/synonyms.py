@@ -101,24 +101,24 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
     """A "did you mean" question for an unknown key of a table; empty if no key is close."""
     plain = key.lower().replace("_", "-")
-    meant = KEYS.get(plain, ())
-    here = [name.rpartition(".")[2] for name in meant if name.rpartition(".")[0] == table]
-    close = [name for name in (plain, *here) if name in keys]
-    if not close and not meant:
+    synonyms = KEYS.get(plain, ())
+    in_table = [name.rpartition(".")[2] for name in synonyms if name.rpartition(".")[0] == table]
+    close = [name for name in (plain, *in_table) if name in keys]
+    if not close and not synonyms:
         close = difflib.get_close_matches(plain, keys, n=1)
     if close:
         return f" did you mean '{close[0]}'?"
-    return f" did you mean {' or '.join(meant)}?" if meant else ""
+    return f" did you mean {' or '.join(synonyms)}?" if synonyms else ""
 
 
-def closest(kind: str, name: str, known: Collection[str]) -> str:
+def closest(kind: str, name: str, known_names: Collection[str]) -> str:
     """Start of the sentence "It must be ...", after a suggestion for an unknown name of a kind."""
     plain = name.lower().replace("_", "-").strip()
-    meant = NAMES.get(kind, {}).get(plain, "")
+    synonym = NAMES.get(kind, {}).get(plain, "")
     if kind == "model" and re.fullmatch(r"(resnet|vgg|densenet|mobilenet|vit)[-a-z]*\d+.*", plain):
-        meant = _NETS.format(name=plain.replace("-", "_"))
-    if meant and meant not in known:
-        return f" {meant}. It"
-    same = [word for word in known if word.replace("-", "") == plain.replace("-", "")]
-    close = [meant] if meant else same or difflib.get_close_matches(plain, known, n=1)
+        synonym = _NETS.format(name=plain.replace("-", "_"))
+    if synonym and synonym not in known_names:
+        return f" {synonym}. It"
+    same = [word for word in known_names if word.replace("-", "") == plain.replace("-", "")]
+    close = [synonym] if synonym else same or difflib.get_close_matches(plain, known_names, n=1)
     return f" did you mean '{close[0]}'? It" if close else " it"

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 @pytest.fixture(autouse=True)
 def _nothing_stays_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test allows configs to name is not allowed in the next."""
-    monkeypatch.setattr(allowed_code, "_now", allowed_code.now())
+    monkeypatch.setattr(allowed_code, "_current", allowed_code.current())
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -199,7 +199,7 @@ def test_a_server_allows_what_its_own_file_lists(canary, tmp_path, monkeypatch):
         on_the_server({"model.name": "os:system"})
     with pytest.raises(FedsimError, match="put it into a file of its own"):
         on_the_server({"model.name": "__main__:Network"})
-    assert allowed_code.now().of_user  # outside of the app
+    assert allowed_code.current().of_user  # outside of the app
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -357,8 +357,8 @@ def test_workers_that_are_forked_have_the_commands_list(canary, tmp_path):
 
 def test_the_check_imports_nothing_at_all(canary):
     code = (
-        "import sys; from fedsim.allowed_code import now;"
-        "assert not now().allows('strange.inner') and not now().allows('torch.nn');"
+        "import sys; from fedsim.allowed_code import current;"
+        "assert not current().allows('strange.inner') and not current().allows('torch.nn');"
         "sys.exit(bool({'strange', 'torch'} & set(sys.modules)))"
     )
     path = os.pathsep.join([str(canary.parent / "packages"), str(Path(fedsim.__file__).parents[1])])

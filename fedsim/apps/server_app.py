@@ -76,7 +76,7 @@ def _run(grid: Grid, context: Context) -> None:
             streaming,
             directory,
             callbacks,
-            asked_elsewhere=lambda: distant is not None and distant.asked_to_end,
+            end_request=lambda: distant is not None and distant.asked_to_end,
         )
     _log.info("%s %s", result.ended, result.why)
 

@@ -87,14 +87,14 @@ def _keys(table: type[ConfigTable]) -> Iterator[Key]:
             key = replace(key, allowed=f"{words} or 'module:name'")
         yield key
         for names in (m for m in setting.metadata if isinstance(m, NamesOf)):
-            things = {
+            entries = {
                 n: registry.find(names.kind, n, names.kind) for n in registry.names(names.kind)
             }
-            of_things = {name: settings_of(thing) for name, thing in things.items()}
-            yield from _shared(of_things, f"{table.key(setting.key)}.")
+            settings_by_name = {name: settings_of(entry) for name, entry in entries.items()}
+            yield from _shared(settings_by_name, f"{table.key(setting.key)}.")
     if issubclass(table, Choice):
-        of_things = {name: table.own_settings(name) for name in registry.names(table.kind)}
-        yield from _shared(of_things, table.key(""))
+        settings_by_name = {name: table.own_settings(name) for name in registry.names(table.kind)}
+        yield from _shared(settings_by_name, table.key(""))
         yield Key(
             table.key("options"), ("module:name",), "a table", "", "",
             f"Settings of what {table.key(table.selector)} = 'module:name' stands for, by their "
@@ -110,17 +110,17 @@ def _key(name: str, names: Sequence[str], setting: Setting) -> Key:
     return Key(name, tuple(names), kind, allowed(setting), default, setting.doc)
 
 
-def _shared(of_things: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
+def _shared(settings_by_name: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
     """Keys of several things; those with the same name, description and default are one."""
     shared: dict[tuple[str, ...], list[str]] = {}
-    first: dict[tuple[str, ...], Setting] = {}
-    for name, settings in of_things.items():
+    settings_of_key: dict[tuple[str, ...], Setting] = {}
+    for name, settings in settings_by_name.items():
         for setting in settings:
-            same = (setting.key, setting.doc, str(setting.write(setting.default)))
-            shared.setdefault(same, []).append(name)
-            first.setdefault(same, setting)
+            identity = (setting.key, setting.doc, str(setting.write(setting.default)))
+            shared.setdefault(identity, []).append(name)
+            settings_of_key.setdefault(identity, setting)
     for entry in sorted(shared, key=lambda entry: entry[0]):
-        yield _key(f"{table}{entry[0]}", shared[entry], first[entry])
+        yield _key(f"{table}{entry[0]}", shared[entry], settings_of_key[entry])
 
 
 def template(config: RunConfig) -> str:
@@ -136,13 +136,13 @@ def template(config: RunConfig) -> str:
 def _template_of(
     tree: Mapping[str, Any], table: str, described: Mapping[str, list[Key]]
 ) -> Iterator[str]:
-    chosen = {value for value in tree.values() if isinstance(value, str)}
+    strings = {value for value in tree.values() if isinstance(value, str)}
     inner = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
     for key, value in tree.items():
         if key in inner:
             continue
         entries = described[f"{table}{key}"]
-        entry = next((e for e in entries if chosen & {*e.belongs_to}), entries[0])
+        entry = next((e for e in entries if strings & {*e.belongs_to}), entries[0])
         words = f"{entry.doc} {entry.allowed[:1].upper()}{entry.allowed[1:]}".strip()
         words += "." if entry.allowed else ""
         yield from textwrap.wrap(words, 92, initial_indent="# ", subsequent_indent="# ")
@@ -202,18 +202,18 @@ def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
     if not issubclass(table, Choice):
         return {**described, "properties": properties, "additionalProperties": False}
     selector, names = table.selector, registry.names(table.kind)
-    anything = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.npz$"}]
+    name_schemas = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.npz$"}]
     properties[selector].pop("type")
-    properties[selector]["anyOf"] = anything
+    properties[selector]["anyOf"] = name_schemas
     properties["options"] = _OPTIONS
     branches = []
     for name in names:
-        chosen: dict[str, Any] = {"properties": {selector: {"const": name}}}
+        condition: dict[str, Any] = {"properties": {selector: {"const": name}}}
         if name != properties[selector]["default"]:
-            chosen["required"] = [selector]
-        own = {setting.key: _property(setting) for setting in table.own_settings(name)}
-        then = {"properties": {**properties, **own}, "additionalProperties": False}
-        branches.append({"if": chosen, "then": then})
+            condition["required"] = [selector]
+        added = {setting.key: _property(setting) for setting in table.own_settings(name)}
+        consequence = {"properties": {**properties, **added}, "additionalProperties": False}
+        branches.append({"if": condition, "then": consequence})
     return {**described, "properties": properties, "allOf": branches}
 
 

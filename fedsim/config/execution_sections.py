@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fedsim.config.tables import Beside, ConfigTable, Needs
+from fedsim.config.tables import ConfigTable, Needs, WithNames
 from fedsim.settings import Doc, Ge, Gt, Le
 
 
@@ -88,7 +88,7 @@ class EngineSection(ConfigTable, table="engine"):
     ] = "auto"
     workers: Annotated[
         int,
-        Beside(("local", "ray")),
+        WithNames(("local", "ray")),
         Ge(0),
         Le(10_000),
         Doc(
@@ -100,24 +100,24 @@ class EngineSection(ConfigTable, table="engine"):
     ] = 0
     address: Annotated[
         str,
-        Beside(("ray",)),
+        WithNames(("ray",)),
         Doc("The address of a Ray cluster; empty to start Ray on this machine."),
     ] = ""
     cpus_per_worker: Annotated[
         float,
-        Beside(("ray", "simulation")),
+        WithNames(("ray", "simulation")),
         Gt(0),
         Doc("CPU cores that Ray reserves for a worker or client."),
     ] = 1.0
     gpus_per_worker: Annotated[
         float,
-        Beside(("ray", "simulation")),
+        WithNames(("ray", "simulation")),
         Ge(0),
         Doc("GPUs, or the share of one, that Ray reserves for a worker or client."),
     ] = 0.0
     federation: Annotated[
         str,
-        Beside(("deployment",)),
+        WithNames(("deployment",)),
         Doc("The folder of a running federation; empty to start one on this machine for this run."),
     ] = ""
     timeout: Annotated[

@@ -204,20 +204,20 @@ def entropy(config: RunConfig) -> Literal["config", "system"]:
     return config.noise.entropy or ("system" if deployed and noisy else "config")
 
 
-def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stopping:
+def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = "") -> Stopping:
     """The planned length of a run, and whether its releases may end it earlier.
 
     Parameters
     ----------
     flat : mapping
         The run's config by dotted keys.
-    made : int
+    rounds_made : int
         Rounds made so far.
-    ended : str
+    end_state : str
         How it ended, as in `RunResult`; empty before its end.
     """
     declared, rounds = declares_stops(flat), flat.get("rounds")
-    if not isinstance(rounds, int) or not (declared or ended in _BY_WHAT_IS_RELEASED):
+    if not isinstance(rounds, int) or not (declared or end_state in _BY_WHAT_IS_RELEASED):
         return FIXED
     budget, delta = flat.get("noise.max-epsilon"), flat.get("noise.delta")
     evaluation = None
@@ -231,7 +231,7 @@ def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stop
         evaluation_every=every if isinstance(every, int) and every else 1,
         max_epsilon=budget if isinstance(budget, int | float) else None,
         budget_delta=delta if isinstance(delta, float) else math.inf,
-    ).after(made)
+    ).after(rounds_made)
 
 
 def whole_run(config: RunConfig) -> Stopping:

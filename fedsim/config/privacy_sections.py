@@ -42,8 +42,8 @@ class BoundingSection(Choice):
         """Whether it is a robust mean, which needs all rows, rather than a bound of single rows."""
         if self.name not in registry.names(self.kind):
             return False
-        thing = registry.find(self.kind, self.name, self.key("name"))
-        return bool(getattr(thing, "protects_nobody", False))
+        mechanism = registry.find(self.kind, self.name, self.key("name"))
+        return bool(getattr(mechanism, "protects_nobody", False))
 
 
 @dataclass(frozen=True, init=False)
@@ -302,8 +302,8 @@ def read_ranges(text: str) -> dict[str, Ends]:
 
 
 def _read_range(part: str) -> tuple[str, Ends]:
-    written = _RANGE.fullmatch(part)
-    name, *ends = written.groups() if written else ("", "nan", "nan")
+    match = _RANGE.fullmatch(part)
+    name, *ends = match.groups() if match else ("", "nan", "nan")
     try:
         low, high = map(float, ends)
     except ValueError:

@@ -30,12 +30,12 @@ def release_digest(config: RunConfig) -> str:
     FedsimError
         If the config is not resolved by `fedsim.runs.resolve`.
     """
-    for key, value, wanted in (
+    for key, value, resolved_value in (
         ("noise.target-epsilon", config.noise.target_epsilon, None),
         ("client.noise.target-epsilon", config.client.noise.target_epsilon, None),
         ("noise.entropy", config.noise.entropy or None, config.noise.entropy or "resolved"),
     ):
-        if value != wanted:
+        if value != resolved_value:
             raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
     outside, flat = keys_outside_release(), config.to_run_config()
     # Without an adapter its keys are left out, as in versions that had none: the digest keys the
@@ -94,12 +94,12 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
     """Code outside of fedsim that a config names: its key, its name and its module."""
-    named = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
+    entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):
         if isinstance(table, Choice):
-            named.append((table.key(table.selector), table.kind, table.chosen))
+            entries.append((table.key(table.selector), table.kind, table.chosen))
     modules = []
-    for key, kind, name in named:
+    for key, kind, name in entries:
         if ":" in name:
             modules.append((key, name, name.partition(":")[0].strip()))
         elif name in registry.plugins(kind):

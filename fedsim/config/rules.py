@@ -15,7 +15,7 @@ from fedsim.errors import FedsimError
 # Stands for `fedsim.config.RunConfig`, whose module imports this one.
 RunConfig: TypeAlias = Any
 
-Refused: TypeAlias = Iterator[tuple[str, str]]
+Refusals: TypeAlias = Iterator[tuple[str, str]]
 """Keys that break a rule, each with what it must be."""
 
 
@@ -33,7 +33,7 @@ def check_rules(config: RunConfig) -> None:
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
 
 
-def _start(c: RunConfig) -> Refused:
+def _start(c: RunConfig) -> Refusals:
     """Seed, data, initial model."""
     if not 0 <= c.seed < 2**63:
         yield "seed", "an integer from 0 to 2^63 - 1"
@@ -51,7 +51,7 @@ def _start(c: RunConfig) -> Refused:
         )
 
 
-def _alternation(c: RunConfig) -> Refused:
+def _alternation(c: RunConfig) -> Refusals:
     """What an adapter with alternating factors excludes."""
     if getattr(c.adapter, "factors", "") != "alternating":
         return
@@ -75,7 +75,7 @@ def _alternation(c: RunConfig) -> Refused:
         )
 
 
-def _clients(c: RunConfig) -> Refused:
+def _clients(c: RunConfig) -> Refusals:
     """Clients' training."""
     client, bound = c.client, c.client.mechanism.name
     if not (client.epochs or client.steps):
@@ -101,7 +101,7 @@ def _clients(c: RunConfig) -> Refused:
         )
 
 
-def _examples(c: RunConfig) -> Refused:
+def _examples(c: RunConfig) -> Refusals:
     """Clients' protection of their examples."""
     bound, noise = c.client.mechanism.name, c.client.noise
     if c.client.mechanism.is_robust:
@@ -141,7 +141,7 @@ def _examples(c: RunConfig) -> Refused:
         )
 
 
-def _noise(c: RunConfig) -> Refused:
+def _noise(c: RunConfig) -> Refusals:
     """Amount of a release's noise."""
     noise = c.noise
     if noise.multiplier is not None and noise.target_epsilon is not None:
@@ -161,7 +161,7 @@ def _noise(c: RunConfig) -> Refused:
         yield "noise.cohort-population", "0 unless noise.cohort-size is set"
 
 
-def _devices(c: RunConfig) -> Refused:
+def _devices(c: RunConfig) -> Refusals:
     """Devices, engines, cohorts."""
     devices, cores = c.devices, c.engine.cpus_per_worker
     if devices.trace and devices.availability != 1:
@@ -185,7 +185,7 @@ def _devices(c: RunConfig) -> Refused:
         yield "cohort.size", f"at most partition.clients = {c.partition.clients}, the population"
 
 
-def _bounds(c: RunConfig) -> Refused:
+def _bounds(c: RunConfig) -> Refusals:
     """Noise is allowed only with a bound that gives a guarantee, which needs it."""
     bound, noise = c.mechanism, c.noise
     for key, amount in (
@@ -219,7 +219,7 @@ def _bounds(c: RunConfig) -> Refused:
         )
 
 
-def _secure_aggregation(c: RunConfig) -> Refused:
+def _secure_aggregation(c: RunConfig) -> Refusals:
     threshold, clients = c.secagg.threshold, c.partition.clients
     if threshold and not 2 <= threshold <= clients:
         yield "secagg.threshold", f"0, or from 2 to partition.clients = {clients}"
@@ -247,7 +247,7 @@ def _secure_aggregation(c: RunConfig) -> Refused:
         )
 
 
-def _guarantee(c: RunConfig) -> Refused:
+def _guarantee(c: RunConfig) -> Refusals:
     """What a guarantee, or the lack of one, excludes."""
     clients = c.partition.clients
     if c.privacy.group != 1 and not (c.private and c.privacy.group <= clients):
@@ -269,7 +269,7 @@ def _guarantee(c: RunConfig) -> Refused:
         )
 
 
-def _larger_cohort(c: RunConfig) -> Refused:
+def _larger_cohort(c: RunConfig) -> Refusals:
     """Simulation of a larger cohort's noise."""
     size, population = c.noise.cohort_size, c.noise.cohort_population
     clients = c.partition.clients
@@ -279,11 +279,13 @@ def _larger_cohort(c: RunConfig) -> Refused:
             "0 with engine.name = 'deployment': in a deployment only the noise of the real cohort "
             "is added",
         )
-    alike = c.noise.name == "independent" and not c.privacy.selection
-    if size and not (alike and c.cohort.name in ("poisson", "fixed")):
-        allowed = "0, unless cohort.name is 'poisson' or 'fixed', noise.name 'independent' and "
-        why = "privacy.selection empty: the cost of a larger cohort is known for these only"
-        yield "noise.cohort-size", allowed + why
+    is_independent = c.noise.name == "independent" and not c.privacy.selection
+    if size and not (is_independent and c.cohort.name in ("poisson", "fixed")):
+        yield (
+            "noise.cohort-size",
+            "0, unless cohort.name is 'poisson' or 'fixed', noise.name 'independent' and "
+            "privacy.selection empty: the cost of a larger cohort is known for these only",
+        )
     if population and population < clients:
         yield "noise.cohort-population", f"0, or at least partition.clients = {clients}"
     if size:
@@ -296,7 +298,7 @@ def _larger_cohort(c: RunConfig) -> Refused:
             )
 
 
-def _evaluation(c: RunConfig) -> Refused:
+def _evaluation(c: RunConfig) -> Refusals:
     """Who evaluates, and which metrics may be shown."""
     evaluate = c.evaluate
     if c.model.personal and evaluate.every:
@@ -314,7 +316,7 @@ def _evaluation(c: RunConfig) -> Refused:
         )
 
 
-def _private_evaluation(c: RunConfig) -> Refused:
+def _private_evaluation(c: RunConfig) -> Refusals:
     """What private evaluations exclude."""
     evaluate = c.evaluate
     if not evaluate.private:
@@ -352,7 +354,7 @@ def _private_evaluation(c: RunConfig) -> Refused:
         )
 
 
-def _whole_run(c: RunConfig) -> Refused:
+def _whole_run(c: RunConfig) -> Refusals:
     """Selections, clients' state and devices in private runs and on engines."""
     if c.privacy.selection and not (c.private and not c.client.private):
         yield (

@@ -63,7 +63,7 @@ _NAME = Constraint(
 
 
 _MARK = Constraint(
-    lambda mark: all(given in OBJECTS for given in objects_in(mark)),
+    lambda mark: all(name in OBJECTS for name in objects_in(mark)),
     f"as written by a run: names among {', '.join(OBJECTS)}, each with what it was",
 )
 
@@ -267,8 +267,8 @@ def _read(path: str | Path) -> dict[str, Any]:
         with open(path, "rb", opener=regular_files.opener) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        written = Path(path) / "config.toml"
-        advice = f" (its own config is {written})" if written.is_file() else ""
+        saved_config = Path(path) / "config.toml"
+        advice = f" (its own config is {saved_config})" if saved_config.is_file() else ""
         raise FedsimError(f"cannot read the config {path}: {error.strerror}{advice}.") from None
     if len(content) > LARGEST_FILE:
         raise FedsimError(

@@ -64,9 +64,9 @@ def _read_metrics(value: Any) -> str:
             continue
         if name not in registry.names("metric"):
             raise registry.unknown_name("metric", name, "task.metrics")
-        thing = registry.find("metric", name, "task.metrics")
-        if isinstance(thing, type):
-            read_options_of(thing, name, options, f"task.metrics.{name}")
+        metric = registry.find("metric", name, "task.metrics")
+        if isinstance(metric, type):
+            read_options_of(metric, name, options, f"task.metrics.{name}")
     return ", ".join(filter(None, split_top_level(value)))
 
 

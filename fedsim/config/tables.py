@@ -23,7 +23,7 @@ from fedsim.synonyms import closest_key
 
 
 @dataclass(frozen=True)
-class Beside:
+class WithNames:
     """Marks a key that has an effect only if its table's ``name`` is one of ``names``."""
 
     names: tuple[str, ...]
@@ -122,13 +122,13 @@ class ConfigTable:
                 f"{self.key(setting.key)} = {value!r} has no effect with {self.table}.name = "
                 f"'{getattr(self, 'name', '')}'; it belongs to {', '.join(belongs_to(setting))}."
             )
-        for needed in (m.key for m in setting.metadata if isinstance(m, Needs)):
-            other = getattr(self, needed.replace("-", "_"))
-            if value != setting.default and not other:
+        for needed_key in (m.key for m in setting.metadata if isinstance(m, Needs)):
+            needed_value = getattr(self, needed_key.replace("-", "_"))
+            if value != setting.default and not needed_value:
                 raise FedsimError(
                     f"{self.key(setting.key)} = {shown(value)}; it must be "
                     f"{shown(setting.default) if setting.default else 'unset'} unless "
-                    f"{self.key(needed)} {'= true' if other is False else 'is set'}."
+                    f"{self.key(needed_key)} {'= true' if needed_value is False else 'is set'}."
                 )
 
     @classmethod
@@ -177,8 +177,8 @@ class Choice(ConfigTable):
         name = self.name_in(tree)
         settings, options = self._settings_and_options(name, tree)
         # Flower has no null, and an app's table has every key: the empty string means not given.
-        given = {s.key: v for s in settings if (v := tree.pop(s.key, "")) != ""}
-        object.__setattr__(self, "own", read_settings(settings, given, self.table))
+        values = {s.key: v for s in settings if (v := tree.pop(s.key, "")) != ""}
+        object.__setattr__(self, "own", read_settings(settings, values, self.table))
         object.__setattr__(self, "options", options)
         super().__init__(**tree)
 
@@ -201,7 +201,7 @@ class Choice(ConfigTable):
         return registry.find(self.kind, name, self.key(self.selector))
 
     def settings_for(
-        self, thing: Callable[..., Any], filled: Collection[str] = ()
+        self, factory: Callable[..., Any], filled: Collection[str] = ()
     ) -> Mapping[str, Any]:
         """Keyword arguments of the chosen thing, by Python name; checks options.
 
@@ -212,7 +212,7 @@ class Choice(ConfigTable):
         """
         if not self.has_options(self.chosen):
             return self.own
-        return read_options_of(thing, self.chosen, self.options, self.key("options"), filled)
+        return read_options_of(factory, self.chosen, self.options, self.key("options"), filled)
 
     def make(self, **filled: Any) -> Any:
         """Make the chosen thing, with those of the arguments ``filled`` that it takes.
@@ -227,20 +227,20 @@ class Choice(ConfigTable):
         place = registry.current_directory_importable() if ":" in self.chosen else nullcontext()
         key = self.key(self.selector)
         with place:
-            thing = self.find()
-            named, others = keywords_of(thing)
-            given = {k: v for k, v in filled.items() if others or k in named}
-            made = thing(**self.settings_for(thing, tuple(filled)), **given)
-        registry.require_kind(self.kind, made, key, self.chosen)
-        return made
+            factory = self.find()
+            keywords, takes_any = keywords_of(factory)
+            arguments = {k: v for k, v in filled.items() if takes_any or k in keywords}
+            instance = factory(**self.settings_for(factory, tuple(filled)), **arguments)
+        registry.require_kind(self.kind, instance, key, self.chosen)
+        return instance
 
     def to_tree(self) -> dict[str, Any]:
         """Nested mapping as for any table: first the selector, then the thing's settings."""
         tree = super().to_tree()
-        own = {s.key: s.write(self.own[s.name]) for s in self.own_settings(self.chosen)}
+        own_values = {s.key: s.write(self.own[s.name]) for s in self.own_settings(self.chosen)}
         first = {self.selector: tree.pop(self.selector)}
         options = {"options": dict(self.options)} if self.has_options(self.chosen) else {}
-        return {**first, **own, **tree, **options}
+        return {**first, **own_values, **tree, **options}
 
     @classmethod
     def registered(cls, name: str) -> str:
@@ -264,8 +264,8 @@ class Choice(ConfigTable):
         name, key = cls.registered(name), cls.key(cls.selector)
         if name not in registry.names(cls.kind) or cls.has_options(name):
             return ()
-        thing = registry.find(cls.kind, name, key)
-        settings = tuple(s for s in settings_of(thing) if s.name not in cls.filled)
+        factory = registry.find(cls.kind, name, key)
+        settings = tuple(s for s in settings_of(factory) if s.name not in cls.filled)
         fields = {setting.name for setting in settings_of(cls)}
         if clash := {"own", "options", *fields} & {setting.name for setting in settings}:
             raise FedsimError(
@@ -300,10 +300,10 @@ class Choice(ConfigTable):
         return name
 
     def _settings_and_options(
-        self, name: str, given: dict[str, Any]
+        self, name: str, values: dict[str, Any]
     ) -> tuple[tuple[Setting, ...], Mapping[str, Scalar]]:
-        """Settings and options of a thing; options that are settings become keys of ``given``."""
-        options, key = given.pop("options", ""), self.key("options")
+        """Settings and options of a thing; options that are settings become keys of ``values``."""
+        options, key = values.pop("options", ""), self.key("options")
         if isinstance(options, str):
             options = read_options(options, key)
         if not isinstance(options, Mapping):
@@ -312,38 +312,38 @@ class Choice(ConfigTable):
         common = {setting.key for setting in settings_of(type(self))}
         if not self.has_options(name):
             for option, value in options.items():
-                if option == self.selector or given.get(option, "") != "":
+                if option == self.selector or values.get(option, "") != "":
                     raise FedsimError(
                         f"{key}.{option} and {self.key(option)} are both set; set one of them."
                     )
-                given[option] = value
+                values[option] = value
             options = {}
         for option, value in options.items():
             _check_option(f"{key}.{option}", value)
-        known = {setting.key for setting in settings} | common
-        for other in [k for k, value in given.items() if k not in known]:
+        known_keys = {setting.key for setting in settings} | common
+        for unknown_key in [k for k, value in values.items() if k not in known_keys]:
             # An app's table of defaults has settings of all choices, which are empty strings.
-            if given[other] == "" and self.takers(other):
-                del given[other]
+            if values[unknown_key] == "" and self.takers(unknown_key):
+                del values[unknown_key]
             else:
-                raise self._unknown_beside(name, other, given[other])
+                raise self._unknown_key_error(name, unknown_key, values[unknown_key])
         return settings, options
 
     @classmethod
-    def _unknown_beside(cls, name: str, key: str, value: Any) -> FedsimError:
-        chosen = f"{cls.table}.{cls.selector} = '{name}'"
+    def _unknown_key_error(cls, name: str, key: str, value: Any) -> FedsimError:
+        selection = f"{cls.table}.{cls.selector} = '{name}'"
         if names := cls.takers(key):
             return FedsimError(
-                f"{cls.key(key)} = {shown(value)} has no effect with {chosen}; it belongs to "
+                f"{cls.key(key)} = {shown(value)} has no effect with {selection}; it belongs to "
                 f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
             )
         if cls.has_options(name):
             return FedsimError(
-                f"unknown key '{cls.key(key)}'; settings of {chosen} belong in "
+                f"unknown key '{cls.key(key)}'; settings of {selection} belong in "
                 f"[{cls.table}.options]."
             )
-        own = [setting.key for setting in cls.own_settings(name)]
-        return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own])
+        own_keys = [setting.key for setting in cls.own_settings(name)]
+        return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own_keys])
 
 
 def is_table(setting: Setting) -> bool:
@@ -353,7 +353,7 @@ def is_table(setting: Setting) -> bool:
 
 def belongs_to(setting: Setting) -> tuple[str, ...]:
     """Values of the table's ``name`` with which a key has an effect; empty for all."""
-    return next((entry.names for entry in setting.metadata if isinstance(entry, Beside)), ())
+    return next((entry.names for entry in setting.metadata if isinstance(entry, WithNames)), ())
 
 
 def drop_switched(
@@ -388,8 +388,10 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if isinstance(value, setting.type):
         return value
     if not isinstance(value, Mapping):
-        such = f"{key}.{settings_of(setting.type)[0].key}"
-        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings such as {such}.")
+        example_key = f"{key}.{settings_of(setting.type)[0].key}"
+        raise FedsimError(
+            f"{key} = {shown(value)}; it must be a table of settings such as {example_key}."
+        )
     return setting.type(**value)
 
 

@@ -74,26 +74,26 @@ def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
     FedsimError
         If brackets or options cannot be read.
     """
-    named = []
+    entries = []
     for part in filter(None, split_top_level(text)):
-        written = re.fullmatch(r"([^()]+?) *(?:\((.*)\))?", part)
-        if written is None:
+        match = re.fullmatch(r"([^()]+?) *(?:\((.*)\))?", part)
+        if match is None:
             raise FedsimError(
                 f"{key} has '{part}'; it must be of the form name, or name(option=value)."
             )
-        name, options = written.groups()
-        named.append((name, read_options(options or "", f"{key}.{name}")))
-    return named
+        name, options = match.groups()
+        entries.append((name, read_options(options or "", f"{key}.{name}")))
+    return entries
 
 
 def write_options(options: Mapping[str, Scalar]) -> str:
     """Write options as a string that `read_options` reads."""
-    written = (f"{k}={json.dumps(value, ensure_ascii=False)}" for k, value in options.items())
-    return ",".join(written)
+    pairs = (f"{k}={json.dumps(value, ensure_ascii=False)}" for k, value in options.items())
+    return ",".join(pairs)
 
 
 def read_options_of(
-    thing: Callable[..., Any],
+    factory: Callable[..., Any],
     name: str,
     options: Mapping[str, Any],
     table: str,
@@ -103,7 +103,7 @@ def read_options_of(
 
     Parameters
     ----------
-    thing : callable
+    factory : callable
     name : str
         Its name in the config.
     options : mapping of key to value
@@ -118,29 +118,29 @@ def read_options_of(
     FedsimError
         If an option is unknown or missing or, for a dataclass, has a wrong type or range.
     """
-    given = {key.replace("-", "_"): value for key, value in options.items()}
+    values = {key.replace("-", "_"): value for key, value in options.items()}
     for key in filled:
-        if key in given:
+        if key in values:
             raise FedsimError(
                 f"{table}.{key} is set; its value follows from other keys: leave it out."
             )
-    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
-    keywords, others = keywords_of(thing)
+    settings = {s.name: s for s in settings_of(factory) if s.name not in filled}
+    keywords, takes_any = keywords_of(factory)
     names = {*settings} or {*keywords}
-    for key in given:
-        if key not in names and (settings or not others):
+    for key in values:
+        if key not in names and (settings or not takes_any):
             takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
             raise FedsimError(
                 f"{table}.{key.replace('_', '-')} is not a setting of '{name}'; it takes "
                 f"{takes or 'no options'}."
             )
     if settings:
-        by_key = {settings[name].key: value for name, value in given.items()}
+        by_key = {settings[name].key: value for name, value in values.items()}
         return read_settings(settings.values(), by_key, table)
     for key, parameter in keywords.items():
-        if parameter.default is parameter.empty and key not in {*given, *filled}:
+        if parameter.default is parameter.empty and key not in {*values, *filled}:
             raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
-    return given
+    return values
 
 
 def objects_in(mark: str) -> list[str]:
@@ -148,4 +148,4 @@ def objects_in(mark: str) -> list[str]:
 
     A name's value is the object's class and the start of a digest of its public properties.
     """
-    return [given.partition("=")[0] for given in mark.split(", ")] if mark else []
+    return [entry.partition("=")[0] for entry in mark.split(", ")] if mark else []

@@ -54,7 +54,7 @@ def run_simulation(
         If the run failed, with its last error.
     """
     engine, clients = resolved.config.engine, resolved.config.partition.clients
-    allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
+    allowed = {allowed_code.VARIABLE: ",".join(allowed_code.current().modules)}
     sized = resources(clients, engine.cpus_per_worker, engine.gpus_per_worker)
     return _run_locally(resolved, out, callbacks, lambda env: Simulation(allowed | env), sized)
 

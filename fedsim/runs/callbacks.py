@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
-from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.directory import EndState, RunDirectory
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import Row, subject
 from fedsim.runs.resolve import Resolved
@@ -57,7 +57,7 @@ class RunStatus:
     protects: bool
     uncovered: tuple[str, ...] = ("train", "clients")
     directory: RunDirectory | None = None
-    ended: Ended | None = None
+    ended: EndState | None = None
     why: str = ""
 
     @property
@@ -91,8 +91,8 @@ class Callback:
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name, value in vars(cls).items():
             if name.startswith("on_") and callable(value) and name not in hooks:
-                near = difflib.get_close_matches(name, hooks, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
+                similar_hooks = difflib.get_close_matches(name, hooks, 1)
+                hint = f"did you mean {similar_hooks[0]}? " if similar_hooks else ""
                 raise FedsimError(
                     f"{cls.__name__}.{name} would never be called; {hint}A callback's hooks are "
                     f"{', '.join(hooks)}; other methods of it must not begin with on_."
@@ -172,8 +172,8 @@ class Callbacks(Callback):
             except SystemExit:  # what was released may have decided it, as it does an answer
                 answer = True
             if answer and self.stopped is None:
-                whose = f"{type(callback).__name__} has stopped it"
-                self.stopped = str(answer) if isinstance(answer, str) else whose
+                default_reason = f"{type(callback).__name__} has stopped it"
+                self.stopped = str(answer) if isinstance(answer, str) else default_reason
         return self.stopped
 
     def _call(self, name: str, function: Callable[[Callback], Any]) -> Any:
@@ -183,11 +183,11 @@ class Callbacks(Callback):
             return function(callback)
         except Exception as error:
             if name not in self._warned:
-                what = type(callback).__name__
+                label = type(callback).__name__
                 if isinstance(error, FedsimError):
-                    _log.warning("callback %s failed; the run continues: %s", what, error)
+                    _log.warning("callback %s failed; the run continues: %s", label, error)
                 else:
-                    _log.warning("callback %s failed; the run continues.", what, exc_info=True)
+                    _log.warning("callback %s failed; the run continues.", label, exc_info=True)
             self._warned.add(name)
             return None
 
@@ -236,9 +236,9 @@ class Measure:
         # evaluate.unprotected allows showing these, not basing decisions on them.
         for examples in resolved.uncovered:
             names.pop(examples, None)
-        known = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
-        if column not in known:
-            allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
+        columns = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
+        if column not in columns:
+            allowed = ", ".join(columns) or "unset without data.validation and evaluate.every"
             of_clients = (
                 config.protects
                 * " (of clients' data it must have noise, evaluate.private, in a private run)"
@@ -246,12 +246,12 @@ class Measure:
             test = "; test examples must not choose anything; data.validation holds out others"
             test *= column.startswith("test-")
             raise FedsimError(f"{key} = '{column}'; it must be {allowed}{of_clients}{test}.")
-        if known[column] is None:
+        if columns[column] is None:
             raise FedsimError(
                 f"{key} = '{column}'; this metric of your own does not say which values are "
                 "better: its function or class needs an attribute higher_is_better, True or False."
             )
-        return cls(column, known[column])
+        return cls(column, columns[column])
 
     def score(self, value: float) -> float:
         """The value with its sign changed so that higher is better; also the inverse of that."""

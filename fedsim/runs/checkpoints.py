@@ -115,13 +115,13 @@ class RunState:
     callbacks: Tree = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
 
-    def parted(self) -> tuple[dict[str, Tensor], str]:
+    def to_parts(self) -> tuple[dict[str, Tensor], str]:
         """Split the state into named tensors and JSON for the rest."""
         return split_tree({"format": FORMAT, **vars(self)})
 
     @classmethod
-    def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
-        """Make the state from the tensors and JSON of `parted`.
+    def from_parts(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
+        """Make the state from the tensors and JSON of `to_parts`.
 
         Raises
         ------
@@ -129,9 +129,9 @@ class RunState:
             If it was written in another format, or has missing or unknown parts.
         """
         tree = join_tree(tensors, text)
-        if (written := tree.pop("format", None)) != FORMAT:
+        if (version := tree.pop("format", None)) != FORMAT:
             raise ValueError(
-                f"the run's state has format {written}, and this fedsim reads {FORMAT}; resume the "
+                f"the run's state has format {version}, and this fedsim reads {FORMAT}; resume the "
                 "run with the fedsim that began it, or begin another with --out."
             )
         if tree.keys() != {part.name for part in fields(cls)}:
@@ -177,7 +177,7 @@ class Checkpoints:
 
         The state may change before the function is called, in another thread.
         """
-        tensors, text = state.parted()
+        tensors, text = state.to_parts()
         content = save(tensors, metadata={_STATE: text})
         return partial(self._write, content, name, state.round)
 
@@ -211,16 +211,16 @@ class Checkpoints:
             If there are checkpoints and none of them can be read.
         """
         rounds = self.rounds()
-        why = ""
+        reason = ""
         for number in reversed(rounds):
             try:
                 return self._read(self.path / f"round-{number}")
             except (FedsimError, OSError) as error:
-                why = str(error)
+                reason = str(error)
                 _log.warning("%s", error)
         if rounds:
             raise FedsimError(
-                f"no checkpoint in {self.path} can be used: {why} Restore it, or remove that "
+                f"no checkpoint in {self.path} can be used: {reason} Restore it, or remove that "
                 "directory to repeat all rounds, or --overwrite the run."
             )
         return None
@@ -243,7 +243,7 @@ class Checkpoints:
         try:
             with safe_open(files[0], framework="pt") as file:
                 text = (file.metadata() or {})[_STATE]
-            return RunState.joined(load(content), text)
+            return RunState.from_parts(load(content), text)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FedsimError(f"checkpoint {path} cannot be read: {error}") from None
 

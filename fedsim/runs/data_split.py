@@ -105,19 +105,19 @@ def resolve_data(
 
 
 def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
-    given, declared = overrides.partition, config.partition.clients
-    if given is not None and given.clients != declared:
+    override, declared = overrides.partition, config.partition.clients
+    if override is not None and override.clients != declared:
         raise FedsimError(
-            f"partition has {given.clients} clients, and partition.clients = {declared}, the "
+            f"partition has {override.clients} clients, and partition.clients = {declared}, the "
             "declared population; they must be the same."
         )
-    return given or partitioner(config)
+    return override or partitioner(config)
 
 
 def partitioner(config: RunConfig) -> Partition:
     """Make the config's partitioner, with its seed."""
-    made: Partition = config.partition.make(clients=config.partition.clients, seed=config.seed)
-    return made
+    partition: Partition = config.partition.make(clients=config.partition.clients, seed=config.seed)
+    return partition
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -148,12 +148,12 @@ def all_test_examples(dataset: Dataset) -> ClientData:
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
     """Mean and standard deviation of inputs, ``[C, 1, 1]`` or ``[features]``; None without."""
     images = dataset.train.x.dim() == 4
-    found = []
+    statistics = []
     for numbers in (dataset.mean, dataset.std):
         values = None if numbers is None else torch.tensor(numbers, dtype=torch.float64)
         # One number for each channel, which broadcasts over [C, H, W].
-        found.append(values.view(-1, 1, 1) if values is not None and images else values)
-    mean, std = found
+        statistics.append(values.view(-1, 1, 1) if values is not None and images else values)
+    mean, std = statistics
     return mean, std
 
 
@@ -196,14 +196,14 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
     private = config.protects
     owners = train.columns.get(getattr(partition, "column", "owner"))
     of_clients = _of_clients(config, partition, dataset) if private else ()
-    rest, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
+    training, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
     if config.data.validation:
-        rest, held_out = partitions.hold_out(
+        training, held_out = partitions.hold_out(
             config.data.validation, len(train), owners, seed=config.seed
         )
-    targets = train.y.cpu().numpy()[rest]
-    columns = {name: column[rest] for name, column in train.columns.items()}
-    parts = [rest[indices] for indices in partition.indices(targets, columns)]
+    targets = train.y.cpu().numpy()[training]
+    columns = {name: column[training] for name, column in train.columns.items()}
+    parts = [training[indices] for indices in partition.indices(targets, columns)]
     if len(parts) != config.partition.clients:
         raise FedsimError(
             f"{partition} deals examples to {len(parts)} clients, and partition.clients = "
@@ -264,13 +264,13 @@ def refuse_found(dataset: Dataset, partition: Partition) -> None:
         if key in ("mean", "types"):
             raise FedsimError(_FOUND_IN_TABLES[key].format(name=dataset.name))
         noun = "classes" if key == "classes" else "tokens"
-        why = {
+        reason = {
             "train": f"{dataset.name} has no test examples that tell how many {noun} there are",
             "test": f"the test examples of {dataset.name}, which tell how many {noun} there are, "
             f"belong to clients (column {column})",
         }[split]
         raise FedsimError(
-            f"data.{key} is not set, and {why}: in a private run their number is not taken from "
+            f"data.{key} is not set, and {reason}: in a private run their number is not taken from "
             f"clients' data; it must be declared, as data.{key} or by the file itself."
         )
 
@@ -296,7 +296,7 @@ def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
 def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
     """First of these columns in which test and training examples share an owner; else ""."""
     for name in columns:
-        owners, theirs = (split.columns.get(name) for split in (dataset.train, dataset.test))
-        if owners is not None and theirs is not None and np.isin(theirs, owners).any():
+        train, test = (split.columns.get(name) for split in (dataset.train, dataset.test))
+        if train is not None and test is not None and np.isin(test, train).any():
             return name
     return ""

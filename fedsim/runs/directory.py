@@ -48,14 +48,14 @@ from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
 from fedsim.runs.run_lock import RunLock, is_marked
 
-Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
+EndState = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
 """How a run ended; 'dropped': by a sweep's successive halving."""
 
 
 class Ending(NamedTuple):
     """How a run ended, and a sentence that says why if it ended early."""
 
-    ended: Ended
+    ended: EndState
     why: str = ""
 
 
@@ -106,7 +106,7 @@ class RunDirectory:
         self.metrics_file = MetricsFile(self.metrics)
         self._lock = RunLock(self.path)
         self._of_ending = (self.done, self.summary, self.report, self.manifest, self.signature)
-        self._own = (
+        self._run_files = (
             *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
             *(self.checkpoint, self.tensorboard, self.clients, self.data_split),
             *(self.path / NAMED_FILES, *self._of_ending),
@@ -127,7 +127,7 @@ class RunDirectory:
         with self._explained():
             if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
                 raise FedsimError(f"--out {self.path} is a file; it must be a directory.")
-            existing = [path.name for path in self._own if path.exists() or path.is_symlink()]
+            existing = [path.name for path in self._run_files if path.exists() or path.is_symlink()]
             if is_marked(self.path):
                 self._refuse_in_use(self._lock.free())
                 if existing and not overwrite:
@@ -179,7 +179,7 @@ class RunDirectory:
                 self._refuse_in_use(self._lock.take())
                 files = (self.config, *self._of_ending)
                 before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
-                made = self._made()
+                sizes = self._round_file_sizes()
             try:
                 with self._explained():
                     replace(self.config, config_toml.encode())
@@ -187,14 +187,14 @@ class RunDirectory:
                         path.unlink(missing_ok=True)
                 yield
             except BaseException:
-                if self._made() == made:
+                if self._round_file_sizes() == sizes:
                     for path, content in before.items():
                         replace(path, content)
                 raise
         finally:
             self._lock.release()
 
-    def _made(self) -> list[int]:
+    def _round_file_sizes(self) -> list[int]:
         """Sizes of the files that grow with every round."""
         return [path.stat().st_size for path in (self.metrics, self.ledger) if path.is_file()]
 
@@ -212,17 +212,17 @@ class RunDirectory:
             If the directory may not be used (see `check_free`) or cannot be written to.
         """
         new_directories = _missing(self.path)
-        begun = False
+        is_marked_as_run = False
         try:
             with self._explained():
                 self._take(overwrite)
                 replace(self.config, config_toml.encode())
-                begun = True
+                is_marked_as_run = True
             yield
         except BaseException:
             written_first = (self.config, self.path / NAMED_FILES)
             # These are written before the first round: with no other file, nothing is lost.
-            if begun and {*self._files()} <= {path.name for path in written_first}:
+            if is_marked_as_run and {*self._files()} <= {path.name for path in written_first}:
                 for path in written_first:
                     path.unlink(missing_ok=True)
             self._lock.release(remove=not (self._files() or self.archive.exists()))
@@ -244,7 +244,7 @@ class RunDirectory:
             self._lock.release()
             raise FedsimError(f"{self.path} already holds a run; choose another --out.")
         self._archive_ledgers()
-        for path in self._own:
+        for path in self._run_files:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -273,7 +273,7 @@ class RunDirectory:
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
         replace(self.model, save(tensors, metadata={METADATA: text}))
 
-    def finish(self, ended: Ended, why: str) -> None:
+    def finish(self, ended: EndState, why: str) -> None:
         """Write how the run ended; an interrupted run has not ended, since it can be resumed."""
         if ended != "interrupted":
             replace(self.done, json.dumps({"ended": ended, "why": why}).encode() + b"\n")
@@ -307,7 +307,7 @@ class RunDirectory:
 
     def _files(self) -> list[str]:
         """Names of the run's files that exist."""
-        return [path.name for path in self._own if path.exists()]
+        return [path.name for path in self._run_files if path.exists()]
 
     def remains(self, rounds: Sequence[int]) -> str:
         """Sentence on what a failed run leaves here; it has checkpoints of ``rounds``."""
@@ -322,13 +322,13 @@ class RunDirectory:
 
     def copy_from(self, source: RunDirectory) -> None:
         """Copy a run's files from another directory on this machine."""
-        for mine, theirs in zip(self._own, source._own, strict=True):
-            if theirs.is_file():
-                content = regular_files.read_bytes(theirs)
-                replace(mine, content, mode=theirs.stat().st_mode & 0o777)
+        for path, source_path in zip(self._run_files, source._run_files, strict=True):
+            if source_path.is_file():
+                content = regular_files.read_bytes(source_path)
+                replace(path, content, mode=source_path.stat().st_mode & 0o777)
 
-    def _refuse_in_use(self, ours: bool) -> None:
-        if not ours:
+    def _refuse_in_use(self, lock_taken: bool) -> None:
+        if not lock_taken:
             raise FedsimError(
                 f"another run is writing to {self.path}; wait for its end, or choose another --out."
             )
@@ -348,8 +348,8 @@ class RunDirectory:
 def ending(path: Path) -> Ending:
     """How the run in a directory ended; "interrupted" if it has not."""
     try:
-        written = json.loads(regular_files.read_text(path / "done"))
-        return Ending(written["ended"], str(written["why"]))
+        record = json.loads(regular_files.read_text(path / "done"))
+        return Ending(record["ended"], str(record["why"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Ending("interrupted", "The run has not finished.")
 
@@ -372,13 +372,13 @@ def last_run(runs: Path, name: str) -> RunDirectory | None:
     FedsimError
         If another run is writing to it.
     """
-    found = [
+    directories = [
         directory
         for directory in map(RunDirectory, runs.glob(f"{name}-*"))
         if re.fullmatch(rf"{re.escape(name)}-\d+", directory.path.name)
         and directory.config.is_file()
     ]
-    last = max(found, key=lambda directory: directory.config.stat().st_mtime_ns, default=None)
+    last = max(directories, key=lambda directory: directory.config.stat().st_mtime_ns, default=None)
     return last if last is not None and last.holds_run() else None
 
 

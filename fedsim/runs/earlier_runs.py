@@ -25,7 +25,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated
-from fedsim.runs.run_ledgers import how_ended
+from fedsim.runs.run_ledgers import end_state_of
 from fedsim.runs.split_record import holds_other_examples, refuse_other_split
 
 _log = logging.getLogger("fedsim")
@@ -59,19 +59,19 @@ def resumed_config(
     if state is not None:
         # Refuse damaged rows before anything is changed.
         directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
-    began = _began_with(directory, state)
-    wanted = _resolved(config, began, overrides)
-    keys = dict.fromkeys([*wanted, *began])
-    changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
+    start = _start_config(directory, state)
+    requested = _resolved(config, start, overrides)
+    keys = dict.fromkeys([*requested, *start])
+    changed = {key: requested.get(key) for key in keys if requested.get(key) != start.get(key)}
     outside = keys_outside_release()
     for key, value in changed.items():
         if key not in outside:
             raise FedsimError(
-                f"{key} = {_text(value)}; it must be {_text(began.get(key))} as it was when the "
+                f"{key} = {_text(value)}; it must be {_text(start.get(key))} as it was when the "
                 f"run in {directory.path} began, since it changes what is released; a new run "
                 "needs another --out."
             )
-    resumed = RunConfig.from_run_config(wanted)
+    resumed = RunConfig.from_run_config(requested)
     if state is not None and resumed.rounds < state.round:
         raise FedsimError(
             f"rounds = {resumed.rounds}; it must be at least {state.round}, the last round of "
@@ -82,50 +82,50 @@ def resumed_config(
             "the run in %s has finished all %s rounds; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
-    ended = stopping(began, ended=how_ended(directory))
-    _refuse_other_plan(began, resumed, state, ended, directory.path)
-    if ended != FIXED:
-        _refuse_lowered(began, wanted, directory.path)
-    _refuse_undeclared(began, wanted, resumed)
+    end = stopping(start, end_state=end_state_of(directory))
+    _refuse_other_plan(start, resumed, state, end, directory.path)
+    if end != FIXED:
+        _refuse_lowered(start, requested, directory.path)
+    _refuse_undeclared(start, requested, resumed)
     has_state = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
         # The clients' state is in a directory of these names.
-        if has_state and key in changed and began.get("client.state-dir"):
+        if has_state and key in changed and start.get("client.state-dir"):
             raise FedsimError(
-                f"{key} = {shown(changed[key])}; it must be {shown(began[key])} as it was when the "
+                f"{key} = {shown(changed[key])}; it must be {shown(start[key])} as it was when the "
                 "run began: its clients' state is in client.state-dir under its name."
             )
     if has_state and resumed.engine.federation and "engine.federation" in changed:
         raise FedsimError(
             f"engine.federation = {shown(resumed.engine.federation)}; it must be "
-            f"{shown(began['engine.federation'])} as it was when the run began: its clients' state "
+            f"{shown(start['engine.federation'])} as it was when the run began: its clients' state "
             "is not on those nodes."
         )
     return resumed
 
 
 def _refuse_other_plan(
-    began: Flat, resumed: RunConfig, state: RunState | None, ended: Stopping, path: Path
+    start: Flat, resumed: RunConfig, state: RunState | None, end: Stopping, path: Path
 ) -> None:
     """Refuse changes to a plan that was charged as a whole before its first round."""
     for key in ("privacy.selection", "privacy.selection-mean"):
-        if began[key] != (now := resumed.to_run_config()[key]):
-            raise FedsimError(f"{key} = {shown(now)}; it must be {shown(began[key])}, as it was.")
-    if not resumed.private or resumed.rounds == began["rounds"]:
+        if start[key] != (value := resumed.to_run_config()[key]):
+            raise FedsimError(f"{key} = {shown(value)}; it must be {shown(start[key])}, as it was.")
+    if not resumed.private or resumed.rounds == start["rounds"]:
         return
     plan = release_plan(resumed)
     if not plan.closed:
         return
-    if state is None or ended != FIXED:
-        why = (
+    if state is None or end != FIXED:
+        reason = (
             "before it had a checkpoint its rounds were planned and charged together"
             if state is None
             else "what it has released may decide when it ends, and its rounds were planned and "
             "charged together (stop.metric, stop.callbacks)"
         )
         raise FedsimError(
-            f"rounds = {resumed.rounds}; it must be {began['rounds']} as it was when the run in "
-            f"{path} began: {why}."
+            f"rounds = {resumed.rounds}; it must be {start['rounds']} as it was when the run in "
+            f"{path} began: {reason}."
         )
     longer = resumed_plan(plan, state.strategy)
     if longer.extension is not None:
@@ -136,21 +136,21 @@ def _refuse_other_plan(
         )  # fmt: skip
 
 
-def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
+def _refuse_undeclared(start: Flat, requested: Flat, config: RunConfig) -> None:
     """Refuse to withdraw the declaration that releases may end the run: it has halved delta."""
-    if config.protects and declares_stops(began) and not declares_stops(wanted):
-        key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
+    if config.protects and declares_stops(start) and not declares_stops(requested):
+        key = "stop.metric" if start.get("stop.metric") else "stop.callbacks"
         raise FedsimError(
-            f"{key} = {_text(wanted.get(key) or None)}; it must be {_text(began[key])} as it was "
-            "when the run began: what is released might have ended it, and half of delta is "
+            f"{key} = {_text(requested.get(key) or None)}; it must be {_text(start[key])} as it "
+            "was when the run began: what is released might have ended it, and half of delta is "
             "reserved for that; a larger stop.patience lets it continue."
         )
 
 
-def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
+def _refuse_lowered(start: Flat, requested: Flat, path: Path) -> None:
     """Refuse a lower limit for a run whose end may have depended on releases."""
     for key in ("rounds", "noise.max-epsilon"):
-        before, now = (flat.get(key, "") for flat in (began, wanted))
+        before, now = (flat.get(key, "") for flat in (start, requested))
         if float(now or "inf") < float(before or "inf"):
             allowed = f"at least {shown(before)}" if before else "unset"
             raise FedsimError(
@@ -160,30 +160,30 @@ def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
             )
 
 
-def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
+def _start_config(directory: RunDirectory, state: RunState | None) -> Flat:
     """The config of the checkpoint; without a checkpoint, of config.toml."""
-    written = past_config(directory.config).to_run_config()
+    saved_config = past_config(directory.config).to_run_config()
     if state is None:
-        return written
-    began = past_config(directory.config, dict(state.config)).to_run_config()
-    if began.get("client.state-dir") and not written.get("client.state-dir"):
+        return saved_config
+    start = past_config(directory.config, dict(state.config)).to_run_config()
+    if start.get("client.state-dir") and not saved_config.get("client.state-dir"):
         # The state is in the run's own directory, which may have moved.
-        began["client.state-dir"] = str(directory.clients.absolute())
-    return began
+        start["client.state-dir"] = str(directory.clients.absolute())
+    return start
 
 
-def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
+def _resolved(config: RunConfig, start: Flat, overrides: ObjectOverrides | None) -> Flat:
     """``config``, flat, with the run's values for what it leaves to rules or calibration."""
-    wanted = config.to_run_config()
+    requested = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
-        if wanted.get(key) == unset and key in began:
-            wanted[key] = began[key]
+        if requested.get(key) == unset and key in start:
+            requested[key] = start[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
-        return wanted
+        return requested
     # Calibrate for the rounds and the delta with which the run began, to get the same noise.
-    as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
-    then = calibrated(RunConfig.from_run_config({**wanted, **as_then}), overrides)
-    return {**then.to_run_config(), **{key: wanted[key] for key in as_then}}
+    lengths = {key: start[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
+    recalibrated = calibrated(RunConfig.from_run_config({**requested, **lengths}), overrides)
+    return {**recalibrated.to_run_config(), **{key: requested[key] for key in lengths}}
 
 
 def _text(value: Scalar | None) -> str:
@@ -196,8 +196,8 @@ def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
         return True
     if not directory.ledger.exists():
         return False
-    made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
-    return bool(made) and resolved.release not in made
+    releases = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
+    return bool(releases) and resolved.release not in releases
 
 
 def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
@@ -225,7 +225,7 @@ def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
             os.replace(path, place / path.name)
 
 
-def check_past(resolved: Resolved, directory: RunDirectory) -> None:
+def check_earlier_runs(resolved: Resolved, directory: RunDirectory) -> None:
     """Refuse a directory whose earlier runs' costs cannot be added to this run's.
 
     Raises
@@ -241,9 +241,9 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
         ledgers.append(directory.ledger)
     if not ledgers:
         return
-    past = Ledger.read(directory.ledger).history
+    history = Ledger.read(directory.ledger).history
     try:
-        past.after(Entry(event=resolved.plan.event()))
+        history.after(Entry(event=resolved.plan.event()))
     except FedsimError as error:
         raise FedsimError(
             f"cohort.name = {shown(resolved.config.cohort.name)}; it must be one whose cost can be "
@@ -253,22 +253,22 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
     for path in ledgers:
         config = path.with_name(directory.config.name)
         if config.exists():
-            _check_clients_past(resolved, directory, past_config(config))
+            _check_earlier_clients(resolved, directory, past_config(config))
             refuse_other_split(resolved, path.parent, past_config(config))
 
 
-def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:
+def _check_earlier_clients(resolved: Resolved, directory: RunDirectory, earlier: RunConfig) -> None:
     config = resolved.config
-    if past.client.private != config.client.private:
+    if earlier.client.private != config.client.private:
         now, before = ("protect", "did not") if config.client.private else ("do not", "did")
         raise FedsimError(
             f"{directory.path} holds a run whose clients {before} protect their examples; in "
             f"this one they {now} (client.mechanism.name), and what both released cannot be "
             "added up at example level; choose another --out."
         )
-    if not config.client.private or config.engine.federation or past.engine.federation:
+    if not config.client.private or config.engine.federation or earlier.engine.federation:
         return
-    place = Path(past.client.state_dir) if past.client.state_dir else directory.clients
+    place = Path(earlier.client.state_dir) if earlier.client.state_dir else directory.clients
     place_now = ledger_dir(config, resolved.out)
     if place_now is not None and place.absolute() != place_now.absolute():
         raise FedsimError(

@@ -161,8 +161,8 @@ def export_adapter(saved: SavedRun, out: Path) -> Path:
         if ``out`` exists.
     """
     if saved.config.adapter.name == "none" or saved.merge or saved.personal:
-        why = "merges its adapter" if saved.merge else "has no adapter that all clients share"
-        raise FedsimError(f"--to peft writes an adapter, but {saved.directory.path} {why}.")
+        obstacle = "merges its adapter" if saved.merge else "has no adapter that all clients share"
+        raise FedsimError(f"--to peft writes an adapter, but {saved.directory.path} {obstacle}.")
     files = saved.config.adapter.make().files(saved.trained)
     with _new_directory(out) as draft:
         for name, content in files.items():

@@ -75,8 +75,8 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
         bound=mechanism(config.mechanism) if config.private else None,
         steps=None if client.work else client.steps or None,
     )
-    made: LocalAlgorithm = client.make().for_run(facts)
-    return Proximal(made, client.proximal) if client.proximal else made
+    local_algorithm: LocalAlgorithm = client.make().for_run(facts)
+    return Proximal(local_algorithm, client.proximal) if client.proximal else local_algorithm
 
 
 def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
@@ -107,23 +107,23 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
     event = evaluation_event(config)
     if event is None:
         return None
-    evaluate, known = config.evaluate, {"loss": None, **metrics(config)}
+    evaluate, by_name = config.evaluate, {"loss": None, **metrics(config)}
     declared = read_ranges(evaluate.ranges)
     for name in declared:
-        if name not in known:
+        if name not in by_name:
             raise FedsimError(
-                f"evaluate.ranges has '{name}'; it must be of {', '.join(known)}, the loss and "
+                f"evaluate.ranges has '{name}'; it must be of {', '.join(by_name)}, the loss and "
                 "task.metrics."
             )
-    natural = {name: made.ends for name, made in known.items() if made and made.ends}
+    natural = {name: metric.ends for name, metric in by_name.items() if metric and metric.ends}
     ranges = [
         ValueRange(name, *ends, quantiles=evaluate.quantiles)
         for name, ends in sorted((natural | declared).items())
     ]
     if not ranges:
         raise FedsimError(
-            f"evaluate.ranges is empty, and {', '.join(known)} have no range of their own; it must "
-            "give at least one, such as 'loss(0,5)'."
+            f"evaluate.ranges is empty, and {', '.join(by_name)} have no range of their own; it "
+            "must give at least one, such as 'loss(0,5)'."
         )
     return PrivateMetrics(ranges, event.noise_multiplier, config.noise.hardened)
 
@@ -131,8 +131,8 @@ def private_metrics(config: RunConfig) -> PrivateMetrics | None:
 def loss(config: RunConfig) -> Loss:
     """The per-example loss."""
     task = config.task
-    thing = task.find()
-    return tasks.loss_of(task.loss, thing, task.settings_for(thing, _compared(thing)))
+    factory = task.find()
+    return tasks.loss_of(task.loss, factory, task.settings_for(factory, _compared_names(factory)))
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
@@ -146,34 +146,36 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
     FedsimError
         If two metrics would have the same label.
     """
-    made: dict[str, Metric] = {}
+    by_label: dict[str, Metric] = {}
     for name, options in config.task.named_metrics():
-        thing = registry.find("metric", name, "task.metrics")
+        factory = registry.find("metric", name, "task.metrics")
         label = "-".join([name.rpartition(":")[2], *map(str, options.values())])
-        if label in made:
+        if label in by_label:
             raise FedsimError(
                 f"task.metrics = '{config.task.metrics}' has two that would be called '{label}'; "
                 "once is enough, and others must have other names or options."
             )
-        table, filled = f"task.metrics.{name}", _compared(thing)
-        made[label] = tasks.metric_of(thing, read_options_of(thing, name, options, table, filled))
-    return made
+        table, filled = f"task.metrics.{name}", _compared_names(factory)
+        by_label[label] = tasks.metric_of(
+            factory, read_options_of(factory, name, options, table, filled)
+        )
+    return by_label
 
 
-def _compared(thing: Callable[..., Any]) -> tuple[str, ...]:
+def _compared_names(factory: Callable[..., Any]) -> tuple[str, ...]:
     """Names of a function's first two parameters, outputs and targets; empty for a class."""
-    if isinstance(thing, type):
+    if isinstance(factory, type):
         return ()
     try:
-        return tuple(inspect.signature(thing).parameters)[:2]
+        return tuple(inspect.signature(factory).parameters)[:2]
     except ValueError:
         return ()
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """The server optimizer, which applies the noisy mean to the model."""
-    made = config.server.make()
-    optimizer: ServerOptimizer = FlowerOptimizer(made) if isinstance(made, Strategy) else made
+    choice = config.server.make()
+    optimizer: ServerOptimizer = FlowerOptimizer(choice) if isinstance(choice, Strategy) else choice
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
         raise FedsimError(
             f"server.optimizer is '{config.server.optimizer}'; it must name a "
@@ -217,9 +219,9 @@ class LocalTraining:
         # Outputs of frozen first layers never change, so they are computed once for each example.
         model, inputs = behind_frozen_stem(self.model, data)
         if test is not None:
-            rest, test_inputs = behind_frozen_stem(self.model, test)
+            tail, test_inputs = behind_frozen_stem(self.model, test)
             # One model takes training and test inputs: precompute both or neither.
-            if self.model in (model, rest):
+            if self.model in (model, tail):
                 model, inputs, test_inputs = self.model, data, test
             test = test_inputs
         make: Callable[..., Trainer] = Trainer
@@ -258,11 +260,11 @@ class LocalTraining:
         """
         if self.device.type != "cuda":
             return 0
-        expected = plan.cohort(self.config).expected_size
+        expected_size = plan.cohort(self.config).expected_size
         trained = [p for p in self.model.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in trained)
-        wanted = math.ceil(expected + 3 * math.sqrt(expected))
-        return min(wanted, max(1, data.population), most_rows(self.device, size))
+        cohort_limit = math.ceil(expected_size + 3 * math.sqrt(expected_size))
+        return min(cohort_limit, max(1, data.population), most_rows(self.device, size))
 
     @property
     def _kernel(self) -> KernelName:
@@ -341,8 +343,8 @@ def example_privacy(
         return unnoised
     plans = (unnoised.plan(work, size, config.rounds) for size in data.planned_sizes)
     delta = end.planned_delta(client.noise.delta)
-    needed = (plan.calibrated(target, delta) for plan in plans if plan is not None)
-    multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
+    calibrated_plans = (plan.calibrated(target, delta) for plan in plans if plan is not None)
+    multiplier = max((plan.noise.multiplier for plan in calibrated_plans), default=0.0)
     return replace(unnoised, noise=unnoised.made.scaled(multiplier))
 
 

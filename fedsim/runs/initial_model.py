@@ -58,11 +58,11 @@ def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str
     settings, notes = config.model, list[str]()
     adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
     dtype = getattr(torch, settings.dtype)
-    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    other_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     model = model.cpu().to(dtype)
-    if others:
-        found = " and ".join(sorted(map(str, others)))
-        notes.append(f"The model's parameters of {found} are trained as {dtype} (model.dtype).")
+    if other_dtypes:
+        dtypes = " and ".join(sorted(map(str, other_dtypes)))
+        notes.append(f"The model's parameters of {dtypes} are trained as {dtype} (model.dtype).")
     if settings.fix:
         model, changes = models.fix_normalisation(model)
         notes += changes
@@ -73,8 +73,8 @@ def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str
         models.load_weights(model, settings.weights, settings.weights_for)
     models.refuse_unusable_parameters(model)
     if adapter is not None:
-        given = settings.trainable, config.adapter.weights
-        model = adapted(adapter, model, config.seed, *given)
+        adapter_settings = settings.trainable, config.adapter.weights
+        model = adapted(adapter, model, config.seed, *adapter_settings)
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
         notes.append(f"{adapter} (adapter.name): {count:,} of {total:,} parameters are trained.")
@@ -117,12 +117,12 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
-        tried = scratch_copy(model.to(device)).train(training)
+        copy = scratch_copy(model.to(device)).train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
-            outputs = _outputs(tried, x)
+            outputs = _outputs(copy, x)
             _check_outputs(outputs, x)
             if config.adapter.name != "none":
-                _check_adapter(tried, outputs)
+                _check_adapter(copy, outputs)
         if config.task.loss == "cross-entropy":
             _check_classes(dataset, outputs)
 
@@ -202,12 +202,12 @@ def _batch(x: Tensor) -> str:
 
 def _module(model: nn.Module, error: BaseException) -> str:
     """The innermost submodule that was running when the error was raised, for a message."""
-    trace, running = error.__traceback__, ""
+    trace, place = error.__traceback__, ""
     parts = {id(module): (name, module) for name, module in model.named_modules() if name}
     while trace is not None:
         name, module = parts.get(id(trace.tb_frame.f_locals.get("self")), ("", model))
         if name:
             layer = type(module).__name__ if any(module.children()) else repr(module)
-            running = f" in its '{name}', {printable(layer)}"
+            place = f" in its '{name}', {printable(layer)}"
         trace = trace.tb_next
-    return running
+    return place

@@ -87,12 +87,12 @@ def headline_columns(columns: Iterable[str]) -> dict[str, str]:
     {'test-loss': 'loss', 'clients-accuracy': "clients' accuracy"}
     """
     headlines = {}
-    for name, whose in learning_columns(columns).items():
+    for name, column_of in learning_columns(columns).items():
         words = display_name(name)
-        if "test" in whose:
-            headlines[whose["test"]] = words
-        elif "clients" in whose:
-            headlines[whose["clients"]] = f"clients' {words}"
+        if "test" in column_of:
+            headlines[column_of["test"]] = words
+        elif "clients" in column_of:
+            headlines[column_of["clients"]] = f"clients' {words}"
     return headlines
 
 
@@ -190,8 +190,8 @@ class MetricsFile:
         """
         rows = self.rows()[: length - 1]
         if code and self.path.exists():
-            found = self.row_code(self._texts()[: len(rows)])
-            if found.hexdigest() != code:
+            row_code = self.row_code(self._texts()[: len(rows)])
+            if row_code.hexdigest() != code:
                 raise self._damaged(f"its first {len(rows)} rows are not those that the run wrote")
         return rows
 
@@ -211,9 +211,9 @@ class MetricsFile:
         complete = io.StringIO(text[: text.rfind("\n") + 1], newline="")
         return [{k: v for k, v in row.items() if v} for row in csv.DictReader(complete)]
 
-    def _damaged(self, why: str) -> FedsimError:
+    def _damaged(self, cause: str) -> FedsimError:
         return FedsimError(
-            f"{self.path} is damaged ({why}); restore the one that the run wrote, or remove it, "
+            f"{self.path} is damaged ({cause}); restore the one that the run wrote, or remove it, "
             "and with it the rows of the rounds so far."
         )
 
@@ -279,9 +279,9 @@ def duration(seconds: float) -> str:
     """
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {rest_seconds} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 

@@ -49,7 +49,7 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
     path = directory / NAMED_FILES
     try:
         noted = json.loads(regular_files.read_text(path))
-        began, files = str(noted["directory"]), {k: Path(v) for k, v in noted["files"].items()}
+        origin, files = str(noted["directory"]), {k: Path(v) for k, v in noted["files"].items()}
     except FileNotFoundError:
         return  # no relative paths, or an earlier version's run
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -58,18 +58,18 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
     for key in sorted(files.keys() & set(keys)):
         if Path(str(flat.get(key, ""))).is_absolute():
             continue
-        then, now = files[key], _file(config, key)
-        if not then.exists():
-            if now is not None:
+        original, current = files[key], _file(config, key)
+        if not original.exists():
+            if current is not None:
                 _log.warning(
                     "%s = %s is %s here; %s, with which the run in %s began, is gone.",
-                    key, shown(flat[key]), now, then, directory,
+                    key, shown(flat[key]), current, original, directory,
                 )  # fmt: skip
-        elif now is None or not now.samefile(then):
-            here = "no such file is" if now is None else f"{now}, another file, is"
+        elif current is None or not current.samefile(original):
+            actual = "no such file is" if current is None else f"{current}, another file, is"
             raise FedsimError(
-                f"{key} = {shown(flat[key])}; {here} here, and the run in {directory} began with "
-                f"{then}; continue in {began}."
+                f"{key} = {shown(flat[key])}; {actual} here, and the run in {directory} began with "
+                f"{original}; continue in {origin}."
             )
 
 

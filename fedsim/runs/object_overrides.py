@@ -124,17 +124,19 @@ class ObjectOverrides:
         return parts
 
 
-def _described(thing: object) -> list[object]:
+def _described(subject: object) -> list[object]:
     """Class and scalar settings of an object; its other attributes may be clients' data."""
-    held = getattr(thing, "__dict__", {})
-    if is_dataclass(thing):
-        held = {field.name: getattr(thing, field.name) for field in fields(thing) if field.init}
+    values = getattr(subject, "__dict__", {})
+    if is_dataclass(subject):
+        values = {
+            field.name: getattr(subject, field.name) for field in fields(subject) if field.init
+        }
     settings = {
         name: value
-        for name, value in sorted(held.items())
+        for name, value in sorted(values.items())
         if isinstance(value, bool | int | float | str)
     }
-    return [type(thing).__qualname__, settings]
+    return [type(subject).__qualname__, settings]
 
 
 def _bytes_of(value: Tensor) -> bytes:

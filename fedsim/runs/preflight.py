@@ -83,16 +83,16 @@ def check(resolved: Resolved) -> None:
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     """Warnings about a run's guarantee and its metrics, before its first round."""
     config, sentences = resolved.config, []
-    past = None if directory is None else directory.ledger
-    before = past is not None and (past.exists() or bool(archived(past)))
+    ledger = None if directory is None else directory.ledger
+    before = ledger is not None and (ledger.exists() or bool(archived(ledger)))
     if (
-        past is not None
+        ledger is not None
         and before
         and config.private
-        and not Ledger.read(past).history.accountant.private
+        and not Ledger.read(ledger).history.accountant.private
     ):
         sentences.append(
-            f"{past.parent} holds releases of earlier runs without a guarantee, which count: "
+            f"{ledger.parent} holds releases of earlier runs without a guarantee, which count: "
             "epsilon of all that is released there is infinite, this run's included; choose "
             "another --out for a figure."
         )
@@ -236,9 +236,12 @@ def _try_step(resolved: Resolved) -> None:
     algorithm, width = resolved.trainer.algorithm, resolved.trainer.layout.d
     if isinstance(algorithm, Proximal):  # the inner step is the one that a user may have written
         algorithm = algorithm.algorithm
-    made: object = algorithm.step(algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0))
-    if made is not None:
+    result: object = algorithm.step(
+        algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0)
+    )
+    if result is not None:
         raise FedsimError(
             f"client.name names {type(algorithm).__name__}, whose step returns a "
-            f"{type(made).__name__}; it must change the state that it is given, and return nothing."
+            f"{type(result).__name__}; it must change the state that it is given, and return "
+            "nothing."
         )

@@ -18,7 +18,7 @@ from fedsim.config.run_config import read_config
 from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
-from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.directory import EndState, RunDirectory
 from fedsim.runs.metrics import Row, brief, brief_metric, display_name
 from fedsim.runs.run_ledgers import RunLedgers, read_summary
 from fedsim.runs.run_lock import is_marked
@@ -75,13 +75,13 @@ class RunRecord:
                 "run` has written, such as runs/NAME."
             )
         config = read_config(directory.config)
-        found = RunLedgers.read(path) if ledgers else RunLedgers(config)
-        charged = [] if found.server is None else found.server.charged
+        run_ledgers = RunLedgers.read(path) if ledgers else RunLedgers(config)
+        charged = [] if run_ledgers.server is None else run_ledgers.server.charged
         return cls(
             path=path,
             config=config,
             rows=directory.metrics_file.rows(),
-            statements=found.statements() if statements is None else statements,
+            statements=run_ledgers.statements() if statements is None else statements,
             summary=read_summary(directory.summary),
             released=next((entry for entry in reversed(charged) if entry.of_round), None),
         )
@@ -201,7 +201,7 @@ class RunResult:
     metrics: list[Row]
     arrays: ArrayRecord
     claims: Callable[[], list[Statement]] = field(compare=False)
-    ended: Ended = "finished"
+    ended: EndState = "finished"
     why: str = ""
     directory: RunDirectory | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
@@ -226,10 +226,10 @@ class RunResult:
 
     def __repr__(self) -> str:
         facts = self._facts()
-        where = "in memory only" if self.directory is None else str(self.directory.path)
-        reached = ", ".join(f"{name} {value}" for name, value in facts.items())
-        ended = f"{self.ended} after round {self.rounds}" + f": {self.why}" * bool(self.why)
-        return f"{ended}\n{reached or 'nothing was evaluated'}\n{where}"
+        location = "in memory only" if self.directory is None else str(self.directory.path)
+        figures = ", ".join(f"{name} {value}" for name, value in facts.items())
+        end = f"{self.ended} after round {self.rounds}" + f": {self.why}" * bool(self.why)
+        return f"{end}\n{figures or 'nothing was evaluated'}\n{location}"
 
     def _repr_html_(self) -> str:
         """A table for a notebook."""

@@ -200,19 +200,19 @@ def _multipliers(
     plan: ReleasePlan[Mechanism | RobustMean] | None,
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
-    found: dict[str, str | float] = {}
+    resolved_keys: dict[str, str | float] = {}
     if plan is not None and isinstance(plan.noise, Correlated):
-        found |= {"noise.coefficients": plan.noise.coefficients}
+        resolved_keys |= {"noise.coefficients": plan.noise.coefficients}
     if plan is not None and config.noise.target_epsilon is not None:
-        found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
+        resolved_keys |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
         if (evaluation := evaluation_event(config)) is not None:
-            found["evaluate.multiplier"] = evaluation.noise_multiplier
+            resolved_keys["evaluate.multiplier"] = evaluation.noise_multiplier
     if privacy is not None and isinstance(privacy.noise, Correlated):
-        found["client.noise.coefficients"] = privacy.noise.coefficients
+        resolved_keys["client.noise.coefficients"] = privacy.noise.coefficients
     if privacy is not None and config.client.noise.target_epsilon is not None:
         z = privacy.made.multiplier
-        found |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
-    return found
+        resolved_keys |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
+    return resolved_keys
 
 
 def _released(
@@ -223,20 +223,20 @@ def _released(
 ) -> RunConfig:
     """The config with all values filled in that determine what is released."""
     path, kernel = config.client.path, config.client.kernel
-    chosen = _multipliers(config, plan, privacy) | {
+    resolved_keys = _multipliers(config, plan, privacy) | {
         "noise.entropy": entropy(config),
         "client.path": trainer.path.name if path == "auto" else path,
         "client.kernel": trainer.kernel if kernel == "auto" else kernel,
     }
     flat = config.to_run_config()
-    complete = all(flat.get(key) == value for key, value in chosen.items())
-    return config if complete else config.replace(**chosen)
+    complete = all(flat.get(key) == value for key, value in resolved_keys.items())
+    return config if complete else config.replace(**resolved_keys)
 
 
 def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset) -> str:
     """Digest of all that determines what a run releases: its config and its Python objects."""
-    digest, given = release_digest(released), overrides.digest(dataset)
-    return digest_of({"config": digest, "given": given}) if given else digest
+    digest, objects = release_digest(released), overrides.digest(dataset)
+    return digest_of({"config": digest, "given": objects}) if objects else digest
 
 
 def _client_ledgers(config: RunConfig, trainer: Trainer, out: Path | None) -> ClientLedgers | None:
@@ -258,10 +258,10 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
     # On other engines each client checks its budget itself.
-    asks = config.engine.name in ("local", "ray") and client.noise.max_epsilon is not None
-    weighs = resolved.plan.bound.weighting == "num-examples"
+    checks_budgets = config.engine.name in ("local", "ray") and client.noise.max_epsilon is not None
+    weighs_by_size = resolved.plan.bound.weighting == "num-examples"
     sizes = None
-    if client.private and config.mechanism.name == "none" and weighs:
+    if client.private and config.mechanism.name == "none" and weighs_by_size:
         # Private clients do not report their sizes; those of the split are public.
         sizes = [len(indices) for indices in resolved.data.parts]
     return DPFedAvg(
@@ -279,7 +279,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
             average_state=client.state == "server",
             private_examples=client.private,
             example_counts=sizes,
-            budget=trainer.over_budget if asks else None,
+            budget=trainer.over_budget if checks_budgets else None,
             budgets_end_run=not config.engine.federation,
         ),
         metrics=ClientMetrics(

@@ -59,11 +59,11 @@ class RunLedgers:
         directory = RunDirectory(run)
         config = read_config(directory.config) if directory.config.is_file() else {}
         server = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
-        own, clients = clients_ledgers(run, config), None
-        if own is not None:
+        clients_directory, clients = clients_ledgers(run, config), None
+        if clients_directory is not None:
             delta = delta_of(config, "client") if delta is None else delta
-            clients = ClientLedgers(own, delta=delta, read_only=True)
-        return cls(config, server, clients, how_ended(directory))
+            clients = ClientLedgers(clients_directory, delta=delta, read_only=True)
+        return cls(config, server, clients, end_state_of(directory))
 
     def charge_planned(self, *, server: bool = True) -> None:
         """Charge the planned rounds that were not made because releases ended the run.
@@ -116,20 +116,20 @@ def charge_planned(run: Path, *, server: bool = True) -> None:
     """
     directory = RunDirectory(run)
     config = read_config(directory.config) if directory.config.is_file() else {}
-    ended = how_ended(directory)
-    if not directory.ledger.is_file() or stopping(config, ended=ended) == FIXED:
+    end_state = end_state_of(directory)
+    if not directory.ledger.is_file() or stopping(config, end_state=end_state) == FIXED:
         return
     place = clients_ledgers(run, config)
     clients = None if place is None else ClientLedgers(place, delta=delta_of(config, "client"))
-    RunLedgers(config, Ledger(directory.ledger), clients, ended).charge_planned(server=server)
+    RunLedgers(config, Ledger(directory.ledger), clients, end_state).charge_planned(server=server)
 
 
-def how_ended(directory: RunDirectory) -> str:
+def end_state_of(directory: RunDirectory) -> str:
     """How a run ended; also if a sweep dropped it after it had paused."""
-    ended: str = ending(directory.path).ended
-    if ended == "interrupted":
-        ended = str(read_summary(directory.summary).get("ended", ended))
-    return ended
+    end_state: str = ending(directory.path).ended
+    if end_state == "interrupted":
+        end_state = str(read_summary(directory.summary).get("ended", end_state))
+    return end_state
 
 
 def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
@@ -160,10 +160,10 @@ def read_summary(path: Path) -> dict[str, Any]:
         return {}
     except ValueError:
         raise FedsimError(f"{path} is damaged; it must be JSON that fedsim wrote.") from None
-    written = summary.get("format") if isinstance(summary, dict) else None
-    if written != SUMMARY_FORMAT:
+    version = summary.get("format") if isinstance(summary, dict) else None
+    if version != SUMMARY_FORMAT:
         raise FedsimError(
-            f"{path} has format {written}, and this fedsim reads {SUMMARY_FORMAT}; use the fedsim "
+            f"{path} has format {version}, and this fedsim reads {SUMMARY_FORMAT}; use the fedsim "
             "that wrote it."
         )
     return dict(summary)

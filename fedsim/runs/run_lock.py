@@ -34,16 +34,16 @@ def is_marked(directory: Path) -> bool:
     marker = directory / MARKER
     try:
         content = json.loads(regular_files.read_text(marker) or "{}")
-        written = int(content.get("format", RUN_FORMAT))
+        run_format = int(content.get("format", RUN_FORMAT))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (ValueError, TypeError, AttributeError, OverflowError):
         raise FedsimError(
             f"{marker} is damaged; a run's marker holds a JSON object with its format."
         ) from None
-    if written > RUN_FORMAT:
+    if run_format > RUN_FORMAT:
         raise FedsimError(
-            f"{directory} belongs to a run of format {written}, and this fedsim knows "
+            f"{directory} belongs to a run of format {run_format}, and this fedsim knows "
             f"{RUN_FORMAT}; use the newer fedsim, or choose another directory."
         )
     return True

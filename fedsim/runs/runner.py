@@ -30,7 +30,7 @@ from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import (
-    check_past,
+    check_earlier_runs,
     move_client_ledgers,
     refuse_other_objects,
     resumed_config,
@@ -113,7 +113,7 @@ def run(
     ('finished', [0, 1])
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
-    callbacks = _checked(callbacks)
+    callbacks = _callback_list(callbacks)
     dataset = None if data is None else dataset_of(data)
     overrides = ObjectOverrides(model, dataset, partition, strategy)
     _refuse_flags(config, out, overwrite=overwrite, resume=resume)
@@ -128,7 +128,7 @@ def run(
         if grid is not None:
             stack.enter_context(grid)
         if directory is not None:
-            text = _written(resolved, directory).to_toml()
+            text = _config_to_write(resolved, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
                 move_client_ledgers(directory, resolved)
@@ -179,7 +179,7 @@ def _prepared(
         refuse_other_objects(directory, resolved)
     elif directory is not None:
         directory.check_free(overwrite)
-        check_past(resolved, directory)
+        check_earlier_runs(resolved, directory)
     for warning in warnings(resolved, directory):
         _log.warning("%s", warning)
     return resolved
@@ -191,7 +191,7 @@ def drive(
     directory: RunDirectory | None = None,
     callbacks: Mapping[str, Callback] | None = None,
     *,
-    asked_elsewhere: Callable[[], bool] = lambda: False,
+    end_request: Callable[[], bool] = lambda: False,
 ) -> RunResult:
     """Run all rounds of a config on ``grid``; parameters as for `Session`.
 
@@ -203,25 +203,25 @@ def drive(
     """
     checkpoints = None if directory is None else Checkpoints(directory.checkpoint)
     state = None if checkpoints is None else checkpoints.newest()
-    session = Session(resolved, directory, callbacks, resume=state, asked_elsewhere=asked_elsewhere)
+    session = Session(resolved, directory, callbacks, resume=state, end_request=end_request)
     failure: RunFailedError | None = None
-    whole = False
+    round_complete = False
     with end_on_signal(session.end):
         try:
             try:
                 run_to_end(session.rounds(grid), grid, session.timeout(grid))
-                whole = True  # the last round was completed: its state may be saved
+                round_complete = True  # the last round was completed: its state may be saved
             except KeyboardInterrupt:
                 pass
             except RunFailedError as error:
                 failure = error
             finally:
-                session.finish(whole=whole)
+                session.finish(round_complete=round_complete)
         except Exception as error:
             if directory is not None and checkpoints is not None:
                 error.add_note(directory.remains(checkpoints.rounds()))
             raise
-    result = session.result(interrupted=not whole)
+    result = session.result(interrupted=not round_complete)
     if result.ended != "interrupted" or failure is not None:
         leave_report(resolved, session.evaluation, result, str(failure or ""))
     if failure is not None:
@@ -229,7 +229,7 @@ def drive(
     return result
 
 
-def _checked(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
+def _callback_list(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -279,7 +279,7 @@ def _needs_state_dir(config: RunConfig) -> bool:
     return on_this_machine and not client.state_dir and (client.private or client.state == "client")
 
 
-def _written(resolved: Resolved, directory: RunDirectory) -> RunConfig:
+def _config_to_write(resolved: Resolved, directory: RunDirectory) -> RunConfig:
     """The config for config.toml: naming its Python objects, without a default state directory.
 
     A ``client.state-dir`` inside the run's own directory is left out, so that the directory can be

@@ -275,13 +275,13 @@ class SavedRun:
                 "run's data set: fedsim.datasets.from_table(...).test.x provides them."
             )
         array = array_of("examples", x)
-        wanted = self.input_shape
-        if array.ndim > 1 and len(array) and array.shape[1:] != wanted:
+        shape = self.input_shape
+        if array.ndim > 1 and len(array) and array.shape[1:] != shape:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
             array = Dataset.of("x", split, split).test.x.numpy()
-        if not array.ndim or array.shape[1:] != wanted:
+        if not array.ndim or array.shape[1:] != shape:
             raise FedsimError(
-                f"examples have shape {array.shape}; this model takes {('N', *wanted)}, such as "
+                f"examples have shape {array.shape}; this model takes {('N', *shape)}, such as "
                 "x[None] for one example x."
             )
         return numbers_of(array, self.input_dtype)
@@ -302,7 +302,9 @@ class SavedRun:
             set was a Python object.
         """
         self._require_whole()
-        dataset = self._own() if isinstance(data, str) and not data else self._other(data)
+        dataset = (
+            self._own_dataset() if isinstance(data, str) and not data else self._other_dataset(data)
+        )
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         local = LocalTraining(self._config, self.trained, [], device_of(self._config))
@@ -310,7 +312,7 @@ class SavedRun:
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
-    def _own(self) -> Dataset:
+    def _own_dataset(self) -> Dataset:
         """The run's data set; refused if metrics of its test examples may not be shown."""
         config, path = self.config, str(self.directory.path)
         of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
@@ -333,25 +335,25 @@ class SavedRun:
             )
         return data.dataset
 
-    def _other(self, data: object) -> Dataset:
+    def _other_dataset(self, data: object) -> Dataset:
         """Another data set; refused if the model cannot take its examples."""
         own = self._dataset
-        dataset = self._named(data) if isinstance(data, str) else dataset_of(data)
+        dataset = self._named_dataset(data) if isinstance(data, str) else dataset_of(data)
         if misfit := dataset.misfit(own):
-            found, takes = misfit
+            mismatch, takes = misfit
             name = data if isinstance(data, str) else dataset.name
-            raise FedsimError(f"{name} has {found}; this model {takes}.")
+            raise FedsimError(f"{name} has {mismatch}; this model {takes}.")
         return dataset
 
-    def _named(self, data: str) -> Dataset:
-        own = self._dataset
+    def _named_dataset(self, data: str) -> Dataset:
+        own_dataset = self._dataset
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
         if kind_of(data) == "files":  # such a file need not contain every class and token
-            settings["data.classes"] = own.num_classes
-            settings["data.vocabulary"] = own.vocabulary
-        if own.feature_names:  # a table, which is then normalised as this model was trained
+            settings["data.classes"] = own_dataset.num_classes
+            settings["data.vocabulary"] = own_dataset.vocabulary
+        if own_dataset.feature_names:  # a table, which is then normalised as this model was trained
             settings["data.normalize"] = self.config.data.normalize
         return load_dataset(self.config.replace(**settings))
 

@@ -18,7 +18,7 @@ from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
-from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.directory import EndState, RunDirectory
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunResult
@@ -56,7 +56,7 @@ class Session:
         State of the same run to resume from.
     until : int, optional
         Round after which to pause, to be resumed later; by default the config's last.
-    asked_elsewhere : callable
+    end_request : callable
         Returns whether another process has asked the run to end; called after each round.
     """
 
@@ -68,7 +68,7 @@ class Session:
         *,
         resume: RunState | None = None,
         until: int | None = None,
-        asked_elsewhere: Callable[[], bool] = lambda: False,
+        end_request: Callable[[], bool] = lambda: False,
     ) -> None:
         self.resolved = resolved
         config = resolved.config
@@ -81,8 +81,8 @@ class Session:
         self._rows_code = None if directory is None else directory.metrics_file.row_code()
         self._directory = directory
         self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
-        self._asked_to_end = False
-        self._asked_elsewhere = asked_elsewhere
+        self._end_requested = False
+        self._end_request = end_request
         if self.strategy.protects:
             resolved.trainer.join(self.strategy.ledger.run)
         if resume is not None:
@@ -126,7 +126,7 @@ class Session:
         ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
         return RunState(
             round=self.strategy.rounds_done,
-            parameters=tensors(self._reached),
+            parameters=tensors(self._current_arrays),
             strategy=self.strategy.state(),
             clients=self.resolved.trainer.state(),
             ledger_head=ledger.head,
@@ -141,7 +141,7 @@ class Session:
 
     def end(self) -> None:
         """Ask the run to end after the current round."""
-        self._asked_to_end = True
+        self._end_requested = True
 
     def rounds(self, grid: Grid) -> Rounds:
         """The remaining rounds, as a generator; the caller sends their messages."""
@@ -151,7 +151,7 @@ class Session:
         if self._rows[-1:] != before and self._directory is not None and self._checkpoints:
             self._directory.metrics_file.start(self._round_rows.columns, self._rows)
             self._checkpoints.save(self.strategy.rounds_done, again=True)
-        self._stop_if_asked()
+        self._stop_if_requested()
         return rounds_of(
             self.strategy,
             grid,
@@ -167,18 +167,18 @@ class Session:
         limit = self.resolved.config.engine.timeout
         return round_timeout(grid, limit, private=self.strategy.protects)
 
-    def finish(self, *, whole: bool) -> None:
-        """Write the model and, if the last round was ``whole``, a checkpoint and how it ended."""
+    def finish(self, *, round_complete: bool) -> None:
+        """Write the model and, if the last round was complete, a checkpoint and how it ended."""
         if self._directory is not None and self._checkpoints is not None:
-            if not whole:
+            if not round_complete:
                 with suppress(OSError):  # the error that ended the run matters more
                     self._checkpoints.wait()
             self._save_model(self._directory)
-            if whole:
+            if round_complete:
                 self._checkpoints.save(self.strategy.rounds_done)
                 self._directory.finish(self.ended, self._why(self.ended))
             self._directory.seal()
-        self._callbacks.on_end(self.status(ended=self.ended if whole else None))
+        self._callbacks.on_end(self.status(ended=self.ended if round_complete else None))
 
     def _save_model(self, directory: RunDirectory) -> None:
         # The run's arrays have trained parameters only; the file has the frozen ones too.
@@ -191,15 +191,15 @@ class Session:
             "release": self.resolved.release,
             "round": self.strategy.rounds_done,
         }
-        directory.save_model(frozen | tensors(self._reached), about)
+        directory.save_model(frozen | tensors(self._current_arrays), about)
 
-    def status(self, ended: Ended | None = None) -> RunStatus:
+    def status(self, ended: EndState | None = None) -> RunStatus:
         """The run's status, for callbacks."""
         return RunStatus(
             config=self.resolved.config,
             round=self.strategy.rounds_done,
             row=dict(self._rows[-1]) if self._rows else {},  # a copy, which callbacks may change
-            arrays=self._reached,
+            arrays=self._current_arrays,
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,
             directory=self._directory,
@@ -209,10 +209,10 @@ class Session:
 
     def result(self, *, interrupted: bool = False) -> RunResult:
         """Result of the run: its metrics, parameters and statements, and why it ended."""
-        ended: Ended = "interrupted" if interrupted else self.ended
+        ended: EndState = "interrupted" if interrupted else self.ended
         return RunResult(
             metrics=self._rows,
-            arrays=self._reached,
+            arrays=self._current_arrays,
             claims=self._ledgers(ended).statements,
             ended=ended,
             why=self._why(ended),
@@ -220,21 +220,21 @@ class Session:
             notes=self.resolved.notes,
         )
 
-    def _ledgers(self, ended: Ended) -> RunLedgers:
+    def _ledgers(self, ended: EndState) -> RunLedgers:
         clients = self.resolved.client_ledgers
         return RunLedgers(self._config, self.strategy.ledger, clients, ended)
 
     @property
-    def ended(self) -> Ended:
+    def ended(self) -> EndState:
         """How the run ended; meaningful only once no further round is made."""
         if self._callbacks.stopped is not None:
             return "stopped"
         if self.strategy.rounds_done >= self.resolved.config.rounds:
             return "finished"
         paused = self.strategy.rounds_done >= self._until
-        return "interrupted" if self._asked_to_end or paused else "budget"
+        return "interrupted" if self._end_requested or paused else "budget"
 
-    def _why(self, ended: Ended) -> str:
+    def _why(self, ended: EndState) -> str:
         if ended == "interrupted":
             return "Interrupted; the model is that of the last complete round."
         if ended == "budget":
@@ -242,7 +242,7 @@ class Session:
         return f"Stopped early: {self._callbacks.stopped}." if ended == "stopped" else ""
 
     @property
-    def _reached(self) -> ArrayRecord:
+    def _current_arrays(self) -> ArrayRecord:
         return self.strategy.result.arrays if self.strategy.result else self._arrays
 
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -265,7 +265,7 @@ class Session:
         self._charge_planned()
         if self._checkpoints is not None:
             self._checkpoints.on_round(self._rows[-1])
-        self._stop_if_asked()
+        self._stop_if_requested()
         self._since = time.perf_counter()
 
     def _charge_planned(self) -> None:
@@ -280,20 +280,20 @@ class Session:
             made = max(self.strategy.rounds_done, self.strategy.ledger.rounds_made)
             self._rows[-1] = {**self._rows[-1], **self._round_rows.spent(made)}
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         """Let no further round begin if a callback, a signal or another process asked to end."""
-        self._asked_to_end |= self._asked_elsewhere()
+        self._end_requested |= self._end_request()
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
-        elif self._asked_to_end:
+        elif self._end_requested:
             self.strategy.stopped = "it was asked to end"
 
 
 def _of_config(resolved: Resolved) -> dict[str, Callback]:
     """Callbacks that the config asks for: early stopping and loggers."""
     stop = resolved.config.stop
-    chosen: dict[str, Callback] = {}
+    callbacks: dict[str, Callback] = {}
     if stop.metric:
         measure = Measure.of_column(resolved, "stop.metric", stop.metric)
-        chosen["stop"] = EarlyStopping(measure, stop.patience)
-    return chosen | loggers(resolved.config.log.to)
+        callbacks["stop"] = EarlyStopping(measure, stop.patience)
+    return callbacks | loggers(resolved.config.log.to)

@@ -88,15 +88,15 @@ def holds_other_examples(resolved: Resolved, directory: Path) -> bool:
     return SplitRecord.of(resolved, directory).objects != before.objects
 
 
-def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> None:
+def refuse_other_split(resolved: Resolved, directory: Path, earlier_config: RunConfig) -> None:
     """Refuse to add a private run to one in which clients had other examples.
 
     Parameters
     ----------
     resolved : Resolved
-    past : path
+    directory : path
         Directory of the earlier run's ledger.
-    earlier : RunConfig
+    earlier_config : RunConfig
         The earlier run's config.
 
     Raises
@@ -105,15 +105,15 @@ def refuse_other_split(resolved: Resolved, past: Path, earlier: RunConfig) -> No
         If a setting of the split differs (the message names its key), if the earlier run had
         other Python objects, or if they cannot be compared.
     """
-    if not (resolved.config.protects and earlier.protects):
+    if not (resolved.config.protects and earlier_config.protects):
         return
-    before = SplitRecord.read(past) or SplitRecord(dict(split_settings(earlier)))
-    changed = _changed(resolved, before, past)
-    if changed is not None:
-        name, now, then = changed
+    earlier = SplitRecord.read(directory) or SplitRecord(dict(split_settings(earlier_config)))
+    difference = _difference(resolved, earlier, directory)
+    if difference is not None:
+        name, value, old = difference
         raise FedsimError(
-            f"{name} {now}; it must be {then}, as in the private run in {past}: with another value "
-            "examples are assigned to other clients, and the costs of the two runs to a client "
+            f"{name} {value}; it must be {old}, as in the private run in {directory}: with another "
+            "value examples are assigned to other clients, and the costs of the two runs to a client "
             "cannot be added up; choose another --out."
         )
 
@@ -141,13 +141,13 @@ def check_state_dir(resolved: Resolved, *, record: bool = False) -> None:
     # second is compared with the first one's record.
     if record and not (directory / DATA_SPLIT).exists():
         durable.create(directory / DATA_SPLIT, SplitRecord.of(resolved, directory).to_json())
-    before = SplitRecord.read(directory)
-    changed = None if before is None else _changed(resolved, before, directory)
-    if changed is not None:
-        name, now, then = changed
+    earlier = SplitRecord.read(directory)
+    difference = None if earlier is None else _difference(resolved, earlier, directory)
+    if difference is not None:
+        name, value, old = difference
         raise FedsimError(
-            f"client.state-dir = '{directory}' holds ledgers of clients whose {name} was {then}; "
-            f"here {name} {now}, so that clients have other examples, and the runs' costs to a "
+            f"client.state-dir = '{directory}' holds ledgers of clients whose {name} was {old}; "
+            f"here {name} {value}, so that clients have other examples, and the runs' costs to a "
             "client cannot be added up; make them equal, or choose another client.state-dir."
         )
 
@@ -156,23 +156,25 @@ def _has_objects(resolved: Resolved) -> bool:
     return resolved.overrides.data is not None or resolved.overrides.partition is not None
 
 
-def _changed(resolved: Resolved, before: SplitRecord, place: Path) -> tuple[str, str, str] | None:
-    """The first difference from an earlier split: its name, the value now, and the one then."""
-    now = dict(split_settings(resolved.config))
-    for key in {**before.settings, **now}:
-        value, then = now.get(key, "unset"), before.settings.get(key, "unset")
-        if value != then:
-            return key, f"= {shown(value)}", shown(then)
-    if not before.objects and not _has_objects(resolved):
+def _difference(
+    resolved: Resolved, earlier: SplitRecord, place: Path
+) -> tuple[str, str, str] | None:
+    """The first difference from an earlier split: its name, the new value, and the old one."""
+    settings = dict(split_settings(resolved.config))
+    for key in {**earlier.settings, **settings}:
+        value, old = settings.get(key, "unset"), earlier.settings.get(key, "unset")
+        if value != old:
+            return key, f"= {shown(value)}", shown(old)
+    if not earlier.objects and not _has_objects(resolved):
         return None
     # The HMACs are compared under the earlier run's key; without it they cannot be, and the run is
     # refused.
-    comparable = before.objects and _has_objects(resolved) and (place / KEY).exists()
-    if comparable and SplitRecord.of(resolved, place).objects == before.objects:
+    comparable = earlier.objects and _has_objects(resolved) and (place / KEY).exists()
+    if comparable and SplitRecord.of(resolved, place).objects == earlier.objects:
         return None
     value = "is another object from Python" if _has_objects(resolved) else "is left out"
-    then = "the same object from Python" if before.objects else "left out"
-    return "data= or partition=", value, then
+    old = "the same object from Python" if earlier.objects else "left out"
+    return "data= or partition=", value, old
 
 
 def _contents(resolved: Resolved) -> Iterator[bytes]:

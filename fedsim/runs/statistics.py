@@ -195,8 +195,8 @@ def _config(
     tree = config.to_tree()
     tables: dict[str, Any] = {key: tree[key] for key in DATA_KEYS}
     tables["data"] |= {"normalize": False, "validation": 0.0}
-    kept = ("delta", "entropy", "hardened", "max-epsilon", "placement")
-    noise = {key: tree["noise"][key] for key in kept}
+    noise_keys = ("delta", "entropy", "hardened", "max-epsilon", "placement")
+    noise = {key: tree["noise"][key] for key in noise_keys}
     cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
     if len([value for value in cost.values() if value is not None]) != 1:
         raise FedsimError("give either --epsilon or --multiplier, which set the cost.")
@@ -228,8 +228,8 @@ def _config(
     )
 
 
-def _numbered(name: str, count: int, alone: bool) -> list[str]:
-    if alone:
+def _numbered(name: str, count: int, is_single: bool) -> list[str]:
+    if is_single:
         return [f"{name}s"] if name == "input" else [name]
     return [f"{name} {k}" for k in range(count)]
 

@@ -27,7 +27,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
-from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.directory import EndState, RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.metrics import brief
 from fedsim.runs.named_files import refuse_other_files
@@ -81,7 +81,7 @@ def _page(record: RunRecord) -> str:
     return html
 
 
-def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
+def record_ending(directory: RunDirectory, ended: EndState, why: str) -> None:
     """Write how a run ended into its files, if that was decided after it had paused.
 
     Parameters
@@ -241,7 +241,7 @@ def _test(
         return None
     model = trainer.model.eval()
     arrays = {name: values.to(trainer.data.y.device) for name, values in arrays.items()}
-    predicted, true = [], []
+    predicted, target_parts = [], []
     for start in range(0, count, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, count), device=trainer.data.y.device)
         x = trainer.data.inputs(index, _dtype(arrays))
@@ -255,8 +255,8 @@ def _test(
             predicted.append(predicted_classes(outputs).reshape(-1))
         else:
             return None
-        true.append(targets.reshape(-1))
-    predictions, truths = torch.cat(predicted).cpu().numpy(), torch.cat(true).cpu().numpy()
+        target_parts.append(targets.reshape(-1))
+    predictions, truths = torch.cat(predicted).cpu().numpy(), torch.cat(target_parts).cpu().numpy()
     if np.issubdtype(truths.dtype, np.floating):
         real = ~np.isnan(truths)  # NaN marks a missing target
         predictions, truths = predictions[real], truths[real]
@@ -273,8 +273,8 @@ def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
 def _confusion(
     predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64], names: Sequence[str]
 ) -> dict[str, Any] | None:
-    counted = truths >= 0  # positions of a sequence without a target have a negative class
-    predictions, truths = predictions[counted], truths[counted]
+    has_target = truths >= 0  # positions of a sequence without a target have a negative class
+    predictions, truths = predictions[has_target], truths[has_target]
     if not len(truths):
         return None
     classes = int(max(predictions.max(), truths.max())) + 1
@@ -320,15 +320,15 @@ def _partition(resolved: Resolved, names: Sequence[str]) -> dict[str, Any]:
     sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
     least, median, most = np.quantile(sizes, [0, 0.5, 1])
     spread = f"{least:,.10g} at least, {median:,.10g} in the median, {most:,.10g} at most"
-    dealt: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "said": f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}.",
         "sizes": _bars(sizes),
     }
     y = data.y
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
         counts = class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1)
-        dealt |= _classes(counts, _labels(names, counts.shape[1]))
-    return dealt
+        summary |= _classes(counts, _labels(names, counts.shape[1]))
+    return summary
 
 
 def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
@@ -343,13 +343,13 @@ def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
 
 def _classes(counts: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
     """Clients' numbers of classes, and their shares of each class, from ``counts [n, K]``."""
-    found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
+    summary: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
     if counts.shape[1] <= _BINS:
         shares, order = class_shares(counts), by_largest_class(counts)
         columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
-        found["mixes"] = {
+        summary["mixes"] = {
             "labels": names,
             "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],
             "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
         }
-    return found
+    return summary

@@ -77,7 +77,7 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
             LocalGrid(resolved.trainer),
             directory,
             {YOURS: distant},
-            asked_elsewhere=lambda: distant.asked_to_end,
+            end_request=lambda: distant.asked_to_end,
         )
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
     assert Checkpoints(directory.checkpoint).rounds() == [2]

@@ -199,9 +199,9 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
 
 
 def test_a_state_of_another_format_is_refused():
-    kept, text = Session(resolve(BASE)).state().parted()
+    kept, text = Session(resolve(BASE)).state().to_parts()
     with pytest.raises(ValueError, match="has format 9, and this fedsim reads"):
-        RunState.joined(kept, text.replace('"format": 2', '"format": 9'))
+        RunState.from_parts(kept, text.replace('"format": 2', '"format": 9'))
 
 
 @pytest.mark.parametrize("case", ["banded noise", "a tree", "lambda-CGD"])

@@ -41,12 +41,12 @@ class Halving:
 
     def rungs(self, rounds: int) -> list[int]:
         """The rounds after which runs are compared; the last entry is their last round."""
-        between = []
+        lower = []
         rung = self.first
         while rung < rounds:
-            between.append(rung)
+            lower.append(rung)
             rung *= self.factor
-        return [*between, rounds]
+        return [*lower, rounds]
 
     def check(self, grid: Sequence[SweepRun], resolve_run: Callable[[SweepRun], Resolved]) -> None:
         """Refuse runs that could not be compared or resumed.
@@ -88,11 +88,11 @@ class Halving:
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
         """Number of ways to choose the settings that continue at each rung."""
-        left, ways = len({_setting(run) for run in grid}), 1
+        settings, count = len({_setting(run) for run in grid}), 1
         for _ in self.rungs(grid[0].config.rounds)[:-1]:
-            keep = max(left // self.factor, 1)
-            ways, left = ways * math.comb(left, keep), keep
-        return ways
+            survivors = max(settings // self.factor, 1)
+            count, settings = count * math.comb(settings, survivors), survivors
+        return count
 
     def dropped(
         self, rows: Sequence[tuple[SweepRun, Sequence[Row] | None]], rung: int
@@ -127,10 +127,10 @@ class Halving:
 
 def outcomes(grid: Sequence[SweepRun], halving: Halving | None) -> int:
     """Upper bound on the number of different sets of releases that choices among runs allow."""
-    ways = 1 if halving is None else halving.outcomes(grid)
+    count = 1 if halving is None else halving.outcomes(grid)
     for run in grid:
-        ways *= max(stopping(run.config.to_run_config()).times, 1)
-    return min(ways, MOST_OUTCOMES)
+        count *= max(stopping(run.config.to_run_config()).times, 1)
+    return min(count, MOST_OUTCOMES)
 
 
 def _setting(run: SweepRun) -> Setting:

@@ -136,18 +136,18 @@ def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[s
     remaining = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
     for rung in rungs:
-        reached = _run_all(remaining, sweep, until=rung)
-        outcomes |= reached
+        endings = _run_all(remaining, sweep, until=rung)
+        outcomes |= endings
         if rung == rungs[-1] or not remaining:
             break
         rows = [
-            (run, _rows_at(rung, RunDirectory(sweep.out / run.label), reached)) for run in remaining
+            (run, _rows_at(rung, RunDirectory(sweep.out / run.label), endings)) for run in remaining
         ]
         dropped = halving.dropped(rows, rung)
-        for label, why in dropped.items():
-            if reached[label].ended == "interrupted":
-                outcomes[label] = Ending("dropped", why)
-                record_ending(RunDirectory(sweep.out / label), "dropped", why)
+        for label, reason in dropped.items():
+            if endings[label].ended == "interrupted":
+                outcomes[label] = Ending("dropped", reason)
+                record_ending(RunDirectory(sweep.out / label), "dropped", reason)
         remaining = [run for run in remaining if run.label not in dropped]
     return outcomes
 
@@ -171,9 +171,9 @@ def _run_all(
 ) -> dict[str, Ending]:
     """Make the runs to their ends, or up to round ``until``."""
     out = sweep.out
-    waiting = [run for run in grid if not _has_reached(run, out, until)]
+    pending_runs = [run for run in grid if not _has_reached(run, out, until)]
     outcomes: dict[str, Ending] = {}
-    for group in _groups(waiting, out):
+    for group in _groups(pending_runs, out):
         outcomes |= _run_group(group, sweep, until)
     return {run.label: ending(out / run.label) for run in grid} | outcomes
 
@@ -181,7 +181,7 @@ def _run_all(
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
     if is_done(run, out):
         return True
-    state = _reached(RunDirectory(out / run.label))
+    state = _last_state(RunDirectory(out / run.label))
     return until is not None and state is not None and state.round >= until
 
 
@@ -196,8 +196,8 @@ def is_done(run: SweepRun, out: Path) -> bool:
     directory = RunDirectory(out / run.label)
     if not directory.config.exists():
         return False
-    stored = RunConfig.load(directory.config)
-    if _without_resolved(stored) != _without_resolved(calibrated(run.config)):
+    saved_config = RunConfig.load(directory.config)
+    if _without_resolved(saved_config) != _without_resolved(calibrated(run.config)):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return directory.done.exists()
 
@@ -207,17 +207,17 @@ def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
     return {k: v for k, v in config.to_run_config().items() if k not in resolved}
 
 
-def _groups(waiting: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
+def _groups(pending_runs: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
     """Group runs whose clients can share blocks, starting from the same round."""
     groups: dict[tuple[object, ...], list[SweepRun]] = {}
-    for run in waiting:
-        state = _reached(RunDirectory(out / run.label))
+    for run in pending_runs:
+        state = _last_state(RunDirectory(out / run.label))
         first = 0 if state is None else state.round
         groups.setdefault((first, *_shared_work(run)), []).append(run)
     return list(groups.values())
 
 
-def _reached(directory: RunDirectory) -> RunState | None:
+def _last_state(directory: RunDirectory) -> RunState | None:
     """The last checkpoint of a run; None if it has none."""
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
@@ -250,7 +250,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
         for run, directory in zip(group, directories, strict=True):
             resolved = sweep.resolve(run)
             text = resolved.config.to_toml()
-            state = _reached(directory)
+            state = _last_state(directory)
             claims.enter_context(
                 directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
             )
@@ -274,7 +274,7 @@ def _reason(error: Exception) -> str:
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
     """Make all rounds of these sessions; return the errors of failed ones, by index."""
     failed: dict[int, Exception] = {}
-    whole = ending = False
+    round_complete = ending = False
 
     def end() -> None:
         nonlocal ending
@@ -285,10 +285,10 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
     with end_on_signal(end):
         try:
             failed = _advance(sessions)
-            whole = True
+            round_complete = True
         finally:
             for index, session in enumerate(sessions):
-                session.finish(whole=whole and index not in failed)
+                session.finish(round_complete=round_complete and index not in failed)
     for index, session in enumerate(sessions):
         result = session.result(interrupted=session.ended == "interrupted")
         error = failed.get(index)

@@ -126,12 +126,12 @@ def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) 
         changed = config.replace(**dict(zip(axes, values, strict=True)))
         flat = changed.to_run_config()
         # Values as a config writes them: 64 and '64' are equal as a list, 1 and 1.0 as a number.
-        point = {key: _written(flat, key) for key in axes}
+        point = {key: _point_value(flat, key) for key in axes}
         distinct.setdefault(tuple(flat.items()), SweepRun(point, changed))
     return list(distinct.values())
 
 
-def _written(flat: Mapping[str, Scalar], key: str) -> Scalar:
+def _point_value(flat: Mapping[str, Scalar], key: str) -> Scalar:
     """Value at a key of a flat config, in which a table's options are one string."""
     table, option_of, name = key.partition(".options.")
     if not option_of:
@@ -223,10 +223,10 @@ def parse_axes(overs: Iterable[str]) -> dict[str, list[Any] | Span]:
 
 def _span(over: str, text: str) -> Span | None:
     """Parse a span; None if the text does not look like one."""
-    written = re.fullmatch(r"\s*(uniform|log|whole)\(([^,()]*),([^,()]*)\)\s*", text)
-    if written is None:
+    match = re.fullmatch(r"\s*(uniform|log|whole)\(([^,()]*),([^,()]*)\)\s*", text)
+    if match is None:
         return None
-    scale, *ends = written.groups()
+    scale, *ends = match.groups()
     low, high = (read_value(end) for end in ends)
     numbers = int if scale == "whole" else int | float
     sound = all(isinstance(end, numbers) and not isinstance(end, bool) for end in (low, high))

@@ -119,11 +119,11 @@ class RandomStopping:
         # Random names: the index of the published run among the draws would be another release.
         runs = [SweepRun({"draw": secrets.token_hex(8)}, run.config) for run in drawn]
         outcomes = run_sweep(runs, hidden) if runs else {}
-        best, reached = None, None
+        best, best_value = None, None
         for run in runs:
             rows = RunDirectory(hidden / run.label).metrics_file.rows()
             if outcomes[run.label].ended == "failed" or not rows:
                 continue
-            if measure.improves(rows[-1], reached):
-                best, reached = hidden / run.label, rows[-1][measure.name]
+            if measure.improves(rows[-1], best_value):
+                best, best_value = hidden / run.label, rows[-1][measure.name]
         return best

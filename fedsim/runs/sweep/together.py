@@ -155,9 +155,9 @@ class _SharedTrainer:
         )
         rows = local.theta - starts.to(local.theta)
         for run in counts:
-            chosen = owners == run
-            metrics = {name: column[chosen] for name, column in local.metrics.items()}
-            yield run, Block.sent(ids[chosen] - self._offsets[run], rows[chosen], metrics)
+            of_run = owners == run
+            metrics = {name: column[of_run] for name, column in local.metrics.items()}
+            yield run, Block.sent(ids[of_run] - self._offsets[run], rows[of_run], metrics)
 
 
 def _in_memory(blocks: list[Block], into: object) -> Iterator[Block]:
