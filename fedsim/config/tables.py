@@ -338,9 +338,9 @@ class Choice(ConfigTable):
                 f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
             )
         if cls.has_options(name):
+            where = f"[{cls.table}.options]"
             return FedsimError(
-                f"unknown key '{cls.key(key)}'; settings of {selection} belong in "
-                f"[{cls.table}.options]."
+                f"unknown key '{cls.key(key)}'; settings of {selection} belong in {where}."
             )
         own_keys = [setting.key for setting in cls.own_settings(name)]
         return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own_keys])
@@ -388,10 +388,8 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if isinstance(value, setting.type):
         return value
     if not isinstance(value, Mapping):
-        example_key = f"{key}.{settings_of(setting.type)[0].key}"
-        raise FedsimError(
-            f"{key} = {shown(value)}; it must be a table of settings such as {example_key}."
-        )
+        example = f"{key}.{settings_of(setting.type)[0].key}"
+        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings, as {example}.")
     return setting.type(**value)
 
 

@@ -113,8 +113,8 @@ def refuse_other_split(resolved: Resolved, directory: Path, earlier_config: RunC
         name, value, old = difference
         raise FedsimError(
             f"{name} {value}; it must be {old}, as in the private run in {directory}: with another "
-            "value examples are assigned to other clients, and the costs of the two runs to a client "
-            "cannot be added up; choose another --out."
+            "value examples are assigned to other clients, and the costs of the two runs to a "
+            "client cannot be added up; choose another --out."
         )
 
 
