@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedsim import regular_files
-from fedsim.allowed_code import now
+from fedsim.allowed_code import current
 from fedsim.apps.user_app import FlowerApp
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.cli import main
@@ -96,7 +96,11 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
             "[tool.flwr.app.components]\nserverapp = 'marked:server'\nclientapp = 'marked:client'",
             lambda path: FlowerApp.load(path.parent).run_config,
         ),
-        ("pyproject.toml", "[tool.fedsim]\ncode = ['outside']", lambda _: now().allows("outside")),
+        (
+            "pyproject.toml",
+            "[tool.fedsim]\ncode = ['outside']",
+            lambda _: current().allows("outside"),
+        ),
     ],
 )
 def test_toml_may_begin_with_a_byte_order_mark(

@@ -388,8 +388,8 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if isinstance(value, setting.type):
         return value
     if not isinstance(value, Mapping):
-        example = f"{key}.{settings_of(setting.type)[0].key}"
-        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings, as {example}.")
+        such = f"{key}.{settings_of(setting.type)[0].key}"
+        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings such as {such}.")
     return setting.type(**value)
 
 
