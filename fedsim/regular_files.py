@@ -65,7 +65,7 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tree of a TOML file.
+    """Read a TOML file.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """The tree of a TOML file's content.
+    """Parse the content of a TOML file.
 
     Raises
     ------

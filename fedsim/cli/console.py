@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def config_in(source: Path) -> Path:
-    """The config of a run whose directory is named; any other path is a config's own.
+    """The config of a run, if ``source`` is its directory; otherwise ``source`` itself.
 
     Raises
     ------

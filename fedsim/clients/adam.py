@@ -6,12 +6,20 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import (
+    Gradient,
+    LearningRate,
+    LocalAlgorithm,
+    RootEpsilon,
+    State,
+    Step,
+    WeightDecay,
+)
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.packing import powers_of
-from fedsim.settings import Doc, Ge, Gt, Lt
+from fedsim.settings import Doc, Ge, Lt
 
 
 @register("client", "adam")
@@ -19,21 +27,15 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class Adam(LocalAlgorithm):
     """Adam (Kingma and Ba 2015), with PyTorch's defaults."""
 
-    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 1e-3
+    lr: LearningRate = 1e-3
     beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of gradients.")] = (
         0.9
     )
     beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
         0.999
     )
-    eps: Annotated[
-        float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")
-    ] = 1e-8
-    weight_decay: Annotated[
-        float,
-        Ge(0),
-        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
-    ] = 0.0
+    eps: RootEpsilon = 1e-8
+    weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("first", "second", "count")

@@ -24,20 +24,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows.layout import Layout, Width
-from fedsim.settings import check_settings
+from fedsim.settings import Doc, Ge, Gt, check_settings
 
 PERSONAL_MASK = "personal"
 """State entry, for algorithms with `parts`, ``[n, D]``: 1 where a parameter is personal, else 0."""
 
 State = dict[str, Any]
 """Names to tensors ``[n, ...]``, or other values that can be sliced by client, as a `Gradient`."""
+
+# Types of settings that several algorithms have, with their ranges and descriptions.
+LearningRate = Annotated[float, Gt(0), Doc("The learning rate of local steps.")]
+WeightDecay = Annotated[
+    float, Ge(0), Doc("Weight decay: this multiple of the parameters is added to their gradient.")
+]
+RootEpsilon = Annotated[
+    float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")
+]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import (
+    Gradient,
+    LearningRate,
+    LocalAlgorithm,
+    RootEpsilon,
+    State,
+    Step,
+    WeightDecay,
+)
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
@@ -18,18 +26,12 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class RMSProp(LocalAlgorithm):
     """``E <- decay E + (1 - decay) g^2;  theta <- theta - lr g / (sqrt(E) + eps)``, as PyTorch."""
 
-    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 1e-2
+    lr: LearningRate = 1e-2
     decay: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
         0.99
     )
-    eps: Annotated[
-        float, Gt(0), Doc("A small number added to the root, to avoid a division by zero.")
-    ] = 1e-8
-    weight_decay: Annotated[
-        float,
-        Ge(0),
-        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
-    ] = 0.0
+    eps: RootEpsilon = 1e-8
+    weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("second",)

@@ -6,11 +6,18 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import (
+    Gradient,
+    LearningRate,
+    LocalAlgorithm,
+    State,
+    Step,
+    WeightDecay,
+)
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Lt
+from fedsim.settings import Doc, Ge, Lt
 
 
 @register("client", "sgd")
@@ -22,15 +29,11 @@ class SGD(LocalAlgorithm):
     of Das et al. 2021.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The learning rate of local steps.")] = 0.1
+    lr: LearningRate = 0.1
     momentum: Annotated[
         float, Ge(0), Lt(1), Doc("Momentum: the share of the last step that the next one repeats.")
     ] = 0.0
-    weight_decay: Annotated[
-        float,
-        Ge(0),
-        Doc("Weight decay: this multiple of the parameters is added to their gradient."),
-    ] = 0.0
+    weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("velocity",)

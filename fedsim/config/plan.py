@@ -188,8 +188,8 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
     assert noise.multiplier is not None
     population = noise.cohort_population or config.partition.clients
     law = cohort(config).law().sampled(noise.cohort_size, population)
-    at = planned_delta(config)
-    figure = Extrapolation.of(law, population, noise.multiplier, releases, at)
+    delta = planned_delta(config)
+    figure = Extrapolation.of(law, population, noise.multiplier, releases, delta)
     return replace(figure, delta=noise.delta)
 
 

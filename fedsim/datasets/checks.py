@@ -347,6 +347,6 @@ def statistics(
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Names for within a sentence, not all of many."""
+    """A list of names for a sentence; long lists are cut."""
     shown = ", ".join(names[:10])
     return f"{shown[:300]}, ..." if len(names) > 10 or len(shown) > 300 else shown or "none"

@@ -57,7 +57,7 @@ class NumberType:
         return numbers[:, None]
 
     def feature_names(self, column: str) -> list[str]:
-        """What each feature is: one of another range is another."""
+        """Name of the feature; its range, by which it is scaled, is part of the name."""
         scale = "" if self.free else f" scaled from {self.low:.15g}:{self.high:.15g}"
         return [column + scale]
 
@@ -94,7 +94,7 @@ class CategoryType:
         return one_hot
 
     def feature_names(self, column: str) -> list[str]:
-        """What each feature is."""
+        """Names of the features, one for each category."""
         return [f"{column}={value}" for value in self.values]
 
 

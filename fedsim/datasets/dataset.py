@@ -146,12 +146,17 @@ class Dataset:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the classes are called: their numbers, where they have no names."""
-        names = self.class_names
-        return (*names, *map(str, range(len(names), self.num_classes)))
+        """Names of the classes; a class without a name is called by its number."""
+        return class_labels(self.class_names, self.num_classes)
 
     def misfit(self, own: Dataset) -> tuple[str, str] | None:
-        """What of it a model trained on another data set does not take, and what that takes."""
+        """Why a model trained on ``own`` cannot take this data set; None if it can.
+
+        Returns
+        -------
+        pair of str, or None
+            What this data set has, and what the model takes instead.
+        """
         named = (
             ("features", self.feature_names, own.feature_names),
             ("classes", self.class_names, own.class_names),
@@ -333,8 +338,13 @@ class Dataset:
         )
 
 
+def class_labels(names: Sequence[str], classes: int) -> tuple[str, ...]:
+    """Names of the first ``classes`` classes; their numbers where names are missing."""
+    return (*names[:classes], *map(str, range(len(names), classes)))
+
+
 def _kind(values: Tensor) -> str:
-    """What numbers are taken for: tokens, classes and images may be of several dtypes."""
+    """Kind of a tensor's numbers; tokens, classes and images may have several dtypes."""
     if values.is_floating_point():
         return "floating"
     return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"

@@ -119,7 +119,7 @@ def arrays_of_tables(
     columns_of_target = (train[roles.target], test[roles.target])
     are_classes = roles.target not in declared and all(map(_are_whole, columns_of_target))
     reader = _Reader(roles, kinds, are_classes, where)
-    if are_classes:
+    if are_classes and not protected:
         reader.warn_of_amounts([*train[roles.target], *test[roles.target]])
     plain = {
         ours: _plain_columns(train[name], test[name], name, where)
@@ -242,7 +242,7 @@ class _Reader:
         return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
 
     def warn_of_amounts(self, targets: Column) -> None:
-        """Warn of classes that look like amounts: many, some of which no example has."""
+        """Warn if classes look like amounts: there are many, and some have no example."""
         classes = int(max(map(number, targets))) + 1
         if classes > max(FEW_CATEGORIES, len(set(map(number, targets)))):
             name = self.roles.target
@@ -290,13 +290,13 @@ def _are_whole(values: Column) -> bool:
 
 
 def _plain_columns(train: Column, test: Column, name: str, where: str) -> list[npt.NDArray[Any]]:
-    """Integers where all of both are; otherwise texts.
+    """Both parts of a column as integers, if all their values are integers; otherwise as texts.
 
     Raises
     ------
     FedsimError
-        If a value is missing, so that rows without an owner would be one owner's, or is one number
-        with another that is written in another way, so that it may or may not be the same owner.
+        If a value is missing (all such rows would be one owner's), or if one number is written in
+        two ways (which may or may not mean the same owner).
     """
     for split, column in (("training", train), ("test", test)):
         for row, value in enumerate(column):
@@ -320,7 +320,7 @@ def _plain_columns(train: Column, test: Column, name: str, where: str) -> list[n
 
 
 def _number_or_text(text: str) -> float | str:
-    """The number that a text says, however long, or else the text."""
+    """The number that a text spells, of any length; the text itself if it is not a number."""
     try:
         return int(text)
     except ValueError:

@@ -227,7 +227,7 @@ class Accounting:
 
     @property
     def _empty(self) -> bool:
-        """Whether the ledger is in memory and empty, so that a state brings its lines."""
+        """Whether the ledger is in memory and empty, so that its lines come from a state."""
         return self.ledger.path is None and not self.ledger.entries
 
     def check_ledger(self, state: Mapping[str, Any]) -> None:

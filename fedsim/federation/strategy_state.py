@@ -1,4 +1,4 @@
-"""What a strategy is resumed from: held against its settings before anything is taken from it."""
+"""Checks of the state from which a strategy is resumed, made before anything is restored."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FORM = {
     "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
     "ledger": Mapping,
 }  # fmt: skip
-"""What every state of a strategy has, and of which types."""
+"""Entries that every state of a strategy has, and their types."""
 
 
 @contextmanager
 def in_one_sentence(strategy: str) -> Iterator[None]:
-    """Whatever a state raises that is none of this strategy's becomes a sentence that says so."""
+    """Turn errors that another strategy's state causes into one sentence."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -43,7 +43,7 @@ def in_one_sentence(strategy: str) -> Iterator[None]:
 
 
 def check_form(state: Tree, strategy: str) -> None:
-    """Refuse what is no state of any strategy.
+    """Refuse a tree that is not the state of any strategy.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def check_form(state: Tree, strategy: str) -> None:
 
 
 def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> None:
-    """Refuse the state of a run with other noise, which could not be continued.
+    """Refuse the state of a run whose noise this plan could not continue.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> Non
 
 
 def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) -> None:
-    """Refuse tensors that this mechanism and optimiser, where they are fedsim's, do not keep.
+    """Refuse tensors of another mechanism or server optimiser; only fedsim's own are checked.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def _listed(shapes: Mapping[str, list[int]]) -> str:
 
 
 def restore_parts(parts: Mapping[str, Any], state: Tree) -> None:
-    """Have each part resume its own state: all of them or, if one raises, none."""
+    """Restore the state of all parts; if one raises, put all of them back."""
     saved_states = {name: part.state() for name, part in parts.items()}
     try:
         for name, part in parts.items():

@@ -122,11 +122,11 @@ _INSIDE: dict[object, tuple[object, ...]] = {
     CrossEntropy: (nn.Softmax, nn.functional.softmax, torch.softmax, "softmax"),
     BinaryCrossEntropy: (nn.Sigmoid, torch.sigmoid, "sigmoid"),
 }
-"""What a loss does itself; a log-softmax may be repeated, which changes nothing."""
+"""Functions that a loss applies itself. Not log-softmax: applied twice it changes nothing."""
 
 
 def _second_softmax(resolved: Resolved) -> Iterator[str]:
-    """A warning of a model that ends in what its loss does once more."""
+    """Warning if the model ends in a function that its loss applies again."""
     inside = _INSIDE.get(type(resolved.trainer.loss), ())
     if _ending(resolved.trainer.trained) in inside:
         *_, name = inside
@@ -138,7 +138,7 @@ def _second_softmax(resolved: Resolved) -> Iterator[str]:
 
 
 def _ending(trained: TrainedModel) -> object:
-    """The class, function or name of a method that a model calls last, where that is known."""
+    """Class, function or name of the method that a model calls last; None if it is unknown."""
     last: nn.Module = trained.model
     if (read := trained.reading.model) is not None:
         (output,) = (node for node in read.module.graph.nodes if node.op == "output")

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedsim import models, regular_files
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
+from fedsim.datasets.dataset import class_labels
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
@@ -284,13 +285,8 @@ def _confusion(
     return {
         "kind": "classes",
         "counts": cells.reshape(classes, classes).tolist(),
-        "labels": _labels(names, classes),
+        "labels": class_labels(names, classes),
     }
-
-
-def _labels(names: Sequence[str], classes: int) -> list[str]:
-    """Of the first classes, which may be 0 and 1 of targets that are numbers."""
-    return [*names[:classes], *map(str, range(len(names), classes))]
 
 
 def _binned(
@@ -327,7 +323,7 @@ def _partition(resolved: Resolved, names: Sequence[str]) -> dict[str, Any]:
     y = data.y
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
         counts = class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1)
-        summary |= _classes(counts, _labels(names, counts.shape[1]))
+        summary |= _classes(counts, class_labels(names, counts.shape[1]))
     return summary
 
 

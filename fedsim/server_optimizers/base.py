@@ -51,7 +51,7 @@ class StatefulOptimizer(ServerOptimizer):
         self.tensors = {name: tensor.clone() for name, tensor in state.items()}
 
     def after_a_step(self, d: int) -> dict[str, Tensor]:
-        """What one with these settings keeps after a first step of ``d`` parameters."""
+        """Tensors, without data, that are kept after a first step of ``d`` parameters."""
         fresh = copy.copy(self)
         fresh.tensors = {}
         fresh.step(torch.zeros(d, device="meta"), torch.zeros(d, device="meta"))

@@ -154,7 +154,7 @@ class MeanOf(Mean):
 
     @property
     def higher_is_better(self) -> bool | None:  # type: ignore[override]
-        """What the function says; None where it does not: it may be an error or a score."""
+        """The function's own ``higher_is_better``; None if it has none: an error or a score."""
         function = self.function.func if isinstance(self.function, partial) else self.function
         return getattr(function, "higher_is_better", None)
 

@@ -371,6 +371,7 @@ def test_amounts_that_are_taken_for_classes_are_warned_of(tmp_path, caplog):
     assert not warned(costs, types="a=0:1,y=number")
     assert not warned([i % 100 for i in range(200)])  # many classes, and each has examples
     assert not warned([0, 7, 9, 7, 0, 9])
+    assert not warned(costs, protected=True)  # no log line depends on protected examples
 
 
 def test_owners_are_read_alike_for_training_and_testing():

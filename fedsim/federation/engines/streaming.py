@@ -110,7 +110,7 @@ class StreamingGrid(OwnGrid):
         return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids; none if the SuperLink restarts in the middle, twice.
+        """Send messages, and return their ids; none if the SuperLink restarts meanwhile, twice.
 
         It then has the messages but has lost their contents, so that no node can answer. They are
         sent once more under the same ids, by which the SuperLink gives each to its node only once.
