@@ -41,6 +41,8 @@ from fedsim.reports.plots import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout
 
 STORED = [name for name in names() if Stored.load(find(name)).members]
+NOT_RUN = [name for name in names() if Judgement.load(find(name)).not_run]
+"""Experiments that lack results, some of them or all."""
 FAST = ("adaclip-mnist", "das-local-steps", "koskela-scale", "niid-private", "quadratic", "xu")
 """Experiments whose results are judged in less than a second, one of each kind."""
 
@@ -71,7 +73,9 @@ def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(FAST, STORED))
 def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
     report = checked(name).report
-    assert report is not None
+    if report is None:  # too few results are stored to judge any
+        assert name in NOT_RUN
+        return
     known = {*SERIES, *COLOURS.values(), LIGHT.ink, LIGHT.grid, LIGHT.frame}
     for picture in report.pictures.values():
         for axes in picture.axes:
@@ -80,7 +84,7 @@ def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(names()) - set(STORED)))
+@pytest.mark.parametrize("name", NOT_RUN)
 def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str, page: str) -> None:
     app = typer.Typer()
     app.command()(experiment)
