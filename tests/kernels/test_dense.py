@@ -110,9 +110,9 @@ def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
     kind, ours = results(DenseLayers(layers, packing, compiled=True), *rest)
     eager_kind, torchs = results(DenseLayers(layers, packing, compiled=False), *rest)
     assert (kind, eager_kind) == (CompiledGradient, Factored)
-    tolerance = 1e-5 if rest[0].dtype == torch.float32 else 1e-12
+    # Sums of some thousand products of normal numbers may cancel, and keep their terms' rounding.
+    tolerance = 1e-4 if rest[0].dtype == torch.float32 else 1e-12
     for mine, other in zip(ours, torchs, strict=True):
-        # Sums of standard normal numbers may cancel, and keep their terms' rounding.
         assert float((mine - other).norm()) <= tolerance * max(float(other.norm()), 1.0)
 
 
