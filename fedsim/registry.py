@@ -5,7 +5,8 @@ settings, under a line ``@register("mechanism", "adaclip")``. It is found by tha
 of its kind's packages, and imported when it is used; one file may have several. A field
 describes a setting completely, in one place::
 
-    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
+    clip_norm: Annotated[float, Gt(0)] = 1.0
+    "The largest L2 norm of a row."
 
 Installed packages add theirs by entry points of the group ``fedsim.plugins``
 (``mechanism.mine = "package.module:Class"``). A user's own is written ``module:name``, and

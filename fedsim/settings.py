@@ -1,9 +1,11 @@
 """Settings: types, ranges and descriptions of a dataclass's fields, and checks of their values.
 
 fedsim's config tables, its registered kinds and users' own classes all describe their options in
-this one way. A field states its type, its range and its meaning once::
+this one way. A field states its type, its range and its meaning once; its docstring, or the `Doc`
+of a type that several fields share, is its help text::
 
-    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
+    clip_norm: Annotated[float, Gt(0)] = 1.0
+    "The largest L2 norm of a row."
 
 A type is a number, a truth value, a string, a `Literal` of words, one of these or None (which a
 config writes as the empty string), or any type for which a `Text` gives a reader and a writer.
@@ -11,14 +13,18 @@ config writes as the empty string), or any type for which a `Text` gives a reade
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
 import operator
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,6 +32,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import BaseMetadata, GroupedMetadata
 from annotated_types import Ge as Ge
 from annotated_types import Gt as Gt
+from annotated_types import Interval as Interval
 from annotated_types import Le as Le
 from annotated_types import Lt as Lt
 from typing_extensions import Doc as Doc
@@ -38,19 +45,6 @@ REQUIRED = dataclasses.MISSING
 
 # Larger values are mistakes, and single precision or Flower's records could not hold them.
 LARGEST_FLOAT, LARGEST_INT, LONGEST_STRING = 1e30, 2**63 - 1, 10_000
-
-
-@dataclass(frozen=True)
-class Between:
-    """A number from ``low`` to ``high``."""
-
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return f"between {self.low:g} and {self.high:g}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,8 @@ class Setting:
         Metadata of `Annotated`: ranges, `Doc`, `Text`.
     default : object
         Default value; `REQUIRED` if there is none.
+    home : type
+        The class whose body has the field.
     """
 
     name: str
@@ -103,11 +99,13 @@ class Setting:
     type: Any
     metadata: tuple[Any, ...]
     default: Any
+    home: type
 
     @property
     def doc(self) -> str:
-        """Help text."""
-        return next((m.documentation for m in self.metadata if isinstance(m, Doc)), "")
+        """Help text: the field's docstring, or the `Doc` of its type; empty without either."""
+        shared = next((m.documentation for m in self.metadata if isinstance(m, Doc)), "")
+        return _field_docstrings(self.home).get(self.name, shared)
 
     @property
     def text(self) -> Text | None:
@@ -142,9 +140,8 @@ class Setting:
             except (TypeError, AttributeError, ValueError):
                 raise NotAllowedError("a string, as its description says") from None
         value = _typed(value, self.type)
-        for entry in self.metadata:
-            if words := _refusal(entry, value):
-                raise NotAllowedError(words)
+        if broken := _broken(self.metadata, value):
+            raise NotAllowedError(_in_words(broken))
         if words := _beyond_use(value):
             raise NotAllowedError(words)
         return value
@@ -168,20 +165,41 @@ def _settings_of(kind: type) -> tuple[Setting, ...]:
     for field in dataclasses.fields(kind):
         if not field.init:
             continue
-        annotation, metadata = _annotation(kind, field.name), []
+        home = next(c for c in kind.__mro__ if field.name in vars(c).get("__annotations__", {}))
+        names = vars(sys.modules[home.__module__])
+        annotation, metadata = resolved(vars(home)["__annotations__"][field.name], names), []
         if get_origin(annotation) is Annotated:
             annotation, *metadata = get_args(annotation)
         default = field.default
         if field.default_factory is not REQUIRED:
             default = field.default_factory()
         key = field.name.replace("_", "-")
-        settings.append(Setting(field.name, key, annotation, tuple(_flat(metadata)), default))
+        flat = tuple(_flat(metadata))
+        settings.append(Setting(field.name, key, annotation, flat, default, home))
     return tuple(settings)
 
 
-def _annotation(kind: type, name: str) -> Any:
-    home = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
-    return resolved(vars(home)["__annotations__"][name], vars(sys.modules[home.__module__]))
+@cache
+def _field_docstrings(home: type) -> Mapping[str, str]:
+    """Docstrings below a class's fields, each on one line; none if its source is not at hand."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(home)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    docstrings = {}
+    for field, below in pairwise(getattr(tree.body[0], "body", ())):
+        text = (
+            below.value.value
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            else None
+        )
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, str)
+        ):
+            docstrings[field.target.id] = " ".join(text.split())
+    return docstrings
 
 
 def _flat(metadata: list[Any]) -> Iterator[Any]:
@@ -221,32 +239,46 @@ _FILE_TYPES = (float, int, bool, str, dict)
 @dataclass(frozen=True)
 class _Limit:
     attribute: str
-    holds: Callable[[Any, Any], bool]
+    compare: Callable[[Any, Any], bool]
     words: str
-    refusal: str
+
+    def holds(self, value: float, limit: BaseMetadata) -> bool:
+        return self.compare(value, getattr(limit, self.attribute))
+
+    def shown(self, limit: BaseMetadata) -> str:
+        bound = getattr(limit, self.attribute)
+        return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 _LIMITS: Mapping[type[BaseMetadata], _Limit] = {
-    Gt: _Limit("gt", operator.gt, "above", "greater than"),
-    Ge: _Limit("ge", operator.ge, "at least", "at least"),
-    Lt: _Limit("lt", operator.lt, "below", "less than"),
-    Le: _Limit("le", operator.le, "at most", "at most"),
+    Gt: _Limit("gt", operator.gt, "greater than"),
+    Ge: _Limit("ge", operator.ge, "at least"),
+    Lt: _Limit("lt", operator.lt, "less than"),
+    Le: _Limit("le", operator.le, "at most"),
 }
 
 
-def _refusal(entry: Any, value: Any) -> str:
-    """What is allowed, if a value is out of range or breaks a rule; else empty."""
-    if isinstance(entry, Constraint):
-        return "" if value is None or entry.holds(value) else entry.words
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return ""
-    if isinstance(entry, Between):
-        return "" if entry.low <= value <= entry.high else str(entry)
-    if limit := _LIMITS.get(type(entry)):
-        bound = getattr(entry, limit.attribute)
-        if not limit.holds(value, bound):
-            return f"{limit.refusal} {float(bound) if isinstance(value, float) else bound}"
-    return ""
+def _broken(rules: Iterable[Any], value: Any) -> list[Any]:
+    """The ranges that a value is outside of, and the constraints that it does not meet."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [
+        rule
+        for rule in rules
+        if (isinstance(rule, Constraint) and value is not None and not rule.holds(value))
+        or (is_number and type(rule) in _LIMITS and not _LIMITS[type(rule)].holds(value, rule))
+    ]
+
+
+def _in_words(rules: Iterable[Any]) -> str:
+    words = [rule.words for rule in rules if isinstance(rule, Constraint)]
+    limits = {
+        type(rule): _LIMITS[type(rule)].shown(rule) for rule in rules if type(rule) in _LIMITS
+    }
+    if limits.keys() == {Ge, Le}:
+        return f"between {limits[Ge]} and {limits[Le]}"
+    return " and ".join(
+        [*words, *(f"{_LIMITS[kind].words} {bound}" for kind, bound in limits.items())]
+    )
 
 
 def _beyond_use(value: Any) -> str:
@@ -274,9 +306,9 @@ def check_settings(subject: Any, prefix: str = "") -> None:
     for setting, of_type, rules in _checks(subject.__class__):
         value = getattr(subject, setting.name)
         if type(value) in of_type.types or of_type.test(value):
-            if not rules or not any(_refusal(rule, value) for rule in rules):
+            if not (broken := _broken(rules, value)):
                 continue
-            words = allowed(setting)
+            words = _in_words(broken)
         elif setting.text is not None:
             # Given as a config writes it: replace it with the value that it stands for.
             read = read_setting(setting, value, f"{prefix}{setting.key}")
@@ -290,7 +322,7 @@ def check_settings(subject: Any, prefix: str = "") -> None:
 @cache
 def _checks(kind: type) -> tuple[tuple[Setting, Expected, tuple[Any, ...]], ...]:
     """Settings of a class, each with what its type allows and with its ranges and rules."""
-    rules = (Constraint, Between, *_LIMITS)
+    rules = (Constraint, *_LIMITS)
     return tuple(
         (setting, expected(setting.type), tuple(m for m in setting.metadata if type(m) in rules))
         for setting in settings_of(kind)
@@ -301,17 +333,7 @@ def allowed(setting: Setting) -> str:
     """Allowed values of a setting, in words; empty if every value of its type is allowed."""
     if setting.choices:
         return one_of(setting.choices)
-    ranges = [str(entry) for entry in setting.metadata if isinstance(entry, Between)]
-    if ranges:
-        return ranges[0]
-    limits = {
-        type(entry): getattr(entry, _LIMITS[type(entry)].attribute)
-        for entry in setting.metadata
-        if type(entry) in _LIMITS
-    }
-    if limits.keys() == {Ge, Le}:
-        return str(Between(limits[Ge], limits[Le]))
-    return " and ".join(f"{_LIMITS[limit].words} {value:g}" for limit, value in limits.items())
+    return _in_words(setting.metadata)
 
 
 def type_in_words(kind: Any) -> str:

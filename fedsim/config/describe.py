@@ -13,7 +13,6 @@ from fedsim import registry
 from fedsim.config.run_config import RunConfig
 from fedsim.config.tables import Choice, ConfigTable, NamesOf, belongs_to, is_table
 from fedsim.settings import (
-    Between,
     Ge,
     Gt,
     Le,
@@ -245,8 +244,6 @@ def _property(setting: Setting) -> dict[str, Any]:
         if type(entry) in _JSON_LIMITS:
             attribute, word = _JSON_LIMITS[type(entry)]
             limited[word] = getattr(entry, attribute)
-        elif isinstance(entry, Between):
-            limited |= {"minimum": entry.low, "maximum": entry.high}
     if options:  # None is allowed too, which a config writes as the empty string
         return {"anyOf": [limited, {"const": ""}], **described}
     return {**limited, **described}

@@ -11,7 +11,7 @@ from fedsim.mechanisms.base import NORM, Released, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
-from fedsim.settings import Between, Doc, Ge, Gt, Le
+from fedsim.settings import Doc, Ge, Interval, Le
 
 
 @register("mechanism", "adaclip")
@@ -41,15 +41,15 @@ class AdaClip(ScalingBound):
 
     clip_norm: Annotated[
         float,
-        *NORM,
+        NORM,
         Doc("C, the clip norm of the first round. The literal form starts at h1 and h2."),
     ] = 1.0
     h1: Annotated[
-        float, Gt(0), Between(1e-60, 1e60), Doc("The smallest estimate of a variance.")
+        float, Interval(ge=1e-60, le=1e60), Doc("The smallest estimate of a variance.")
     ] = 1e-12
     h2: Annotated[
         float | None,
-        Between(1e-60, 1e60),
+        Interval(ge=1e-60, le=1e60),
         Doc(
             "The largest estimate of a variance; unset for C^2 gamma / d. Ten times that suits "
             "concentrated gradients."
@@ -63,8 +63,7 @@ class AdaClip(ScalingBound):
     ] = 0.9
     gamma: Annotated[
         float,
-        Gt(0),
-        Between(1e-6, 1e6),
+        Interval(ge=1e-6, le=1e6),
         Doc("Expected squared norm of a whitened row; 1 in the paper."),
     ] = 1.0
     center: Annotated[

@@ -15,7 +15,7 @@ from fedsim.registry import register
 from fedsim.rows.exact import FREE_UNIT
 from fedsim.rows.layout import Layout
 from fedsim.rows.norms import norms_, round_up
-from fedsim.settings import Between, Doc, Ge, Gt, Le
+from fedsim.settings import Doc, Ge, Interval, Le
 
 
 @register("mechanism", "adaptive-noise")
@@ -38,7 +38,7 @@ class AdaptiveNoise(Bound):
     RMSProp, the other half of the paper's method, is left to the optimiser.
     """
 
-    clip_norm: Annotated[float, *NORM, Doc("C, the clip norm of the first phase.")] = 1.0
+    clip_norm: Annotated[float, NORM, Doc("C, the clip norm of the first phase.")] = 1.0
     threshold: Annotated[
         float | None,
         Ge(0),
@@ -48,8 +48,7 @@ class AdaptiveNoise(Bound):
     ] = None
     beta: Annotated[
         float,
-        Gt(0),
-        Between(1e-12, 1e12),
+        Interval(ge=1e-12, le=1e12),
         Doc(
             "The bound of a coordinate divided by its root mean square. E is of means of r "
             "rows, so that single rows may need a value near sqrt(r)."
@@ -60,8 +59,7 @@ class AdaptiveNoise(Bound):
     ] = 0.9
     floor: Annotated[
         float,
-        Gt(0),
-        Between(1e-60, 1e60),
+        Interval(ge=1e-60, le=1e60),
         Doc("The smallest value of E, so that no bound is zero."),
     ] = 1e-12
     noise_shape: Annotated[

@@ -22,7 +22,7 @@ from fedsim.lazy import Tensor, torch
 from fedsim.privacy.noise import part_multiplier
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
-from fedsim.settings import Between, Gt, check_settings
+from fedsim.settings import Interval, check_settings
 
 Entry = TypeVar("Entry")
 State = Mapping[str, "Tensor"]
@@ -42,7 +42,7 @@ def without_noise(state: State) -> dict[str, Tensor]:
 
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
-NORM = (Gt(0), Between(*BOUND_RANGE))
+NORM = Interval(ge=BOUND_RANGE[0], le=BOUND_RANGE[1])
 """Range of a norm, for the fields of a bound."""
 
 

@@ -26,7 +26,7 @@ class Clipping(ScalingBound):
     tensor([1.0000, 0.5000])
     """
 
-    clip_norm: Annotated[float, *NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0
+    clip_norm: Annotated[float, NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """``min(1, C / norm)``."""
@@ -48,6 +48,6 @@ class NormBound(Clipping):
 
     clip_norm: Annotated[
         float,
-        *NORM,
+        NORM,
         Doc("C, such as 28 for softmax regression on 784 pixels in [0, 1]: no row is longer."),
     ] = 1.0

@@ -137,7 +137,7 @@ class PrivateScalar(Mechanism):
     name: Annotated[str, Doc("Name of the scalar in `PartialSum.add` and `Release.sides`.")] = (
         "loss"
     )
-    high: Annotated[float, *NORM, Doc("The largest value; larger ones are clamped to it.")] = 1.0
+    high: Annotated[float, NORM, Doc("The largest value; larger ones are clamped to it.")] = 1.0
     fraction: Annotated[
         float,
         Ge(0),

@@ -43,7 +43,7 @@ class CoordinateClipping(Bound):
 
     clip_value: Annotated[
         float,
-        *NORM,
+        NORM,
         Doc("The largest absolute value of a coordinate; C is this value times sqrt(d)."),
     ] = 0.01
 

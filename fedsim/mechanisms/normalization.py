@@ -9,7 +9,7 @@ from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, State
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
-from fedsim.settings import Between, Doc
+from fedsim.settings import Doc, Interval
 
 
 @register("mechanism", "normalization")
@@ -24,10 +24,10 @@ class Normalization(ScalingBound):
     does not depend on the row's length.
     """
 
-    clip_norm: Annotated[float, *NORM, Doc("C, the L2 norm to which every row is scaled.")] = 1.0
+    clip_norm: Annotated[float, NORM, Doc("C, the L2 norm to which every row is scaled.")] = 1.0
     smoothing: Annotated[
         float,
-        Between(0.0, 1e30),
+        Interval(ge=0.0, le=1e30),
         Doc(
             "kappa, added to a row's norm before dividing by it: rows much shorter than this "
             "stay short."

@@ -13,7 +13,7 @@ from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, Scalar, State, p
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
-from fedsim.settings import Between, Doc, Ge, Gt, Le
+from fedsim.settings import Doc, Ge, Interval, Le
 
 BIT = "unclipped"
 
@@ -50,7 +50,7 @@ class QuantileClipping(ScalingBound):
     ] = 0.2
     initial_clip_norm: Annotated[
         float,
-        *NORM,
+        NORM,
         Doc(
             "C of the first round; one that is too small is corrected faster than one that is "
             "too large."
@@ -58,8 +58,7 @@ class QuantileClipping(ScalingBound):
     ] = 0.1
     bit_noise: Annotated[
         float,
-        Gt(0),
-        Between(1e-6, 1e6),
+        Interval(ge=1e-6, le=1e6),
         Doc("Standard deviation of the noise on the share of rows that are no longer than C."),
     ] = 0.05
 

@@ -18,7 +18,7 @@ from fedsim.partitions.base import (
     require_enough,
 )
 from fedsim.registry import register
-from fedsim.settings import Between, Doc, Ge, Gt, Le, Text, check_settings
+from fedsim.settings import Doc, Ge, Interval, Le, Text, check_settings
 
 
 @register("partition", "iid")
@@ -68,8 +68,7 @@ class Dirichlet(Partition):
     words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g})"
     alpha: Annotated[
         float,
-        Gt(0),
-        Between(1e-6, 1e6),
+        Interval(ge=1e-6, le=1e6),
         Doc(
             "The concentration parameter: small for clients with few classes, large for similar"
             " clients."

@@ -243,7 +243,7 @@ def test_a_subsample_keeps_some_of_each_clients_own() -> None:
         (lambda: IID(31).indices(np.zeros(30, int)), "only 30 training examples; .* at most 30"),
         (lambda: Shards(0, 5), "partition.shards is 0"),
         (lambda: Shards(2, 16).indices(np.zeros(30, int)), "need 32 shards, but .* only 30"),
-        (lambda: Dirichlet(0.0, 5), "partition.alpha is 0.0; it must be between"),
+        (lambda: Dirichlet(0.0, 5), "partition.alpha is 0.0; it must be at least"),
         (lambda: Dirichlet(float("nan"), 5), "partition.alpha is nan"),
         (lambda: Dirichlet(1.0, -1), "partition.clients is -1"),
         (lambda: InterpolatedPathological(1.1), "partition.randomness is 1.1"),
