@@ -187,18 +187,13 @@ def _field_docstrings(home: type) -> Mapping[str, str]:
     except (OSError, TypeError, SyntaxError):
         return {}
     docstrings = {}
-    for field, below in pairwise(getattr(tree.body[0], "body", ())):
-        text = (
-            below.value.value
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            else None
-        )
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, str)
-        ):
-            docstrings[field.target.id] = " ".join(text.split())
+    for pair in pairwise(getattr(tree.body[0], "body", ())):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docstrings[name] = " ".join(text.split())
     return docstrings
 
 

@@ -7,8 +7,10 @@ import importlib.util
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 from sample_kinds import CLASSES, IMPORTS
@@ -16,7 +18,7 @@ from sample_kinds import CLASSES, IMPORTS
 import fedsim
 from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
-from fedsim.settings import settings_of
+from fedsim.settings import Doc, Gt, settings_of
 
 
 def sample_file(kind: str, name: str = "sample-thing") -> str:
@@ -205,3 +207,34 @@ def test_a_namesake_in_another_directory_is_not_taken_for_ones_own(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert registry.find("model", "namesake:Net", "model.name") is net
     del sys.modules["namesake"]
+
+
+Rate = Annotated[float, Gt(0), Doc("A rate.")]
+
+
+@dataclass
+class Documented:
+    shared: Rate = 0.1
+    own: Rate = 0.2
+    """The rate of
+    this class."""
+    bare: int = 1
+
+
+@dataclass
+class Inheriting(Documented):
+    bare: int = 2
+    "A number."
+
+
+def test_a_fields_docstring_is_its_help_and_comes_before_its_types() -> None:
+    docs = {setting.name: setting.doc for setting in settings_of(Inheriting)}
+    assert docs == {"shared": "A rate.", "own": "The rate of this class.", "bare": "A number."}
+    assert {s.name: s.doc for s in settings_of(Documented)} == docs | {"bare": ""}
+
+
+def test_a_class_without_source_is_checked_and_has_no_help() -> None:
+    names: dict[str, Any] = {"__name__": __name__, "dataclass": dataclass}
+    exec('@dataclass\nclass Unseen:\n    own: int = 1\n    "Help."', names)
+    (setting,) = settings_of(names["Unseen"])
+    assert (setting.doc, setting.read(2)) == ("", 2)
