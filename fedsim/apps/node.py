@@ -76,7 +76,6 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
     dealer = partitioner(config)
     if protected:
-        dataset = dataset.protected()
         refuse_found(dataset, dealer)
     if config.client.noise.target_epsilon is not None:
         raise FedsimError(

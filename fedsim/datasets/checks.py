@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 
 Array = npt.NDArray[Any]
-Layout = Literal["auto", "as-is"]
+AxisOrder = Literal["auto", "as-is"]
 
 MOST_CLASSES = 1_000_000
 """A larger class or token is taken for a mistake: models have an output or a row for each."""
@@ -25,7 +25,7 @@ PIECE_BYTES = 2**26
 
 
 def checked_split(
-    split: str, arrays: Mapping[str, Array], layout: Layout, where: str, protected: bool = False
+    split: str, arrays: Mapping[str, Array], layout: AxisOrder, where: str, protected: bool = False
 ) -> _Arrays:
     """Arrays of one split in shapes and dtypes that torch takes.
 
@@ -83,7 +83,7 @@ def require_targets(split: str, examples: int, targets: int, where: str) -> None
 _Arrays = dict[str, Array]
 
 
-def _inputs(key: str, array: Array, layout: Layout, where: str, protected: bool) -> Array:
+def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bool) -> Array:
     """Checked inputs: images (moved to channels first), floating features, or tokens."""
     kind = array.dtype.kind
     if kind not in "uif":

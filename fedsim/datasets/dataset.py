@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fedsim.datasets.checks import (
     Array,
-    Layout,
+    AxisOrder,
     Size,
     checked_split,
     found_size,
@@ -179,35 +179,28 @@ class Dataset:
             )
         return None
 
-    def check_sizes(self) -> None:
-        """Refuse labels or tokens outside ``num_classes`` and ``vocabulary``.
+    def checked(self, *, protected: bool) -> Dataset:
+        """The data set, after a check that labels and tokens are within its numbers of them.
 
-        `of` checks them itself; this is for a `Dataset` that a user constructed directly.
-
-        Raises
-        ------
-        FedsimError
-        """
-        train, test = _arrays(self.train), _arrays(self.test)
-        for key, number in self._sizes.items():
-            found_size(key, number, train, test, f"data {self.name}")
-
-    def protected(self) -> Dataset:
-        """The data set for a private run, with sizes that do not depend on training examples.
-
-        Numbers of classes and tokens that were not declared are counted in the test examples, if
-        they have any; a training example out of that range is ``unusable`` (see `Split`).
+        `of` checks its arrays itself; this is for a `Dataset` that a user constructed directly. For
+        a private run (``protected``) nothing depends on the training examples: numbers of classes
+        and tokens that were not declared are counted in the test examples, if they have any, and a
+        training example out of that range becomes ``unusable`` (see `Split`).
 
         Raises
         ------
         FedsimError
-            If a test example has a label or token that is negative or too large.
+            If a label or token is negative or too large; with ``protected``, in a test example.
         """
         train, test = _arrays(self.train), _arrays(self.test)
         sizes = {"classes": Size(0), "vocabulary": Size(0)}
-        for key, number in self._sizes.items():
-            declared = 0 if key in self.found_in else number
-            sizes[key] = found_size(key, declared, train, test, f"data {self.name}", True)
+        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
+            if number:
+                declared = 0 if protected and key in self.found_in else number
+                where = f"data {self.name}"
+                sizes[key] = found_size(key, declared, train, test, where, protected)
+        if not protected:
+            return self
         return replace(
             self,
             train=_split(with_unusable(train, sizes)),
@@ -215,12 +208,6 @@ class Dataset:
             vocabulary=sizes["vocabulary"].size,
             found_in=_found_in(self.found_in, sizes),
         )
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        """Numbers of classes and tokens, without those that are 0."""
-        sizes = {"classes": self.num_classes, "vocabulary": self.vocabulary}
-        return {key: number for key, number in sizes.items() if number}
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -263,7 +250,7 @@ class Dataset:
         std: Sequence[float] | None = None,
         classes: int = 0,
         vocabulary: int = 0,
-        layout: Layout = "auto",
+        layout: AxisOrder = "auto",
         source: str = "",
         protected: bool = False,
         found_in: Mapping[str, str] | None = None,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fedsim import extras, registry, regular_files
 from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, cause, read_folder, read_npz
-from fedsim.datasets.checks import Layout
+from fedsim.datasets.checks import AxisOrder
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
@@ -52,7 +52,7 @@ class Files:
         ),
     ] = 0
     layout: Annotated[
-        Layout,
+        AxisOrder,
         Doc(
             "The layout of arrays: 'auto' takes arrays that look like images with channels last"
             " for such; 'as-is' takes them as they are."

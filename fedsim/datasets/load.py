@@ -97,7 +97,7 @@ def load(
             "fedsim.datasets.Dataset."
         )
     if ":" in name:
-        dataset.check_sizes()
+        dataset = dataset.checked(protected=protected)
     return dataset.ranged(train, test) if train or test else dataset
 
 
@@ -114,7 +114,7 @@ _WANTED = (
 )
 
 
-def dataset_of(data: object) -> Dataset:
+def dataset_of(data: object, *, protected: bool = False) -> Dataset:
     """Data set of an object that a user passes as ``data=``.
 
     Parameters
@@ -125,6 +125,8 @@ def dataset_of(data: object) -> Dataset:
         (``x``, ``y``, ...) or one of the following. A pair is (train, test), each ``(x, y)`` or a
         torch data set with a length whose items are ``(x, y)``, all of one shape. Items of torch
         data sets keep their dimensions (channels first); arrays are laid out as in files.
+    protected : bool
+        Whether a run protects the training examples; see `load`.
 
     Raises
     ------
@@ -149,14 +151,16 @@ def dataset_of(data: object) -> Dataset:
         arrays = Arrays.of(
             {str(name): array_of(f"{name} of data=", value) for name, value in data.items()}
         )
-        return arrays.dataset("data")
+        return arrays.dataset("data", protected=protected)
     if isinstance(data, Mapping):
         data = (data["train"], data["test"])
     if not (isinstance(data, Sequence) and len(data) == 2) or isinstance(data, str):
         raise FedsimError(f"data= is of type {type(data).__name__}; it must be {_WANTED}.")
     as_tensors = any(isinstance(split, torch.utils.data.Dataset) for split in data)
     train, test = (_split(split) for split in data)
-    return Dataset.of("data", train, test, layout="as-is" if as_tensors else "auto")
+    return Dataset.of(
+        "data", train, test, layout="as-is" if as_tensors else "auto", protected=protected
+    )
 
 
 @check_arguments

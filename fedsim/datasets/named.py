@@ -73,8 +73,10 @@ class Published:
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 
-    def __call__(self, directory: Path, download: bool, normalize: bool) -> Dataset:
-        """Read it from a folder.
+    def __call__(
+        self, directory: Path, download: bool, normalize: bool, protected: bool = False
+    ) -> Dataset:
+        """Read it from a folder; see `load` for parameters.
 
         Raises
         ------
@@ -91,7 +93,14 @@ class Published:
             train, test = (self._read(directory, download, part) for part in (True, False))
             source = f"torchvision, {directory}"
         return Dataset.of(
-            self.name, train, test, mean=mean, std=std, classes=self.classes, source=source
+            self.name,
+            train,
+            test,
+            mean=mean,
+            std=std,
+            classes=self.classes,
+            source=source,
+            protected=protected,
         )
 
     def _read(self, directory: Path, download: bool, train: bool) -> Split:

@@ -86,11 +86,10 @@ def resolve_data(
     overrides.refuse_missing(config)
     data, device = config.data, device_of(config)
     private = config.protects
-    dataset = (load or load_dataset)(config) if overrides.data is None else overrides.data
-    if private:
-        dataset = dataset.protected()
-    elif overrides.data is not None:
-        dataset.check_sizes()
+    if overrides.data is None:
+        dataset = (load or load_dataset)(config)
+    else:
+        dataset = overrides.data.checked(protected=private)
     if overrides.data is not None and data.normalize and dataset.mean is None:
         raise FedsimError(
             "data.normalize is true, but data= has no mean and std; leave it false, or give them "

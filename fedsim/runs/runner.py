@@ -114,7 +114,7 @@ def run(
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
     callbacks = _callback_list(callbacks)
-    dataset = None if data is None else dataset_of(data)
+    dataset = None if data is None else dataset_of(data, protected=config.protects)
     overrides = ObjectOverrides(model, dataset, partition, strategy)
     _refuse_flags(config, out, overwrite=overwrite, resume=resume)
     directory = None if out is None else RunDirectory(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from slow_cases import slow_but
 import fedsim
 from fedsim import RunConfig
 from fedsim.apps.node import trainer_for, write_client_data
-from fedsim.datasets import Dataset, load
+from fedsim.datasets import Dataset, dataset_of, load
 from fedsim.errors import FedsimError
 from fedsim.runs.resolve import resolve
 
@@ -187,6 +188,29 @@ def test_data_from_python_go_the_same_way_and_are_left_as_they_are() -> None:
     assert (result.metrics[-1]["usable"], result.metrics[-1]["failed-raised"]) == (5, 1)
     with pytest.raises(FedsimError, match="label 2 in y_train"):
         fedsim.run(config(), data=made)
+
+
+def test_a_label_out_of_range_in_training_data_is_not_refused_from_any_source_of_data() -> None:
+    """Whether a private run starts, and what is printed, must not depend on training examples."""
+    labels = changed(Y, 12)
+    Path("nets.py").write_text(
+        "import numpy as np, torch\nfrom fedsim.datasets import Dataset, Split\n"
+        "def data():\n    arrays = np.load('data.npz')\n"
+        "    train, test = (Split(*(torch.from_numpy(arrays[f'{k}_{s}']) for k in 'xy'))"
+        " for s in ('train', 'test'))\n    return Dataset('mine', train, test, num_classes=4)\n"
+    )
+    write(y_train=labels, classes=np.array(4))
+    arrays = dict(np.load("data.npz"))
+    shutil.copy("data.npz", "mnist.npz")
+    made = [
+        load("nets:data", protected=True),
+        load("mnist", directory=".", protected=True),
+        dataset_of(arrays, protected=True),
+    ]
+    marked = [data.train.columns["unusable"].nonzero()[0].tolist() for data in made]
+    assert marked == [[WHICH]] * 3
+    with pytest.raises(FedsimError, match="label 12 in y_train"):
+        load("nets:data")
 
 
 def test_a_mapped_file_keeps_its_bytes_and_no_other_number_is_replaced() -> None:
