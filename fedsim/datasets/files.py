@@ -20,7 +20,7 @@ from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 from fedsim.synonyms import closest
 
-_OWN = (
+_OWN_FILES = (
     "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, or one "
     "that datasets has saved"
 )
@@ -83,7 +83,7 @@ class Files:
         FedsimError
             If they are missing or not usable.
         """
-        path = _found(self.path, directory)
+        path = _data_path(self.path, directory)
         arrays = self._read(path, normalize, protected)
         if normalize and arrays.mean is None:
             raise FedsimError(
@@ -114,20 +114,21 @@ class Files:
         return read_folder(path) if path.is_dir() else read_npz(path)
 
 
-def _found(name: str, folder: Path) -> Path:
+def _data_path(name: str, folder: Path) -> Path:
     """Path of a user's own data: as written, or else within ``folder``."""
+    is_file_name = Path(name).suffix.lower() in (".npz", ".csv")
     for path in (Path(name), folder / name):
-        if path.is_dir() or (path.is_file() and name.endswith((".npz", ".csv"))):
+        if path.is_dir() or (path.is_file() and is_file_name):
             return path
-    if not name.endswith((".npz", ".csv")) and "/" not in name:
+    if not is_file_name and "/" not in name:
         known = [known for known in registry.names("data") if known != "files"]
         hint = closest("data", name, known)
         raise FedsimError(
-            f"data.name is '{name}';{hint} must be one of {', '.join(known)}, or {_OWN}."
+            f"data.name is '{name}';{hint} must be one of {', '.join(known)}, or {_OWN_FILES}."
         )
     raise FedsimError(
         f"data.name is '{name}', but there is no such file here or in '{folder}' (data.dir); it "
-        f"must be {_OWN}."
+        f"must be {_OWN_FILES}."
     )
 
 
@@ -190,10 +191,11 @@ def arrays_of(splits: Mapping[str, Any], columns: str, where: str = "the data se
 def _names(columns: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in columns.split(",")]
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
-    if not {"x", "y"} <= names.keys() or not all(names) or not all(names.values()):
+    complete = {"x", "y"} <= names.keys() and all((*names, *names.values()))
+    if not complete or len(names) < len(pairs):
         raise FedsimError(
-            f"data.columns is '{columns}'; it must say which columns are inputs and targets, such "
-            "as 'x=image,y=label,owner=writer'."
+            f"data.columns is '{columns}'; it must say, each once, which columns are inputs and "
+            "targets, such as 'x=image,y=label,owner=writer'."
         )
     return names
 

@@ -82,13 +82,13 @@ def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
         widths = str(widths)
     pieces = widths.strip("[] ").split(",") if isinstance(widths, str) else widths
     try:
-        parsed = tuple(int(piece) for piece in pieces)
+        parsed = tuple(int(str(piece)) for piece in pieces)  # 2.7 is no whole number
     except (ValueError, TypeError):
         parsed = ()
     if not parsed or min(parsed) < 1 or len(parsed) > DEEPEST or max(parsed) > WIDEST:
         raise FedsimError(
-            f"model.widths is {str(widths)[:100]!r}; an mlp needs the hidden units of each of at "
-            f"most {DEEPEST:,} layers, whole numbers from 1 to {WIDEST:,} separated by commas, "
+            f"model.widths is {str(widths)[:100]!r}; it must give each layer's hidden units, for "
+            f"at most {DEEPEST:,} layers: whole numbers from 1 to {WIDEST:,}, separated by commas, "
             "such as '256,256'."
         )
     return parsed

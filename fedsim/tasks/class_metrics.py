@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
-from fedsim.tasks.metrics import ExactSum, Mean, Metric, by_label, counted, predicted_classes
+from fedsim.tasks.metrics import ExactSum, Mean, Metric, by_label, counted
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,7 +52,7 @@ class Accuracy(Hits):
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """Counts after more examples."""
         logits, classes = counted(outputs, targets)
-        hits = int((predicted_classes(logits) == classes).sum())
+        hits = int((logits.argmax(-1) == classes).sum())
         return self.merge(state, np.array([hits, len(classes)]))
 
 
@@ -109,10 +110,8 @@ class F1(Metric):
             actual, predicted = labels == 1, (logits > 0) & ~labels.isnan()
         else:
             logits, classes = counted(outputs, targets)
-            width = max(2, logits.shape[1])
-            one_hot = torch.nn.functional.one_hot
-            actual = one_hot(classes, width) > 0
-            predicted = one_hot(predicted_classes(logits), width) > 0
+            one_hot = partial(torch.nn.functional.one_hot, num_classes=logits.shape[1])
+            actual, predicted = one_hot(classes) > 0, one_hot(logits.argmax(-1)) > 0
         counts = [(actual & predicted).sum(0), predicted.sum(0), actual.sum(0)]
         return self.merge(state, torch.stack(counts).numpy())
 

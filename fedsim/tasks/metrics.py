@@ -181,10 +181,15 @@ class MeanOf(Mean):
 
 
 def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits ``[m, K]`` and classes ``[m]`` of the targets that count."""
+    """Logits ``[m, K]``, K at least 2, and classes ``[m]`` of the targets that count.
+
+    A single output z is the logit of class 1 against class 0: the logits are then 0 and z.
+    """
     if outputs.shape == targets.shape and not targets.is_floating_point():
         outputs = outputs.unsqueeze(-1)
     logits = class_logits(outputs, targets).flatten(0, -2)
+    if logits.shape[1] == 1:
+        logits = torch.nn.functional.pad(logits, (1, 0))
     counts = targets.flatten() != IGNORED
     return logits[counts], targets.flatten()[counts]
 

@@ -40,9 +40,7 @@ class Ranking(Metric):
             scores, labels = outputs, targets
         else:
             logits, classes = counted(outputs, targets)
-            if logits.shape[1] == 1:
-                scores, labels = logits[:, 0], classes
-            elif logits.shape[1] == 2:
+            if logits.shape[1] == 2:
                 scores, labels = logits[:, 1] - logits[:, 0], classes
             else:
                 # One against the rest ranks by the class's probability: logits of different

@@ -182,6 +182,8 @@ def test_an_own_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_an_own_file_is_also_looked_for_in_the_directory(tmp_path: Path) -> None:
     written(tmp_path, images(), "mine.npz")
     assert load("mine.npz", directory=tmp_path).num_classes == 3
+    (tmp_path / "mine.npz").rename(tmp_path / "MINE.NPZ")
+    assert load("MINE.NPZ", directory=tmp_path).num_classes == 3
 
 
 @pytest.mark.parametrize(

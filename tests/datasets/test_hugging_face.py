@@ -43,6 +43,7 @@ def test_columns_of_a_saved_data_set_become_arrays(tmp_path: Path) -> None:
     assert data.num_classes == 3
     for columns, sentence in {
         "": r"data\.columns is ''",
+        "x=features,y=label,x=writer": r"data\.columns is .*; it must say, each once",
         "x=ragged,y=label": "cannot become an array",
         "x=nothing,y=label": "no column 'nothing'",
     }.items():

@@ -102,6 +102,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("resnet", {}, "'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp'"),
         ("mlp", {}, "model.widths is not set; it must be given: hidden units"),
         ("mlp", {"widths": "256,x"}, "model.widths is '256,x'"),
+        ("mlp", {"widths": [2.7]}, r"model.widths is '\[2.7\]'; it must give each layer's hidden"),
         ("mlp", {"widths": "256,0"}, "whole numbers from 1 to 10,000,000"),
         (
             "softmax",

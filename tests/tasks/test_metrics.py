@@ -222,6 +222,20 @@ def test_one_output_is_a_logit() -> None:
         assert AUC().finish(AUC().update((), outputs, y)) == 0.5
 
 
+@pytest.mark.parametrize("metric", [Accuracy(), F1(), TopK(1), TopK(2), CalibrationError(), AUC()])
+def test_a_model_with_one_output_is_measured_as_one_with_two(metric: Metric) -> None:
+    z, y = torch.tensor([[-40.0], [50.0], [60.0], [-50.0]]), torch.tensor([0, 1, 1, 0])
+    best = 0.0 if metric.higher_is_better is False else 1.0
+    for outputs, targets in ((z, y), (z[:, 0], y), (z.view(2, 2), y.view(2, 2))):
+        assert metric.finish(metric.update(metric.init(), outputs, targets)) == best
+    z = torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(40) % 2
+    two = torch.cat([torch.zeros(40, 1), z], 1)
+    for other in (metric, Perplexity()):
+        one, both = (other.finish(other.update(other.init(), logits, y)) for logits in (z, two))
+        assert one == both
+
+
 @pytest.mark.parametrize(
     ("metric", "outputs", "targets"),
     [
