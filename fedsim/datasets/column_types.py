@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -109,7 +110,7 @@ def declared_types(
         If it cannot be parsed, names a column twice, or names one that is not used.
     """
     types: dict[str, NumberType | CategoryType] = {}
-    for pair in text.split(",") if text.strip() else ():
+    for pair in _parts(text, ",") if text.strip() else ():
         name, _, kind = (part.strip() for part in pair.partition("="))
         if name not in (*inputs, target):
             raise FedsimError(
@@ -132,7 +133,7 @@ def declared_types(
 def _declared_type(name: str, kind: str) -> NumberType | CategoryType:
     if kind == "number":
         return NumberType()
-    values = tuple(value.strip() for value in kind.split("|"))
+    values = tuple(value.strip() for value in _parts(kind, "|"))
     if len(values) > 1 and len(set(values)) == len(values):
         return CategoryType(values)
     low, _, high = kind.partition(":")
@@ -142,6 +143,12 @@ def _declared_type(name: str, kind: str) -> NumberType | CategoryType:
         f"data.types has '{name}={kind}'; it must be number, a range such as 0:100, or different "
         "categories such as no|yes."
     )
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    """Parts of a text between separators; a separator after a backslash belongs to its part."""
+    parts = re.split(rf"(?<!\\){re.escape(separator)}", text)
+    return [part.replace(f"\\{separator}", separator) for part in parts]
 
 
 def found_type(name: str, train: Column, test: Column, where: str) -> NumberType | CategoryType:

@@ -71,7 +71,8 @@ class Files:
         Doc(
             "The types of a table's columns: a range, which is scaled to [0, 1], "
             "categories, or numbers that are not scaled: "
-            "'age=0:100,sex=female|male,height=number'."
+            "'age=0:100,sex=female|male,height=number'. In a category, write \\, and \\| for a "
+            "comma and a bar."
         ),
     ] = ""
 

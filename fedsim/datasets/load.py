@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,8 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
 
 def _column(values: Any) -> Any:
     array = np.asarray(values)
+    if array.dtype.kind == "U":  # of texts and a NaN it makes the text "nan", which is not missing
+        array = np.asarray(values, dtype=object)
     if array.dtype.kind in "mM":  # tolist() turns nanosecond times into integers
         array = array.astype(str)
     return array.tolist()
@@ -278,7 +281,11 @@ def array_of(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         if isinstance(value, torch.Tensor):
             return value.detach().cpu().numpy()
-        return np.asarray(value)
+        array = np.asarray(value)
+        is_texts = array.dtype.kind == "U" and isinstance(value, list | tuple)
+        if is_texts and any(isinstance(one, float) and math.isnan(one) for one in value):
+            raise ValueError("it has texts, and a NaN among them")
+        return array
     except (TypeError, ValueError) as error:
         raise FedsimError(
             f"{name} cannot be made an array ({str(error).splitlines()[0]}); give an array, or "

@@ -48,6 +48,22 @@ def test_ranges_are_scaled_categories_become_features_and_every_fifth_row_is_for
     assert data.train.columns["owner"].tolist() == ["north", "north", "south", "south", "west"]
 
 
+def test_a_missing_text_of_a_list_is_no_owner_called_nan():
+    owners = ["a", "b", "a", "b", float("nan")]
+    numbers = {"x": [[1.0]] * 5, "y": [0, 1, 0, 1, 0], "owner": owners}
+    with pytest.raises(FedsimError, match=r"owner of data= .*texts, and a NaN among them"):
+        dataset_of({"train": numbers, "test": numbers})
+    table = {"age": [1, 2, 3, 4, 5], "ill": [0, 1, 0, 1, 0], "who": owners}
+    with pytest.raises(FedsimError, match="no value in column 'who'"):
+        datasets.from_table(table, columns="y=ill,owner=who")
+
+
+def test_a_category_may_have_a_comma_or_a_bar():
+    table = {"job": ["sales, retail", "a|b", "c"] * 2, "ill": [0, 1] * 3}
+    made = datasets.from_table(table, columns="y=ill", types=r"job=sales\, retail|a\|b|c,ill=0|1")
+    assert made.feature_names == ("job=sales, retail", "job=a|b", "job=c")
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_two_files_in_a_folder_are_training_and_test_examples(tmp_path, separator):
     for split, rows in (("train", PEOPLE), ("test", PEOPLE.replace("20,f", "44,f"))):
