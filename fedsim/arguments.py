@@ -167,26 +167,6 @@ def check_arguments(function: F) -> F:
     return typing.cast(F, checked)
 
 
-def keywords_of(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
-    """The keywords that a callable names, and whether it also takes any other (``**keywords``).
-
-    Raises
-    ------
-    FedsimError
-        If it has no known signature.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError as error:
-        raise FedsimError(
-            f"{function!r} is not a Python function or class with known parameters."
-        ) from error
-    keywords = {
-        p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    return keywords, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
 def require(name: str, value: Any, allowed: Expected) -> None:
     """Refuse a value that does not fit.
 

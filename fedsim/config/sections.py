@@ -18,7 +18,8 @@ from fedsim.config.tables import (
     ConfigTable,
     NamesOf,
 )
-from fedsim.config.values import read_named, read_options_of, split_top_level
+from fedsim.config.values import read_named, split_top_level
+from fedsim.keywords import arguments_of
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
@@ -66,7 +67,7 @@ def _read_metrics(value: Any) -> str:
             raise registry.unknown_name("metric", name, "task.metrics")
         metric = registry.find("metric", name, "task.metrics")
         if isinstance(metric, type):
-            read_options_of(metric, name, options, f"task.metrics.{name}")
+            arguments_of(metric, name, options, f"task.metrics.{name}")
     return ", ".join(filter(None, split_top_level(value)))
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedsim import registry
-from fedsim.arguments import keywords_of, shown
-from fedsim.config.values import Scalar, read_options, read_options_of
+from fedsim.arguments import shown
+from fedsim.config.values import Scalar, read_options
 from fedsim.errors import FedsimError
+from fedsim.keywords import accepted, arguments_of
 from fedsim.settings import Setting, read_setting, read_settings, settings_of
 from fedsim.synonyms import closest_key
 
@@ -192,13 +193,11 @@ class Choice(ConfigTable):
     @property
     def chosen(self) -> str:
         """Name of the chosen thing."""
-        name: str = getattr(self, self.selector)
-        return name
+        return str(getattr(self, self.selector))
 
     def find(self) -> Callable[..., Any]:
         """Import the chosen class or function."""
-        name = self.registered(self.chosen)
-        return registry.find(self.kind, name, self.key(self.selector))
+        return registry.find(self.kind, self.registered(self.chosen), self.key(self.selector))
 
     def settings_for(
         self, factory: Callable[..., Any], filled: Collection[str] = ()
@@ -212,7 +211,13 @@ class Choice(ConfigTable):
         """
         if not self.has_options(self.chosen):
             return self.own
-        return read_options_of(factory, self.chosen, self.options, self.key("options"), filled)
+        return arguments_of(factory, self.chosen, self.options, self.key("options"), filled)
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The chosen thing's settings or options by key, as a config writes them."""
+        settings = self.own_settings(self.chosen)
+        return self.options or {s.key: s.write(self.own[s.name]) for s in settings}
 
     def make(self, **filled: Any) -> Any:
         """Make the chosen thing, with those of the arguments ``filled`` that it takes.
@@ -224,23 +229,18 @@ class Choice(ConfigTable):
             the user's own code are passed on unchanged.
         """
         # fedsim's own need no search of the directory, which would cost more than all the rest.
-        place = registry.current_directory_importable() if ":" in self.chosen else nullcontext()
-        key = self.key(self.selector)
-        with place:
-            factory = self.find()
-            keywords, takes_any = keywords_of(factory)
-            arguments = {k: v for k, v in filled.items() if takes_any or k in keywords}
-            instance = factory(**self.settings_for(factory, tuple(filled)), **arguments)
-        registry.require_kind(self.kind, instance, key, self.chosen)
+        with registry.current_directory_importable() if ":" in self.chosen else nullcontext():
+            thing = self.find()
+            instance = thing(**self.settings_for(thing, tuple(filled)), **accepted(thing, filled))
+        registry.require_kind(self.kind, instance, self.key(self.selector), self.chosen)
         return instance
 
     def to_tree(self) -> dict[str, Any]:
         """Nested mapping as for any table: first the selector, then the thing's settings."""
-        tree = super().to_tree()
-        own_values = {s.key: s.write(self.own[s.name]) for s in self.own_settings(self.chosen)}
-        first = {self.selector: tree.pop(self.selector)}
-        options = {"options": dict(self.options)} if self.has_options(self.chosen) else {}
-        return {**first, **own_values, **tree, **options}
+        chosen, tree = {self.selector: self.chosen}, super().to_tree()
+        if self.has_options(self.chosen):
+            return {**chosen, **tree, "options": dict(self.options)}
+        return {**chosen, **self.given, **tree}
 
     @classmethod
     def registered(cls, name: str) -> str:

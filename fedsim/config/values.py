@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from fedsim.arguments import keywords_of
 from fedsim.errors import FedsimError
-from fedsim.settings import read_settings, settings_of
 
 Scalar = bool | int | float | str
 
@@ -90,57 +88,6 @@ def write_options(options: Mapping[str, Scalar]) -> str:
     """Write options as a string that `read_options` reads."""
     pairs = (f"{k}={json.dumps(value, ensure_ascii=False)}" for k, value in options.items())
     return ",".join(pairs)
-
-
-def read_options_of(
-    factory: Callable[..., Any],
-    name: str,
-    options: Mapping[str, Any],
-    table: str,
-    filled: Collection[str] = (),
-) -> Mapping[str, Any]:
-    """Check the options of a class or function; return its keyword arguments by Python name.
-
-    Parameters
-    ----------
-    factory : callable
-    name : str
-        Its name in the config.
-    options : mapping of key to value
-        Options by key, in kebab-case or snake_case.
-    table : str
-        Dotted name of the options' table, for messages.
-    filled : collection of str
-        Arguments that other keys determine, which may not be given.
-
-    Raises
-    ------
-    FedsimError
-        If an option is unknown or missing or, for a dataclass, has a wrong type or range.
-    """
-    values = {key.replace("-", "_"): value for key, value in options.items()}
-    for key in filled:
-        if key in values:
-            raise FedsimError(
-                f"{table}.{key} is set; its value follows from other keys: leave it out."
-            )
-    settings = {s.name: s for s in settings_of(factory) if s.name not in filled}
-    keywords, takes_any = keywords_of(factory)
-    names = {*settings} or {*keywords}
-    for key in values:
-        if key not in names and (settings or not takes_any):
-            takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
-            raise FedsimError(
-                f"{table}.{key.replace('_', '-')} is not a setting of '{name}'; it takes "
-                f"{takes or 'no options'}."
-            )
-    if settings:
-        by_key = {settings[name].key: value for name, value in values.items()}
-        return read_settings(settings.values(), by_key, table)
-    for key, parameter in keywords.items():
-        if parameter.default is parameter.empty and key not in {*values, *filled}:
-            raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
-    return values
 
 
 def objects_in(mark: str) -> list[str]:

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import registry
-from fedsim.arguments import check_arguments, keywords_of
+from fedsim.arguments import check_arguments
 from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import arrays_of_tables
 from fedsim.errors import FedsimError
+from fedsim.keywords import accepted, arguments_of
 from fedsim.lazy import torch
-from fedsim.settings import settings_of
 
 
 def kind_of(name: str) -> str:
@@ -84,28 +84,24 @@ def load(
         "directory": Path(directory or "data"), "download": download, "normalize": normalize,
         "protected": protected,
     }  # fmt: skip
+    own = ":" in name  # a user's own class or function
     with registry.current_directory_importable():
         thing: Any = registry.find("data", kind_of(name), "data.name")
-        takes = {setting.name for setting in settings_of(thing)}
-        for key in settings.keys() - takes if dataclasses.is_dataclass(thing) else ():
-            raise FedsimError(f"data.{key} has no effect with data.name = '{name}'.")
-        dataset = thing(**settings, **_accepted(thing, {**offered, "path": name}))
+        first = offered if own else {**offered, "path": name}
+        has_settings = dataclasses.is_dataclass(thing) and not own
+        table = "data" if has_settings else "data.options"
+        arguments = arguments_of(thing, name, settings, table, tuple(first))
+        dataset = thing(**arguments, **accepted(thing, first))
         if not isinstance(dataset, Dataset) and callable(dataset):
-            dataset = dataset(**_accepted(dataset, offered))
+            dataset = dataset(**accepted(dataset, offered))
     if not isinstance(dataset, Dataset):
         raise FedsimError(
             f"data.name is '{name}', which gives {type(dataset).__name__}; it must give a "
             "fedsim.datasets.Dataset."
         )
-    if ":" in name:
+    if own:
         dataset = dataset.checked(protected=protected)
     return dataset.ranged(train, test) if train or test else dataset
-
-
-def _accepted(thing: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    """The offered keywords that a callable takes."""
-    named, others = keywords_of(thing)
-    return {k: v for k, v in offered.items() if k in named or (others and k != "path")}
 
 
 _WANTED = (

@@ -186,7 +186,7 @@ _GRACE = 10.0
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
     *("fedsim.federation.engines.packed_messages", "fedsim.models.parameters"),
-    *("fedsim.models.making", "fedsim.models.parameters", "fedsim.tasks.losses"),
+    *("fedsim.models.construction", "fedsim.models.parameters", "fedsim.tasks.losses"),
 )
 _KIND_OF_ROLE = {"server": "flwr-serverapp", "client": "flwr-clientapp"}
 _PROGRAM_OF_ROLE = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
-    from fedsim.models.making import OFFERED, build
+    from fedsim.models.construction import OFFERED, build
     from fedsim.models.normalization import (
         fix_normalisation,
         localise,

@@ -27,11 +27,11 @@ from fedsim.config.plan import (
     stopping,
 )
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
-from fedsim.config.values import read_options_of
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
+from fedsim.keywords import arguments_of
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client
@@ -157,7 +157,7 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
             )
         table, filled = f"task.metrics.{name}", _compared_names(factory)
         by_label[label] = tasks.metric_of(
-            factory, read_options_of(factory, name, options, table, filled)
+            factory, arguments_of(factory, name, options, table, filled)
         )
     return by_label
 

@@ -40,7 +40,7 @@ def initial_model(
             vocabulary=dataset.vocabulary,
             dtype=getattr(torch, settings.dtype),
             seed=config.seed,
-            **settings.settings_for(settings.find(), models.OFFERED),
+            **settings.given,
         )
         return _prepared(config, model)
     try:

@@ -244,7 +244,7 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
     FedsimError
         If objects of the class are not callable.
     """
-    made: Any = thing(**settings) if isinstance(thing, type) else with_settings(thing, settings)
+    made: Any = with_settings(thing, settings)
     if not callable(made):
         raise FedsimError(
             f"task.loss is '{name}', whose objects cannot be called; it must be a function of "
@@ -253,6 +253,8 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
     return made  # type: ignore[no-any-return]
 
 
-def with_settings(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind settings to a function of outputs and targets."""
-    return partial(function, **settings) if settings else function
+def with_settings(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """An object of a class with these settings, or a function with them bound to it."""
+    if isinstance(thing, type):
+        return thing(**settings)
+    return partial(thing, **settings) if settings else thing

@@ -211,7 +211,5 @@ def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
     The function takes outputs, targets and the settings as keywords, and returns one number per
     example, ``[B]``. Objects of any other class are used as such a function.
     """
-    if not isinstance(thing, type):
-        return MeanOf(with_settings(thing, settings))
-    made = thing(**settings)
+    made = with_settings(thing, settings)
     return made if isinstance(made, Metric) else MeanOf(made)

@@ -53,7 +53,7 @@ BAD = {
     ("mechanism.name=quantile-clipping", "mechanism.bit-noise=1e-9", "noise.multiplier=1.0"): (
         "mechanism.bit-noise = 1e-09; it must be at least 1e-06."
     ),
-    ("model.name=mlp", "model.widths=0"): "model.widths is '0'; an mlp needs",
+    ("model.name=mlp", "model.widths=0"): "model.widths is '0'; it must give each",
     ("client.lr=fast",): "client.lr = 'fast'; it must be a number.",
     ("client.lr=0",): "client.lr = 0; it must be greater than 0.",
     ("client.lr=nan",): "client.lr = nan; it must be a finite number.",

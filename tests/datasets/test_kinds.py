@@ -285,7 +285,7 @@ def test_a_folder_of_other_files_ends_with_a_sentence(tmp_path: Path) -> None:
 
 
 def test_sizes_of_known_data_are_not_to_be_declared() -> None:
-    with pytest.raises(FedsimError, match=r"data.classes has no effect with data.name = 'digits'"):
+    with pytest.raises(FedsimError, match=r"data\.classes is not a setting of 'digits'"):
         load("digits", classes=11)
 
 

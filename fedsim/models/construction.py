@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 
 from fedsim import registry
 from fedsim.errors import FedsimError
+from fedsim.keywords import accepted, arguments_of
 from fedsim.models.parameters import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
-from fedsim.settings import REQUIRED, Setting, settings_of
 
 OFFERED = ("input_shape", "num_classes", "vocabulary")
 """Sizes of the data that are passed to a model, where its constructor takes them."""
@@ -81,20 +80,19 @@ def build(
         thing: Any = registry.find("model", name, "model.name")
         about = (tuple(input_shape), num_classes, vocabulary)
         offered: dict[str, Any] = dict(zip(OFFERED, about, strict=True))
-        is_module = isinstance(thing, type) and issubclass(thing, nn.Module)
-        if dataclasses.is_dataclass(thing) and not is_module:
-            recipe: Any = thing
-            _check_names(name, settings, settings_of(thing))
-            maker = recipe(**settings)
-            accepted = _accepted(name, maker, offered, {})
-            if vocabulary and "vocabulary" not in accepted:
+        has_settings = dataclasses.is_dataclass(thing) and ":" not in name
+        table = "model" if has_settings else "model.options"
+        arguments = arguments_of(thing, name, settings, table, OFFERED)
+        model: Any = thing(**arguments, **accepted(thing, offered))
+        is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
+        if is_recipe:
+            sizes = accepted(model, offered)
+            if vocabulary and "vocabulary" not in sizes:
                 raise FedsimError(
                     f"model.name is '{name}', which takes numbers, but the data's inputs are tokens"
                     " (integers); it must be a model that embeds them, such as one of your own."
                 )
-            model = maker(**accepted)
-        else:
-            model = thing(**_accepted(name, thing, offered, settings), **settings)
+            model = model(**sizes)
     if not isinstance(model, nn.Module):
         raise FedsimError(
             f"model.name is '{name}', which returns {type(model).__name__}; it must return a "
@@ -102,52 +100,3 @@ def build(
         )
     refuse_other_than_numbers(model)
     return model.to(dtype)
-
-
-def _check_names(name: str, given: dict[str, Any], takes: Sequence[Setting]) -> None:
-    names = [setting.name for setting in takes]
-    for key in given:
-        if key not in names:
-            raise FedsimError(
-                f"model.{key} = {given[key]!r} has no effect with model.name = '{name}', which "
-                f"takes {', '.join(names) or 'nothing'}."
-            )
-    for setting in takes:
-        if setting.default is REQUIRED and setting.name not in given:
-            raise setting.absent(f"model.{setting.key}")
-
-
-def _accepted(
-    name: str, make: Callable[..., Any], offered: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """The offered keywords that ``make`` takes.
-
-    Raises
-    ------
-    FedsimError
-        If ``make`` requires an argument that is neither offered nor a setting.
-    """
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except ValueError as error:
-        raise FedsimError(
-            f"model.name is '{name}', which is not a Python function or class with known "
-            "parameters."
-        ) from error
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return offered
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty
-        and p.kind is not p.VAR_POSITIONAL
-        and p.name not in settings
-        and (p.name not in offered or p.kind is p.POSITIONAL_ONLY)
-    ]
-    if missing:
-        raise FedsimError(
-            f"model.name is '{name}', which needs the argument '{missing[0]}'; it is called with "
-            f"{', '.join(OFFERED)}, where it has such parameters, and [model.options]."
-        )
-    names = {p.name for p in parameters}
-    return {key: value for key, value in offered.items() if key in names}

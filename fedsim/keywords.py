@@ -1,0 +1,92 @@
+"""Which keywords a class or function takes, and which of them a config or a caller gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from fedsim.errors import FedsimError
+from fedsim.settings import read_settings, settings_of
+
+
+def arguments_of(
+    thing: Callable[..., Any],
+    name: str,
+    values: Mapping[str, Any],
+    table: str,
+    filled: Collection[str] = (),
+) -> dict[str, Any]:
+    """Check the settings given for a class or function; return keyword arguments by Python name.
+
+    Parameters
+    ----------
+    thing : callable
+    name : str
+        Its name in a config.
+    values : mapping of key to value
+        Settings by key, in kebab-case or snake_case, as a config writes them.
+    table : str
+        Dotted name of the settings' table, for messages.
+    filled : collection of str
+        Arguments that are determined otherwise, which may not be given.
+
+    Raises
+    ------
+    FedsimError
+        If a setting is unknown or missing or, for a dataclass, has a wrong type or range.
+    """
+    given = {key.replace("-", "_"): value for key, value in values.items()}
+    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
+    keywords, takes_any = keywords_of(thing)
+    takes = {*(settings or keywords)} - {*filled}
+    for key in given:
+        if key in filled:
+            raise FedsimError(
+                f"{table}.{key} is set; its value follows from other keys: leave it out."
+            )
+        if key not in takes and (settings or not takes_any):
+            known = ", ".join(sorted(key.replace("_", "-") for key in takes))
+            raise FedsimError(
+                f"{table}.{key.replace('_', '-')} is not a setting of '{name}'; it takes "
+                f"{known or 'no options'}."
+            )
+    if settings:
+        by_key = {settings[key].key: value for key, value in given.items()}
+        return read_settings(settings.values(), by_key, table)
+    for key, parameter in keywords.items():
+        if parameter.default is parameter.empty and key not in {*given, *filled}:
+            raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
+    return given
+
+
+def keywords_of(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """The keywords that a callable names, and whether it also takes any other (``**keywords``).
+
+    Raises
+    ------
+    FedsimError
+        If it has no known signature.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"{function!r} is not a Python function or class with known parameters."
+        ) from error
+    keywords = {
+        p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    return keywords, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered keywords that a callable takes.
+
+    Raises
+    ------
+    FedsimError
+        If it has no known signature.
+    """
+    keywords, takes_any = keywords_of(function)
+    return {name: value for name, value in offered.items() if takes_any or name in keywords}
