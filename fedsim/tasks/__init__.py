@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedsim.tasks.class_metrics import F1, Accuracy, CalibrationError, Perplexity, TopK
 from fedsim.tasks.losses import (
     IGNORED,
     AbsoluteError,
@@ -16,8 +15,17 @@ from fedsim.tasks.losses import (
     loss_of,
 )
 from fedsim.tasks.metrics import ExactSum, MeanOf, Metric, metric_of
-from fedsim.tasks.number_metrics import R2, RMSE
-from fedsim.tasks.ranking_metrics import AUC, AveragePrecision
+from fedsim.tasks.named_metrics import (
+    AUC,
+    F1,
+    R2,
+    RMSE,
+    Accuracy,
+    AveragePrecision,
+    CalibrationError,
+    Perplexity,
+    TopK,
+)
 
 __all__ = [
     "AUC",

@@ -8,10 +8,10 @@ the same result in any order and any tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED, Loss, class_logits, like_targets, with_settings
 
 Floats = npt.NDArray[np.float64]
+S = TypeVar("S")
 
 # 2^-1200 is below the least bit of any float64, denormals included (2^-1074).
 LEAST_BIT = 1200
@@ -122,7 +123,27 @@ class Metric(ABC):
         """The metric; NaN if it is not defined (an AUC with one class, or without examples)."""
 
 
-class Mean(Metric):
+class Summed(Metric):
+    """A metric whose state is a number, an array, or a sequence of states that are added up.
+
+    An empty sequence is the state without examples.
+    """
+
+    def merge(self, first: S, second: S) -> S:
+        """Sum of both, element by element."""
+        total: S = _sum(first, second)
+        return total
+
+
+def _sum(first: Any, second: Any) -> Any:
+    if not isinstance(first, Sequence):
+        return first + second
+    if not first or not second:
+        return first or second
+    return [_sum(a, b) for a, b in zip(first, second, strict=True)]
+
+
+class Mean(Summed):
     """A mean of numbers that `update` sums, usually errors; subclasses may override `finish`."""
 
     higher_is_better: ClassVar[bool | None] = False
@@ -130,10 +151,6 @@ class Mean(Metric):
     def init(self) -> ExactSum:
         """The empty sum."""
         return ExactSum()
-
-    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Sum of both."""
-        return first + second
 
     def finish(self, state: ExactSum) -> float:
         """The mean."""
