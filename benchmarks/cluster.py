@@ -30,7 +30,7 @@ from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, BlockTrainer, Ids, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids
 from fedsim.strategies import DPFedAvg
 
 POPULATION, NODES = 1000, 3
@@ -39,7 +39,7 @@ MOST_SECONDS = 10.0
 
 
 @dataclass
-class Waves(TrainerDefaults):
+class Waves(BlockTrainer):
     """A trainer whose client k sends the parameters times a number of its own."""
 
     population: int = POPULATION

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsim.clients import SGD
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.block import Block, Ids, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids
 from fedsim.training import ClientData, Trainer
 
 Floats = npt.NDArray[np.float64]
@@ -119,7 +119,7 @@ class LeastSquares:
         return Randomness(self.seed).generator(Purpose.INIT, level="run", part=part)
 
 
-class ClosedForm(TrainerDefaults):
+class ClosedForm(BlockTrainer):
     """A block trainer that computes the result of `LeastSquares.trainer` in closed form.
 
     It sends the rows of `LeastSquares.update`, all clients at once, in a thousandth of the time.
@@ -152,7 +152,7 @@ class ClosedForm(TrainerDefaults):
         return iter(())
 
 
-class Watched(TrainerDefaults):
+class Watched(BlockTrainer):
     """A block trainer that records the mean bounded norm of its updates in each round.
 
     Attributes

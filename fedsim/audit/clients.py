@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsim.audit.checks import Floats
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, Ids, Reason, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids, Reason
 
 LENGTH = 1e3
 """Length of a canary's row over its bounded row's: every coordinate and layer is clipped."""
@@ -31,7 +31,7 @@ NUMBERS = (1, 2, 3, 4, 5, 7, 10, 15, 25, 1_000_000)
 
 
 @dataclass(frozen=True)
-class _SyntheticClients(TrainerDefaults):
+class _SyntheticClients(BlockTrainer):
     """A block trainer without data, which records the clients that it trained.
 
     Attributes

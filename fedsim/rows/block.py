@@ -13,9 +13,10 @@ a round's parameters a trainer receives config entries (`BlockTrainer.receive`):
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -158,29 +159,40 @@ class BlockTrainer(Protocol):
     no other client in it. If a block raises, its clients are trained again one at a time: a
     client's state must therefore change only when its block is complete.
 
-    A custom trainer needs `population`, `train` and `evaluate`, and inherits the rest from
-    `TrainerDefaults`.
+    A subclass needs `population`, `train` and `evaluate`; it inherits the rest, which is that of a
+    trainer on the CPU without state.
+
+    Attributes
+    ----------
+    population : int
+        Number of clients; their ids are 0 .. population - 1.
+    device : torch.device
+        Device on which it trains.
     """
 
-    @property
-    def population(self) -> int:
-        """Number of clients; their ids are 0 .. population - 1."""
+    if TYPE_CHECKING:  # inherited, it would be in the way of a dataclass's field of this name
 
-    @property
-    def device(self) -> torch.device:
-        """Device on which it trains."""
+        @property
+        def population(self) -> int:
+            """Number of clients."""
 
+    device: torch.device = torch.device("cpu")
+
+    @abstractmethod
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Train these clients from the global parameters ``vector [d]``, block by block."""
 
+    @abstractmethod
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Loss and accuracy of ``vector [d]`` on these clients' data."""
 
     def costs(self, client_ids: Ids) -> npt.NDArray[np.float64]:
-        """Relative cost of each client's work, ``[n]``, above 0."""
+        """Relative cost of each client's work, ``[n]``, above 0; here equal ones."""
+        return np.ones(len(client_ids))
 
     def receive(self, config: Mapping[str, object]) -> None:
         """Read the config entries of a round's instructions that are for all clients."""
+        return
 
     def state(self, client_ids: Ids | None = None, round: int | None = None) -> ClientStates:
         """Clients' state between rounds, as of the start of ``round``.
@@ -193,48 +205,23 @@ class BlockTrainer(Protocol):
             `CLIENT_IDS` of the ``m`` clients with state, and their state by name; empty if there
             are none.
         """
+        return {}
 
     def keep(self, states: ClientStates, round: int) -> None:
         """Store clients' states of the end of ``round``, as another process's `state` gave them."""
+        return
 
     def restore(self, states: ClientStates) -> None:
         """Replace all clients' states by these, which `state` gave."""
+        return
 
     def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
         """Record in the clients' ledgers what they will release in training from ``vector``.
 
         For training by a copy, before each time; `train` itself does the same.
         """
-
-    def copy_for(self, device: str) -> BlockTrainer:
-        """Trainer of the same clients for another process, on ``device``; their state is sent."""
-
-
-class TrainerDefaults:
-    """Base of trainers on the CPU without state; lacks `population`, `train` and `evaluate`."""
-
-    device = torch.device("cpu")
-
-    def costs(self, client_ids: Ids) -> npt.NDArray[np.float64]:
-        """Equal costs."""
-        return np.ones(len(client_ids))
-
-    def receive(self, config: Mapping[str, object]) -> None:
-        """Ignore the entries."""
-
-    def state(self, client_ids: Ids | None = None, round: int | None = None) -> ClientStates:
-        """Empty: there is no state."""
-        return {}
-
-    def keep(self, states: ClientStates, round: int) -> None:
-        """Do nothing: there is no state."""
-
-    def restore(self, states: ClientStates) -> None:
-        """Do nothing: there is no state."""
-
-    def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
-        """Do nothing: no client has a ledger."""
+        return
 
     def copy_for(self, device: str) -> Self:
-        """The trainer itself, for any device."""
+        """Trainer of the same clients for another process, on ``device``; their state is sent."""
         return self

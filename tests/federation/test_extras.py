@@ -18,14 +18,14 @@ from fedsim.federation.extras import Extra, RoundResult
 from fedsim.federation.replies import Reply
 from fedsim.federation.round_report import failures_in
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import DPFedAvg
 
 CLIENTS = 5
 INITIAL = array_record({"w": torch.zeros(3, dtype=torch.float64)})
 
 
-class Rows(TrainerDefaults):
+class Rows(BlockTrainer):
     """Client k's row is k / 10 in every entry; all of them come in one block."""
 
     population = CLIENTS

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.rows.block import Block, Ids, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids
 
 
-class Fixed(TrainerDefaults):
+class Fixed(BlockTrainer):
     """A block trainer whose clients send the same updates in every round."""
 
     def __init__(

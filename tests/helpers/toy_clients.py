@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fedsim.engines import array_record, tensors
 from fedsim.federation.exchange import Instructions, Recipients
-from fedsim.rows.block import Block, Ids, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids
 
 
 @dataclass
-class ToyTrainer(TrainerDefaults):
+class ToyTrainer(BlockTrainer):
     """Client k's update is -(w - k) / 2 plus keyed noise; clients in `raising` raise."""
 
     population: int = 7

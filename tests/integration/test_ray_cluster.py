@@ -12,7 +12,7 @@ import torch
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import DPFedAvg
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ D = 100_000
 
 
 @dataclass
-class Waves(TrainerDefaults):
+class Waves(BlockTrainer):
     """Client k sends a vector of its own."""
 
     population: int = 60

@@ -18,11 +18,11 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.ray import RayGrid
 from fedsim.federation.engines.workers import pack, unpack
 from fedsim.federation.exchange import Instructions, Recipients
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 
 
 @dataclass
-class Digest(TrainerDefaults):
+class Digest(BlockTrainer):
     """Client k sends a vector of its own; some end their process, hang or raise."""
 
     population: int = 24

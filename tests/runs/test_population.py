@@ -15,7 +15,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ConsecutiveNodes
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
 from fedsim.training.data import CHECKED_TOGETHER
@@ -23,7 +23,7 @@ from fedsim.training.data import CHECKED_TOGETHER
 POPULATION = 2_000_000
 
 
-class Ones(TrainerDefaults):
+class Ones(BlockTrainer):
     population = POPULATION
 
     def train(self, vector, client_ids, round):

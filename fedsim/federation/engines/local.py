@@ -355,7 +355,7 @@ def require_trainer(trainer: BlockTrainer | ClientApp) -> BlockTrainer:
         return trainer
     raise FedsimError(
         f"a {type(trainer).__name__} is not a fedsim.rows.block.BlockTrainer; derive a class with "
-        "population, train and evaluate from TrainerDefaults there (a ClientApp runs on "
+        "population, train and evaluate from it (a ClientApp runs on "
         "LocalGrid, or in Flower's own simulation)."
     )
 

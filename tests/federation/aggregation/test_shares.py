@@ -34,7 +34,7 @@ from fedsim.mechanisms import (
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 
@@ -133,7 +133,7 @@ def test_a_share_tells_the_server_no_loss_and_no_example_count() -> None:
 def test_the_noise_on_the_sum_does_not_depend_on_how_many_took_part(rate: float) -> None:
     d = 4000
 
-    class Zero(TrainerDefaults):
+    class Zero(BlockTrainer):
         population = 40
 
         def train(self, vector, client_ids, round):

@@ -29,7 +29,7 @@ from fedsim.mechanisms import (
     Normalization,
     QuantileClipping,
 )
-from fedsim.rows.block import Block, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import ClientMetrics, DPFedAvg, Median
 from fedsim.training.batches import multiplications
 
@@ -39,7 +39,7 @@ D = 7
 
 
 @dataclass
-class Deeds(TrainerDefaults):
+class Deeds(BlockTrainer):
     """Client k sends a vector of its own; some end their process, hang, raise or exit."""
 
     population: int = 30
