@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedsim.arguments import shown
 from fedsim.errors import FedsimError
-from fedsim.rows.alternation import Alternation
+from fedsim.rows.layout import Alternation
 from fedsim.settings import check_settings
 
 if TYPE_CHECKING:

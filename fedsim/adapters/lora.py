@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fedsim.adapters.base import Adapter
 from fedsim.registry import register
-from fedsim.rows.alternation import Alternation
+from fedsim.rows.layout import Alternation
 from fedsim.settings import Doc, Ge, Gt, Le
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
 from fedsim.rows import Layout
-from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import Ids
+from fedsim.rows.layout import Alternation
 from fedsim.settings import Ge, check_settings
 
 Plan = ReleasePlan[Mechanism | RobustMean]

@@ -38,8 +38,8 @@ from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import RUN
+from fedsim.rows.layout import Alternation
 from fedsim.server_optimizers import ServerOptimizer
 
 

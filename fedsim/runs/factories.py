@@ -37,7 +37,7 @@ from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.rows.alternation import Alternation
+from fedsim.rows.layout import Alternation
 from fedsim.runs.data_split import RunData
 from fedsim.runs.devices import work_counts
 from fedsim.strategies import RobustMean, ServerOptimizer

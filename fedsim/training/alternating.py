@@ -20,8 +20,8 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.randomness import Randomness
-from fedsim.rows.alternation import Alternation
 from fedsim.rows.block import Block
+from fedsim.rows.layout import Alternation
 from fedsim.training.batches import Ints
 from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy

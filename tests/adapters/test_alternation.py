@@ -14,8 +14,7 @@ from fedsim.cohorts import FullCohort
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import AdaClip, Clipping, Normalization
-from fedsim.rows.alternation import Alternation
-from fedsim.rows.layout import Layout
+from fedsim.rows.layout import Alternation, Layout
 from fedsim.runs.resolve import resolve
 from fedsim.strategies import ClientTraining, DPFedAvg
 

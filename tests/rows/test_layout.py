@@ -21,8 +21,11 @@ def test_floating_entries_follow_one_another_and_others_are_kept_out() -> None:
     layout = Layout.of(ARRAYS)
     assert layout.d == 9
     assert layout.untrained == ("steps", "mask")
-    assert layout.slices() == {"a": slice(0, 6), "b": slice(6, 7), "c": slice(7, 9)}
-    assert layout.sizes() == {"a": 6, "b": 1, "c": 2}
+    assert [(e.name, e.start, e.stop) for e in layout.entries] == [
+        ("a", 0, 6),
+        ("b", 6, 7),
+        ("c", 7, 9),
+    ]
 
 
 def test_a_row_has_the_widest_dtype_of_its_entries() -> None:
