@@ -52,7 +52,7 @@ class ClientLedgers:
         self._budget_delta = stopping.planned_delta(delta)
         self._read_only = read_only
         self._ledgers: dict[int, Ledger] = {}
-        self._fingerprints = Fingerprints(directory)
+        self._fingerprints = Fingerprints(directory, read_only=read_only)
 
     def of(self, client: int) -> Ledger:
         """The ledger of one client."""

@@ -22,6 +22,8 @@ Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 Place = tuple[Kind, str | None, str | None, int | None, int | None]
+VERSION = 3
+"""Format of new ledgers. In format 2 an event had rate and size next to a sampler's name."""
 DECLARED = "declared"
 """Value of a public fact of an entry: the user declares this part of the plan."""
 
@@ -76,7 +78,7 @@ class Entry:
         HMAC of the exact sum that was released, under a key next to the ledger. It and ``run``
         are outside the hashed part of a line, so that equal runs have equal heads.
     version : int
-        Ledger format that the entry was read from; not written into a line.
+        Format of the ledger that the entry was read from; not written into a line.
 
     Raises
     ------
@@ -104,7 +106,7 @@ class Entry:
     fragment: str = ""
     run: str | None = None
     sum: str | None = None
-    version: int = field(default=2, compare=False)
+    version: int = field(default=VERSION, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self, "an entry's ")
@@ -130,7 +132,7 @@ class Entry:
 
     @classmethod
     def from_dict(
-        cls, data: Mapping[str, Any], noted: Mapping[str, Any] | None = None, version: int = 2
+        cls, data: Mapping[str, Any], noted: Mapping[str, Any] | None = None, version: int = VERSION
     ) -> Entry:
         """Inverse of `to_dict` and `noted`.
 

@@ -66,6 +66,9 @@ class LedgerFile:
         All lines, the header's included, without newlines.
     heads : list of str
         Hash of each line: the earlier heads of a ledger that was extended are among them.
+    ends_incomplete : bool
+        Whether the file, opened read-only, ends in a torn line. The last of `lines` and `heads`
+        is then that of the line that replaces it in memory; a repair may write another.
     history : History
         Charged entries of this ledger and of the archive, and their cost.
 
@@ -108,7 +111,7 @@ class LedgerFile:
         self._laws: dict[str, Any] = {}  # JSON of users' laws in earlier lines, by digest
         self._size = 0  # bytes of the file read so far
         self._is_old = False
-        self._torn_on_disk = False
+        self.ends_incomplete = False
 
     @property
     def head(self) -> str:
@@ -147,7 +150,7 @@ class LedgerFile:
         """Read the lines that other processes have added since."""
         if self.path is None or not self.path.exists():
             return
-        if self.path.stat().st_size != self._size or self._torn_on_disk:
+        if self.path.stat().st_size != self._size or self.ends_incomplete:
             with durable.locked(self.path, write=not self.read_only) as file:
                 self._catch_up(file)
 
@@ -196,7 +199,7 @@ class LedgerFile:
         if len(self.history.charged) < charged_count:
             raise self._removed()
         self._check(entry, budget)
-        header, first = Header(entry.level, entry.client).sealed()
+        header, first = Header(level=entry.level, client=entry.client).sealed()
         line, head = sealed(self._data(entry), first, _notes(entry))
         if not durable.create(self.path, header + line):
             return False
@@ -217,7 +220,7 @@ class LedgerFile:
             entry = replace(entry, settles=True)
         self._check(entry, budget)
         if self.header is None:
-            self._take_line(Header(entry.level, entry.client).sealed()[0][:-1])
+            self._take_line(Header(level=entry.level, client=entry.client).sealed()[0][:-1])
         line, head = sealed(self._data(entry), self.head, _notes(entry))
         if file is not None:
             durable.append(file, line)
@@ -268,7 +271,7 @@ class LedgerFile:
         The lock is then on the old file, and the caller must lock again.
         """
         # A torn line that was only read may have been repaired, or completed, since.
-        if self.header is None or self._torn_on_disk:
+        if self.header is None or self.ends_incomplete:
             self._clear()
         size = os.fstat(file.fileno()).st_size
         if size < self._size:
@@ -290,21 +293,21 @@ class LedgerFile:
             self._size, self._is_old = len(data), True
             return False
         *lines, tail = data.split(b"\n")
-        if self.header is None and not lines:
+        for line in lines:
+            self._take_line(line)
+        if self.header is None:
             raise FedsimError(
                 f"{self._name} is {'cut off' if tail else 'empty'}, or is not a ledger; fedsim "
                 "never writes one so: restore it."
             )
-        for line in lines:
-            self._take_line(line)
         if not tail:
             return False
         events = {charged.event for charged in self.history.charged}
         # Notes are dropped: they have a time, which a repetition of the release cannot match.
         torn_line = torn_entry(tail.partition(b',"noted":')[0], [*events, *self._planned])
-        entry = replace(torn_line, level=self.level)
+        entry = replace(torn_line, level=self.level, version=self.header.version)
         self._take(entry, *sealed(self._data(entry), self.head))
-        self._torn_on_disk = self.read_only
+        self.ends_incomplete = self.read_only
         if self.path is None or self.read_only:
             return False
         durable.replace(self.path, b"".join(line + b"\n" for line in self.lines))
@@ -312,7 +315,7 @@ class LedgerFile:
 
     def _take_line(self, line: bytes) -> None:
         if self.header is not None:
-            entry, head = self._opened(line)
+            entry, head = self._opened(line, self.header.version)
             self._take(entry, line + b"\n", head)
             return
         try:
@@ -321,10 +324,10 @@ class LedgerFile:
             raise FedsimError(f"{self._name}: {error}") from None
         self._keep(line + b"\n", head)
 
-    def _opened(self, line: bytes) -> tuple[Entry, str]:
+    def _opened(self, line: bytes, version: int) -> tuple[Entry, str]:
         try:
             data, noted, head = opened(line, self.head)
-            entry = Entry.from_dict(self._with_law(data), noted)
+            entry = Entry.from_dict(self._with_law(data), noted, version=version)
             if entry.level != self.level and entry.kind != "torn":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
             return entry, head
@@ -381,10 +384,7 @@ class LedgerFile:
 
 
 def _shares_noise(entry: Entry, line: Entry) -> bool:
-    """Whether the entry would release a different sum with the same noise as an earlier line.
-
-    The difference of the two releases would then show the difference of the sums, without noise.
-    """
+    """Whether the difference of its release and an earlier line's would have no noise."""
     is_identified = any(code is not None for code in (entry.run, entry.sum, line.sum))
     return entry.repeatable and line.repeatable and is_identified and entry.differs(line)
 

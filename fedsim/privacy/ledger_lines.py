@@ -21,18 +21,16 @@ import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.entry import Entry
+from fedsim.privacy.entry import VERSION, Entry
 from fedsim.privacy.events import Event, dominating_event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.records import read_record, to_json
 
 GENESIS = "0" * 64
 """Previous hash of the first line."""
-VERSION: Literal[3] = 3
-"""Format of new ledgers. In format 2 an event had rate and size next to a sampler's name."""
 HEADER = b'{"entry":{"kind":"ledger","version":'
 """First bytes of a ledger file."""
 _LINE_START = '{"entry":'
@@ -102,24 +100,27 @@ def _no_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """First line of a ledger: what all its lines have in common.
 
     Attributes
     ----------
+    version : int
+        Format of the ledger.
     level : "client" or "example"
         What a row of its releases is.
     client : int or None
         The ledger's client, at example level.
     """
 
+    version: int = VERSION
     level: Level
     client: int | None = None
 
     def sealed(self) -> tuple[bytes, str]:
         """The header's line, newline included, and its hash."""
-        return sealed({"kind": "ledger", "version": VERSION, **to_json(self)}, GENESIS)
+        return sealed({"kind": "ledger", **to_json(self)}, GENESIS)
 
     @classmethod
     def of(cls, line: bytes) -> tuple[Header, str]:
@@ -136,7 +137,7 @@ class Header:
                 "runs/NAME/ledger.jsonl."
             )
         data, _, head = opened(line, GENESIS)
-        version = data.pop("version", None)
+        version = data.get("version")
         if version not in (2, VERSION):
             raise FedsimError(
                 f"its format is {version}; this fedsim reads formats 1 to {VERSION}: read it "

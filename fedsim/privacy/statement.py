@@ -77,7 +77,8 @@ class Statement:
     ledger : str or None
         Path of the ledger or ledgers; None if it is in memory only.
     head : str
-        Hash of the ledger's last line; empty if there is no line, or more than one ledger.
+        Hash of the ledger's last line; empty if there is no line, an incomplete last one, or more
+        than one ledger.
     lines : int
         Number of the ledger's lines.
     note : str
@@ -134,6 +135,7 @@ class Statement:
         planned = stopping.planned(worst)
         this_run = worst.alone() if worst.before else None
         single = ledgers[0] if len(ledgers) == 1 and place is None else None
+        heads = [] if single is None or single.ends_incomplete else single.heads
         if single is not None and single.path is not None:
             place = str(single.path)
         return cls(
@@ -147,7 +149,7 @@ class Statement:
             before=sum(entry.event.count for entry in worst.before if entry.kind != "planned"),
             this_run=None if this_run is None else stopping.cost(this_run, delta),
             ledger=place,
-            head=single.head if single is not None and single.heads else "",
+            head=heads[-1] if heads else "",
             lines=len(single.heads) if single is not None else 0,
             stopping=stopping,
         )

@@ -109,7 +109,7 @@ def verify(
 
     model, config = directory / "model.safetensors", directory / "config.toml"
     checks = [
-        FileCheck("chain", True, f"{len(ledger.heads)} lines, final hash {ledger.head}"),
+        FileCheck("chain", True, _chain(ledger)),
         checked("manifest", compare_manifest, directory / MANIFEST),
         checked("model", lambda: _compare_model(model, ledger, manifest), model),
         checked("config", lambda: _compare_config(config, manifest), config),
@@ -126,6 +126,13 @@ def verify(
         fault = _wrong_signature(directory, public_key)
         checks.append(FileCheck("signature", fault is None, fault or f"is that of {public_key}"))
     return checks
+
+
+def _chain(ledger: Ledger) -> str:
+    lines = f"{len(ledger.heads)} lines"
+    if ledger.ends_incomplete:
+        return f"{lines}, the last of which is incomplete and is charged; it has no hash on disk"
+    return f"{lines}, final hash {ledger.head}"
 
 
 def _compare_end(end: End, ledger: Ledger) -> str:

@@ -26,6 +26,12 @@ def epsilon(*counts: tuple[float, int]) -> float:
     return Accountant([event(rate, count) for rate, count in counts]).epsilon(DELTA)
 
 
+def test_a_reader_makes_no_key(tmp_path):
+    with pytest.raises(FedsimError, match="is missing"):
+        ClientLedgers(tmp_path, delta=DELTA, read_only=True).fingerprint([b"data"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_the_statement_is_that_of_the_client_that_has_spent_most(tmp_path, on_disk):
     ledgers = ClientLedgers(tmp_path / "clients" if on_disk else None, delta=DELTA)

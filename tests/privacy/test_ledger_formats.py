@@ -34,6 +34,7 @@ def test_a_file_that_is_no_ledger_is_refused(path, content):
 
 def test_a_later_format_is_refused_by_its_number(path):
     data = written(path, 1)
+    assert Ledger.read(path).entries[0].version == 3
     path.write_bytes(data.replace(b'"version":3', b'"version":4'))
     with pytest.raises(FedsimError, match="hash does not match"):
         Ledger(path)
@@ -72,6 +73,7 @@ def test_a_ledger_of_format_1_is_read_and_counted(path):
         ledger = open_(path, delta=DELTA)
         assert ledger.epsilon() == spent(3)
         assert [entry.round for entry in ledger.charged] == [1, 2, 3]
+        assert {entry.version for entry in ledger.charged} == {1}
     assert "format 1" in str(ledger.statement())
 
 
@@ -166,6 +168,6 @@ def test_a_ledger_of_format_2_is_read_and_continued(path, event):
     line, _ = sealed({**Entry(event=event, round=1).to_dict(), "event": flat}, head)
     path.write_bytes(first + line)
     ledger = Ledger(path)
-    assert [entry.event for entry in ledger.entries] == [event]
+    assert [(entry.event, entry.version) for entry in ledger.entries] == [(event, 2)]
     ledger.record(Entry(event=event, round=2))
     assert Ledger.read(path).epsilon(1e-5) == Accountant([event.times(2)]).epsilon(1e-5)

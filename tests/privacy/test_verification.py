@@ -99,6 +99,15 @@ def test_a_ledger_that_went_on_after_the_model_says_so(run):
     assert "last row is of round 3, and the ledger's last line of round 4" in failed["metrics"]
 
 
+def test_an_incomplete_last_line_has_no_hash_that_a_verifier_could_name(run):
+    with open(run / "ledger.jsonl", "ab") as file:
+        file.write(b'{"entry":{"kind":"rel')
+    chain, *others = verify(run, DELTA)
+    assert chain.detail.startswith("5 lines, the last of which is incomplete")
+    assert [check.subject for check in others if not check.passed] == ["manifest", "model"]
+    assert "Final hash" not in str(Ledger.read(run / "ledger.jsonl").statement(DELTA))
+
+
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])
 def test_a_file_that_is_no_model_of_a_run_does_not_verify(run, content):
     (run / "model.safetensors").write_bytes(content)
