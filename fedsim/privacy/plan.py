@@ -199,7 +199,7 @@ class ReleasePlan(Generic[BoundT]):
         """Law of the plan's releases: the sampler's, with this noise."""
         sampler_law = self.sampler.law()
         if self.cohort_known:
-            sampler_law = replace(unamplified(sampler_law), population=sampler_law.population)
+            sampler_law = unamplified(sampler_law)
         law = self.noise.law(sampler_law)
         if self.level == "example" and isinstance(law, CorrelatedLaw):
             law = replace(law, rounds=1)  # the sums are all of one round

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort
+from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
 from fedsim.privacy.ledger_file import BudgetSpentError
@@ -60,6 +61,17 @@ def test_a_loop_that_fails_in_a_round_has_spent_it_and_spends_it_again(tmp_path:
     with again.release(PLAN, 1) as entry:
         assert entry.attempt == 1
     assert again.epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=2), rel=1e-9)
+
+
+@pytest.mark.parametrize("sampler", [SeparatedCohort(5, 0.5, 100), CyclicCohort(5, 0.5, 100)])
+def test_a_repeated_round_keeps_the_population(sampler, tmp_path: Path) -> None:
+    plan = replace(PLAN, sampler=sampler)
+    ledger = Ledger(tmp_path / "ledger.jsonl", delta=0.01)
+    for _ in range(2):
+        with ledger.release(plan, 1):
+            pass
+    assert [entry.event.law.population for entry in ledger.entries] == [100, 100]
+    assert "at least 1 / 100, the population" in str(Ledger.read(ledger.path).statement(0.01))
 
 
 def test_a_budget_ends_the_loop_before_it_is_exceeded(tmp_path: Path) -> None:

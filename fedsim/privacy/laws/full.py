@@ -42,7 +42,8 @@ class FullLaw(Law):
 def unamplified(law: Law) -> FullLaw:
     """Law of the same release against an adversary who knows which rows were sampled."""
     replaced = law.adjacency == "replace-one"
-    return FullLaw(adjacency="replace-one" if replaced else "zero-out")
+    adjacency: Adjacency = "replace-one" if replaced else "zero-out"
+    return FullLaw(adjacency=adjacency, population=law.population)
 
 
 @register("cohort", "full")
