@@ -14,6 +14,7 @@ from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import FullLaw, Law, Level, Sampler
+from fedsim.privacy.laws.base import check_level
 from fedsim.privacy.losses import gaussian_mu
 
 Value = TypeVar("Value")
@@ -245,11 +246,7 @@ class Question:
 
     def event(self, noise_multiplier: float) -> Event:
         """Event of one round at this noise."""
-        if self.level == "example" and self.law.adjacency == "add-remove":
-            raise FedsimError(
-                "adjacency is 'add-remove'; at example level it must be zero-out, since how "
-                "many examples a client has is public."
-            )
+        check_level(self.level, self.law.adjacency)
         return Event(noise_multiplier=noise_multiplier, law=self.law, count=self.invocations)
 
     def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:

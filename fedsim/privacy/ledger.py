@@ -29,6 +29,7 @@ from fedsim.privacy.entry import Entry, History, Placement
 from fedsim.privacy.events import Event
 from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
 from fedsim.privacy.laws import FixedSizeLaw
+from fedsim.privacy.laws.base import check_level
 from fedsim.privacy.ledger_file import Budget, LedgerFile
 from fedsim.privacy.statement import Statement
 
@@ -140,11 +141,7 @@ class Ledger(LedgerFile):
         """
         if self.read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
-        if entry.level == "example" and entry.event.adjacency == "add-remove":
-            raise FedsimError(
-                "adjacency is 'add-remove'; at example level it must be zero-out (or "
-                "replace-one): how many examples a client has is public there."
-            )
+        check_level(entry.level, entry.event.adjacency)
         limit = self.max_epsilon if max_epsilon is None else max_epsilon
         budget = None
         if limit is not None and limit < math.inf:

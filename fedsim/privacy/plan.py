@@ -27,7 +27,7 @@ from fedsim.privacy.laws import (
     Sampler,
     declared_population,
 )
-from fedsim.privacy.laws.base import is_shipped
+from fedsim.privacy.laws.base import check_level, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
@@ -145,13 +145,7 @@ class ReleasePlan(Generic[BoundT]):
                     f"from {base.__module__}.{base.__name__}."
                 )
         check_settings(self)
-        if self.level == "example" and self.sampler.adjacency != "zero-out":
-            raise FedsimError(
-                f"the {self.sampler.name} sampler's neighbours are {self.sampler.adjacency}; at "
-                "example level they must be zero-out, since numbers of examples are public, as "
-                "those of 'poisson', 'full' and 'shuffle' batches are."
-            )
-
+        check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
         if self.noise.correlated:
             object.__setattr__(self, "noise", self._fitted_noise())
 

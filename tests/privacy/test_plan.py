@@ -61,7 +61,7 @@ def test_every_local_step_is_a_release_and_passes_begin_anew_each_round() -> Non
     "sampler", [FixedSize(3, 9), Poisson(0.1, 9), Full(9, adjacency="replace-one")]
 )
 def test_neighbours_of_examples_are_zero_out_and_nothing_else(sampler) -> None:
-    with pytest.raises(FedsimError, match="at example level they must be zero-out"):
+    with pytest.raises(FedsimError, match="at example level it must be zero-out"):
         examples_of(sampler)
 
 

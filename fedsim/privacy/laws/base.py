@@ -238,6 +238,25 @@ class Law(ABC):
         return {"name": self.name, **dict(sorted(to_json(self).items()))}
 
 
+def check_level(
+    level: Level,
+    adjacency: Adjacency,
+    allowed: tuple[Adjacency, ...] = ("zero-out", "replace-one"),
+) -> None:
+    """Refuse neighbours that differ in a client's number of examples, which is public.
+
+    Raises
+    ------
+    FedsimError
+        If ``adjacency`` is not among the ``allowed`` ones at example level.
+    """
+    if level == "example" and adjacency not in allowed:
+        raise FedsimError(
+            f"adjacency is {adjacency!r}; at example level it must be {' or '.join(allowed)}, "
+            "since how many examples a client has is public."
+        )
+
+
 def is_shipped(value: object) -> bool:
     """Whether its class is part of fedsim, rather than declared by the user."""
     return type(value).__module__.partition(".")[0] == "fedsim"
