@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Event:
     """The event of a Flower record; an `Event` is returned unchanged.
 
-    The law is the declared one. Without a declaration, a sample of some clients is assumed to be
-    what Flower's own strategies draw: a fixed size without replacement.
+    The law is the declared one, for the record's sample size. Without a declaration, a sample of
+    some clients is assumed to be what Flower's own strategies draw: a fixed size without
+    replacement.
+
+    Raises
+    ------
+    FedsimError
+        If the declared law does not cover samples of that size.
     """
     if isinstance(event, Event):
         return event

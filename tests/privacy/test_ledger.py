@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 from slow_cases import slow_but
 
-from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
+from fedsim.cohorts import (
+    AllocationCohort,
+    CyclicCohort,
+    FixedCohort,
+    FullCohort,
+    PoissonCohort,
+    SeparatedCohort,
+)
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.adversary import DECLARED_SENTENCES
@@ -421,6 +428,27 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     everybody = Ledger(delta=DELTA, declared=Event.of(FullCohort(480), 1.5))
     assert everybody.config.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
     assert everybody.config.sampling_method is SamplingMethod.NO_AMPLIFICATION
+
+
+@pytest.mark.parametrize(
+    ("cohort", "size"),
+    [
+        (CyclicCohort(10, 0.5, 1000), 50),
+        (AllocationCohort(2, 10, population=1000), 200),
+        (SeparatedCohort(5, 0.5, 1000), 1000),
+        (FullCohort(1000), 1000),
+    ],
+)
+def test_flowers_samples_may_not_be_larger_than_the_declared_law_covers(cohort, size):
+    from flwr.serverapp import GaussianPrivacyEvent
+
+    ledger = Ledger(delta=DELTA, declared=Event.of(cohort, 1.5))
+    ledger.compose(GaussianPrivacyEvent(1.5, sample_size=size, population_size=1000))
+    assert ledger.entries[0].event.law == cohort.law()
+    if size < 1000:
+        larger = GaussianPrivacyEvent(1.5, sample_size=size + 1, population_size=1000)
+        with pytest.raises(FedsimError, match="declare the law of what is sampled"):
+            ledger.would_exceed(larger, 5.0)
 
 
 def test_at_example_level_add_remove_is_refused():

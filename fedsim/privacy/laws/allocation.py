@@ -120,7 +120,7 @@ class AllocationLaw(Law):
         """Which clients take part in a round: a sentence for reports."""
         return (
             f"Every client takes part in {self._words} rounds, drawn at random: about "
-            f"{self.rate * population:,.4g} of {population:,} in a round."
+            f"{self.expected_size(population):,.4g} of {population:,} in a round."
         )
 
 

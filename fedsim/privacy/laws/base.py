@@ -7,6 +7,7 @@ is written into ledgers as data (`fedsim.privacy.laws.declared`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
@@ -190,8 +191,26 @@ class Law(ABC):
         """Poisson sampling at the same rate, where it would cost less (a hint for the user)."""
         return None
 
+    def expected_size(self, population: int) -> float:
+        """Expected number of rows of a sample; all of them where sampling does not amplify."""
+        return self.rate * population
+
     def sampled(self, size: float, population: int) -> Law:
-        """The same kind of law, for samples of expected ``size`` out of ``population``."""
+        """The same kind of law, for samples of expected ``size`` out of ``population``.
+
+        A law that is not known for other sizes covers samples up to its own expected size.
+
+        Raises
+        ------
+        FedsimError
+            If it does not cover ``size``.
+        """
+        if size > math.ceil(self.expected_size(population)):
+            raise FedsimError(
+                f"samples have {size:g} of {population:,} rows; with the declared law "
+                f"({self.label}) they have {self.expected_size(population):,.4g}, and more would "
+                "cost more: declare the law of what is sampled."
+            )
         return replace(self, population=population)
 
     def comparable(self, other: Law) -> bool:
@@ -214,7 +233,7 @@ class Law(ABC):
 
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round: a sentence for reports."""
-        expected = self.rate * population
+        expected = self.expected_size(population)
         return f"Clients of a round: {self.label}; about {expected:,.4g} of {population:,}."
 
     @classmethod
@@ -278,6 +297,10 @@ class WrappingLaw(Law):
     def comparable(self, other: Law) -> bool:
         """Only with an equal law."""
         return self == other
+
+    def expected_size(self, population: int) -> float:
+        """That of the base."""
+        return self.base.expected_size(population)
 
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round: a sentence for reports."""

@@ -47,6 +47,10 @@ class CyclicLaw(Law):
         """Sampling rate within the group; the secrecy of the group itself is not credited."""
         return self.in_group
 
+    def expected_size(self, population: int) -> float:
+        """``in_group * population / groups``."""
+        return self.in_group * population / self.groups
+
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of Poisson sampling at the rate within the group."""
         return SampledGaussian(self.in_group, noise_multiplier).both
@@ -75,7 +79,7 @@ class CyclicLaw(Law):
         return (
             f"Clients belong to {self.groups} groups, which take turns; each client of the group "
             f"whose turn it is takes part with probability {self.in_group:g}: about "
-            f"{self.in_group * population / self.groups:,.4g} of {population:,}."
+            f"{self.expected_size(population):,.4g} of {population:,}."
         )
 
 
