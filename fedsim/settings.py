@@ -255,7 +255,7 @@ _LIMITS: Mapping[type[BaseMetadata], _Limit] = {
 
 def _broken(rules: Iterable[Any], value: Any) -> list[Any]:
     """The ranges that a value is outside of, and the constraints that it does not meet."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float | Real) and not isinstance(value, bool)
     return [
         rule
         for rule in rules

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
@@ -17,7 +17,7 @@ from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_c
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.laws.sampler import Sampler
 from fedsim.privacy.records import read_record, to_json
-from fedsim.settings import check_settings
+from fedsim.settings import Ge, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Event:
 
     # Ledgers have the fields in this order.
     law: Law = field(default_factory=FullLaw)
-    noise_multiplier: float
-    count: int = 1
+    noise_multiplier: Annotated[float, Ge(0)]
+    count: Annotated[int, Ge(0)] = 1
     sides: Mapping[str, float] = field(default_factory=dict)
     guarantee: bool = True
 
@@ -79,11 +79,9 @@ class Event:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name, z in {"noise_multiplier": self.noise_multiplier, **self.sides}.items():
+        for name, z in self.sides.items():
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
-        if self.count != int(self.count) or self.count < 0:
-            raise FedsimError(f"count is {self.count}; it must be a whole number, 0 or more.")
         if not self.count and self.law.rounds == 1:
             raise FedsimError("count is 0; only a law of several rounds has rounds that count 0.")
         object.__setattr__(self, "count", int(self.count))

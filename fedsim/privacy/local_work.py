@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws import Full, Poisson, ShuffledPasses
+from fedsim.settings import Ge, check_settings
 
 
 @dataclass(frozen=True)
@@ -22,27 +24,21 @@ class LocalWork:
     Raises
     ------
     FedsimError
-        If both are given, or one is below 1.
+        If epochs and steps are both given, or a number is out of range.
     """
 
-    batch_size: int
-    epochs: int | None = None
-    steps: int | None = None
+    batch_size: Annotated[int, Ge(0)]
+    epochs: Annotated[int | None, Ge(1)] = None
+    steps: Annotated[int | None, Ge(1)] = None
 
     def __post_init__(self) -> None:
-        if self.batch_size < 0:
-            raise FedsimError(
-                f"client.batch-size is {self.batch_size}; it must be 0 (all) or more."
-            )
+        check_settings(self, "client.")
         if self.epochs is not None and self.steps is not None:
             raise FedsimError(
                 f"client.epochs = {self.epochs} and client.steps = {self.steps}; set one of them."
             )
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1)
-        for key, value in (("epochs", self.epochs), ("steps", self.steps)):
-            if value is not None and value < 1:
-                raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
 
     def counted(self, count: int) -> LocalWork:
         """The same work with ``count`` epochs, or ``count`` steps if it is given in steps."""

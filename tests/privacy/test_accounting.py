@@ -333,8 +333,8 @@ def test_would_exceed_asks_and_does_not_spend():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
+        ({"noise_multiplier": -1.0}, "noise-multiplier is -1.0"),
+        ({"noise_multiplier": math.nan}, "noise-multiplier is nan"),
         ({"noise_multiplier": 1.0, "count": -1}, "count is -1"),
         ({"noise_multiplier": 1.0, "sides": {"bit": -2.0}}, "bit is -2.0"),
     ],
@@ -349,7 +349,7 @@ def test_impossible_events_get_a_sentence(fields, named):
     [
         (PoissonLaw, {"rate": 0.0}, "rate is 0.0"),
         (PoissonLaw, {"adjacency": "replace-one"}, "add-remove or zero-out"),
-        (FixedSizeLaw, {}, "size and population"),
+        (FixedSizeLaw.of_options, {}, "needs --size and --population"),
         (FixedSizeLaw, {"size": 9, "population": 8}, "size is 9"),
         (FullLaw, {"population": 0}, "population is 0"),
     ],

@@ -188,7 +188,7 @@ def test_a_line_counts_nothing_only_after_one_that_covers_it(tmp_path) -> None:
 def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(FedsimError, match="separation is 0"):
         Participation(3, 0)
-    with pytest.raises(FedsimError, match="must be positive"):
+    with pytest.raises(FedsimError, match="sensitivity is 0"):
         CorrelatedLaw(sensitivity=0.0)
     with pytest.raises(FedsimError, match="has no plan"):
         LambdaCGD(1.0).law(Full(9).law())

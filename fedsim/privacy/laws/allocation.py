@@ -54,22 +54,13 @@ class AllocationLaw(Law):
     """
 
     name: ClassVar[str] = "allocation"
-    participations: int = 1
-    rounds: int = 1
+    participations: Annotated[int, Ge(1)] = 1
+    rounds: Annotated[int, Ge(1)] = 1
     blocks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.participations <= self.rounds:
-            raise FedsimError(
-                f"participations is {self.participations}; it must be from 1 to the rounds, "
-                f"{self.rounds}."
-            )
-        if self.blocks and self.rounds % self.participations:
-            raise FedsimError(
-                f"participations is {self.participations}; with blocks it must divide the rounds, "
-                f"{self.rounds}."
-            )
+        _check_parts(self)
 
     @property
     def rate(self) -> float:
@@ -121,6 +112,20 @@ class AllocationLaw(Law):
         return (
             f"Every client takes part in {self._words} rounds, drawn at random: about "
             f"{self.expected_size(population):,.4g} of {population:,} in a round."
+        )
+
+
+def _check_parts(plan: AllocationLaw | Allocation, prefix: str = "") -> None:
+    """Refuse numbers of rounds that cannot be cut into a part for each participation."""
+    count, rounds = plan.participations, plan.rounds
+    if count > rounds:
+        raise FedsimError(
+            f"{prefix}participations is {count}; it must be at most the run's rounds, {rounds}."
+        )
+    if plan.blocks and rounds % count:
+        raise FedsimError(
+            f"{prefix}participations is {count}; with {prefix}blocks it must divide the run's "
+            f"rounds, {rounds}."
         )
 
 
@@ -323,16 +328,7 @@ class Allocation(RememberingSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.participations > self.rounds:
-            raise FedsimError(
-                f"cohort.participations is {self.participations}; it must be at most the run's "
-                f"rounds, {self.rounds}."
-            )
-        if self.blocks and self.rounds % self.participations:
-            raise FedsimError(
-                f"cohort.participations is {self.participations}; with cohort.blocks it must "
-                f"divide the run's rounds, {self.rounds}."
-            )
+        _check_parts(self, "cohort.")
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids; rounds must be drawn in order.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
 from fedsim.privacy.records import to_json
-from fedsim.settings import check_settings
+from fedsim.settings import REQUIRED, Ge, check_settings, settings_of
 
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
 Level = Literal["client", "example"]
@@ -58,15 +58,12 @@ class Participation:
         If one of them is below 1.
     """
 
-    rounds: int
-    separation: int = 1
-    most: int | None = None
+    rounds: Annotated[int, Ge(1)]
+    separation: Annotated[int, Ge(1)] = 1
+    most: Annotated[int | None, Ge(1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "separation", "most"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FedsimError(f"{name} is {value}; it must be 1 or more.")
+        check_settings(self)
 
     @property
     def participations(self) -> int:
@@ -100,7 +97,7 @@ class Law(ABC):
     Raises
     ------
     FedsimError
-        If the adjacency is not one of `neighbours`, or the population is below 1.
+        If the adjacency is not one of `neighbours`, or a number is out of range.
     """
 
     name: ClassVar[str]
@@ -108,7 +105,7 @@ class Law(ABC):
     flower: ClassVar[str] = "NO_AMPLIFICATION"
     """Member of Flower's ``SamplingMethod`` for this sampling."""
 
-    population: int | None = None
+    population: Annotated[int | None, Ge(1)] = None
     adjacency: Adjacency = "add-remove"
 
     def __post_init__(self) -> None:
@@ -118,8 +115,6 @@ class Law(ABC):
                 f"adjacency is {self.adjacency!r}; with {self.name} sampling it must be "
                 f"{' or '.join(self.neighbours)}."
             )
-        if self.population is not None and self.population < 1:
-            raise FedsimError(f"population is {self.population}; it must be 1 or more.")
 
     @property
     def rate(self) -> float:
@@ -243,13 +238,17 @@ class Law(ABC):
         Raises
         ------
         FedsimError
-            If an option is none of this law's fields.
+            If an option is none of this law's fields, or one that it needs is not given.
         """
-        names = {field.name for field in fields(cls)}
+        defaults = {setting.name: setting.default for setting in settings_of(cls)}
+        names = defaults.keys()
         if options.keys() - names:
             other_names = [name for name in ("rate", "size") if name not in names]
             negation = f"neither --{other_names[0]} nor" if len(other_names) > 1 else "no"
             raise FedsimError(f"--sampling {cls.name} takes {negation} --{other_names[-1]}.")
+        if missing := [n for n in names - options.keys() if defaults[n] is REQUIRED]:
+            needed = " and ".join(f"--{name}" for name in sorted(missing, reverse=True))
+            raise FedsimError(f"--sampling {cls.name} needs {needed}.")
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:

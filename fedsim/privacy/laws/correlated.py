@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Inclusion, Law, WrappingLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
+from fedsim.settings import Ge, Gt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +46,12 @@ class CorrelatedLaw(WrappingLaw):
     base: Law = field(default_factory=FullLaw)
     noise: str = ""
     coefficients: str = ""
-    sensitivity: float = 1.0
-    rounds: int = 1
-    again: float = 1.0
+    sensitivity: Annotated[float, Gt(0)] = 1.0
+    rounds: Annotated[int, Ge(1)] = 1
+    again: Annotated[float, Gt(0)] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.sensitivity > 0 and self.again > 0) or self.rounds < 1:
-            raise FedsimError(
-                f"the sensitivities of '{self.noise}' noise are {self.sensitivity} and "
-                f"{self.again}, over {self.rounds} rounds; they must be positive."
-            )
         if self.base.adjacency != self.adjacency or isinstance(self.base, CorrelatedLaw):
             raise FedsimError("noise that is correlated has a base of the same neighbours.")
 

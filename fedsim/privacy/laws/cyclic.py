@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation
 from fedsim.privacy.laws.poisson import poisson_rdp
 from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
@@ -26,16 +25,8 @@ class CyclicLaw(Law):
 
     name: ClassVar[str] = "cyclic"
     flower: ClassVar[str] = "POISSON"
-    groups: int = 1
-    in_group: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.in_group <= 1 or self.groups < 1:
-            raise FedsimError(
-                f"groups is {self.groups} and the rate in a group {self.in_group}; they must be "
-                "1 or more, and in (0, 1]."
-            )
+    groups: Annotated[int, Ge(1)] = 1
+    in_group: Annotated[float, Gt(0), Le(1)] = 1.0
 
     @property
     def rounds(self) -> int:

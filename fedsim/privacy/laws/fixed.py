@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, ClassVar
 
@@ -29,36 +29,31 @@ class FixedSizeLaw(Law):
     name: ClassVar[str] = "fixed"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("replace-one",)
     flower: ClassVar[str] = "WITHOUT_REPLACEMENT"
-    size: int | None = None
+    size: Annotated[int, Ge(1)]
+    population: Annotated[int, Ge(1)] = field()  # required, other than the base's
     adjacency: Adjacency = "replace-one"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size is None or self.population is None:
-            raise FedsimError("fixed sampling needs size and population.")
-        if not 1 <= self.size <= self.population:
+        if self.size > self.population:
             raise FedsimError(
-                f"size is {self.size}; it must lie in [1, population = {self.population}]."
+                f"size is {self.size}; it must be at most the population, {self.population}."
             )
 
     @property
     def rate(self) -> float:
         """``size / population``."""
-        assert self.size is not None
-        assert self.population is not None
         return self.size / self.population
 
     def rdp(self, noise_multiplier: float) -> Array:
         """Rényi curve at `ORDERS`, under replace-one."""
-        assert self.size is not None
-        assert self.population is not None
         if (mu := self.gaussian(noise_multiplier)) is not None:
             return gaussian_rdp(mu)
         return fixed_rdp(self.size, self.population, noise_multiplier)
 
     def inclusion(self, population: int) -> Inclusion:
         """Probabilities that one given row is sampled and that two are, and the sample size."""
-        m, n = self.size or 0, population
+        m, n = self.size, population
         return Inclusion(m / n, m * (m - 1) / (n * max(n - 1, 1)), m)
 
     def as_poisson(self) -> PoissonLaw:

@@ -19,7 +19,7 @@ from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared
 from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le
+from fedsim.settings import Doc, Ge, Gt, Le
 
 Mask = npt.NDArray[np.bool_]
 
@@ -34,13 +34,8 @@ class PoissonLaw(Law):
     name: ClassVar[str] = "poisson"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
     flower: ClassVar[str] = "POISSON"
-    rate: float = 1.0
+    rate: Annotated[float, Gt(0), Le(1)] = 1.0
     adjacency: Adjacency = "add-remove"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.rate <= 1:
-            raise FedsimError(f"rate is {self.rate}; it must lie in (0, 1].")
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs for removing and for adding a row; exact (Zhu, Dong & Wang 2022)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Inclusion, Law, WrappingLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.losses import ORDERS, Array, bisected, gaussian_rdp, rdp_delta
+from fedsim.settings import Ge
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 
@@ -108,18 +109,16 @@ class SelectionLaw(WrappingLaw):
     name: ClassVar[str] = "selection"
 
     base: Law = field(default_factory=FullLaw)
-    invocations: int = 1
+    invocations: Annotated[int, Ge(1)] = 1
     distribution: Distribution = "logarithmic"
     mean: float = 2.0
-    rounds: int = 1
+    rounds: Annotated[int, Ge(1)] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Selection(self.distribution, self.mean)
-        if self.base.adjacency != self.adjacency or min(self.invocations, self.rounds) < 1:
-            raise FedsimError(
-                "a selection among runs needs rounds, and the neighbours of its runs."
-            )
+        if self.base.adjacency != self.adjacency:
+            raise FedsimError("a selection among runs has the neighbours of its runs.")
 
     def gaussian(self, noise_multiplier: float) -> None:
         """None: the best of several runs is not a Gaussian."""

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation
 from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.randomness import Draws
@@ -20,12 +19,7 @@ class SeparatedLaw(Law):
     """Law of a row in at most one of any ``separation`` consecutive rounds; no amplification."""
 
     name: ClassVar[str] = "separated"
-    separation: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.separation < 1:
-            raise FedsimError(f"separation is {self.separation}; it must be 1 or more.")
+    separation: Annotated[int, Ge(1)] = 1
 
     @property
     def rounds(self) -> int:
