@@ -323,7 +323,7 @@ def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
     ("noise", "said"),
     [
         (Banded(1.0, coefficients="1 2"), "the first column of C"),
-        (Banded(1.0, coefficients=".9 .2"), "begins with 0.9"),
+        (Banded(1.0, coefficients=".9 .2"), "the first column of C: 1, and then"),
         (Banded(1.0, bands=3, coefficients="1 .5"), "has 2 numbers"),
         (BLT(1.0, coefficients=".9 .3 .2"), "pairs of a buffer's decay and weight"),
         (BLT(1.0, coefficients=".9 .7 .5 .7"), "weights together at most 1"),

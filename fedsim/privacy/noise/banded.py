@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Self
@@ -19,7 +20,6 @@ MOST_BANDS = 64
 """The most bands by default: the state has a vector of the model's size for each but one."""
 AUTO = -1
 """Internal value of ``bands`` where a config says ``auto``."""
-FORM = "the first column of C: 1, and then numbers from 0 to 1"
 
 
 def _read_bands(value: object) -> int:
@@ -45,6 +45,7 @@ class Banded(Toeplitz):
     """
 
     name: ClassVar[str] = "banded"
+    form: ClassVar[str] = "the first column of C: 1, and then numbers from 0 to 1"
 
     bands: Annotated[
         int,
@@ -69,28 +70,27 @@ class Banded(Toeplitz):
                 "noise.bands is 'auto'; only a config, which has the cohort too, can choose them: "
                 "it must be a number."
             )
-        if self.coefficients:
-            bands, declared = len(self._numbers(FORM)), self.bands
-            if declared not in (0, bands):
-                raise FedsimError(
-                    f"noise.bands is {declared}, and noise.coefficients has {bands} numbers; leave "
-                    "one of them out."
-                )
-            return replace(self, bands=bands, participation=participation)
+        noise = super().fitted(participation)
+        bands = len(noise.numbers())
+        if self.coefficients and self.bands not in (0, bands):
+            raise FedsimError(
+                f"noise.bands is {self.bands}, and noise.coefficients has {bands} numbers; leave "
+                "one of them out."
+            )
+        return replace(noise, bands=bands)
+
+    def best_coefficients(self, participation: Participation) -> str:
+        """A column of `bands` numbers with the least error, or as many as the rounds allow."""
         bands = self.bands or min(participation.separation, MOST_BANDS)
-        series = best_bands(participation.rounds, min(bands, participation.rounds))
-        return replace(
-            self, bands=len(series), coefficients=text_of(series), participation=participation
-        )
+        return text_of(best_bands(participation.rounds, min(bands, participation.rounds)))
+
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether they begin with 1, and are from 0 to 1."""
+        return super().valid(numbers) and numbers[0] == 1
 
     def series(self, rounds: int) -> Array:
         """First column of C: the coefficients, then zeros, ``[rounds]``."""
-        numbers = self._numbers(FORM)
-        if numbers[0] != 1:
-            raise FedsimError(
-                f"noise.coefficients begins with {numbers[0]:g}; with noise.name = '{self.name}' "
-                f"it must be {FORM}."
-            )
+        numbers = self.numbers()
         series = np.zeros(rounds)
         series[: len(numbers)] = numbers[:rounds]
         return series
@@ -99,7 +99,7 @@ class Banded(Toeplitz):
         """This round's draws minus parts of the last rounds' noise; the state is that noise."""
         # The state is a ring: round t is at t modulo the lags, in the place of round t - lags,
         # which this round is the last to use.
-        noise, numbers = draws(), self._numbers(FORM)
+        noise, numbers = draws(), self.numbers()
         lags = len(numbers) - 1
         for age, number in enumerate(numbers[1 : draws.round], start=1):
             noise.add_(state[str((draws.round - age) % lags)], alpha=-number)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, solved, text_of
@@ -17,7 +17,6 @@ from fedsim.settings import Doc, Ge
 
 MOST_DRAWS = 64
 """The most rounds whose draws are combined, where the number is chosen automatically."""
-FORM = "1, and then what is taken of each earlier round's draws, from 0 to 1"
 
 
 @register("noise", "bisr")
@@ -31,6 +30,10 @@ class BISR(Toeplitz):
 
     name: ClassVar[str] = "bisr"
     local: ClassVar[bool] = True
+    form: ClassVar[str] = (
+        "1, and then what is taken of each earlier round's draws, from 0 to 1 and together at most "
+        "1"
+    )
 
     draws: Annotated[
         int,
@@ -40,33 +43,25 @@ class BISR(Toeplitz):
         ),
     ] = 0
 
-    def fitted(self, participation: Participation) -> Self:
-        """This noise with the number of draws (a power of 2) that has the least error."""
-        if self.coefficients:
-            return replace(self, participation=participation)
+    def best_coefficients(self, participation: Participation) -> str:
+        """Those of the number of draws (a power of 2) that has the least error."""
         # More draws leave less noise in long sums, but raise the sensitivity: try powers of 2.
         powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
         candidates = [
-            replace(self, coefficients=text_of(root_of(draws)), participation=participation)
+            self.with_coefficients(text_of(root_of(draws)), participation)
             for draws in ([self.draws] if self.draws else powers)
         ]
-        return min(candidates, key=lambda noise: noise.error(1.0))
+        return min(candidates, key=lambda noise: noise.error(1.0)).coefficients
 
-    def _weights(self) -> list[float]:
-        """Validated coefficients: 1, then d_1, d_2, ..."""
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether they are 1, then d_1, d_2, ..., whose sum is at most 1."""
         # With c_j = sum_k d_k c_(j-k), a sum of the d_k of at most 1 keeps all of C in [0, 1].
-        numbers = self._numbers(FORM)
-        if numbers[0] != 1 or sum(numbers[1:]) > 1:
-            raise FedsimError(
-                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {FORM}, and together at most 1."
-            )
-        return numbers
+        return super().valid(numbers) and numbers[0] == 1 and sum(numbers[1:]) <= 1
 
     def series(self, rounds: int) -> Array:
         """First column of C, ``[rounds]``: that of the inverse matrix is known, and inverted."""
         inverse = np.zeros(rounds)
-        numbers = self._weights()[:rounds]
+        numbers = self.numbers()[:rounds]
         inverse[: len(numbers)] = numbers
         inverse[1:] *= -1
         return solved(inverse, np.eye(1, rounds)[0])
@@ -77,12 +72,12 @@ class BISR(Toeplitz):
 
         It is ``C^-1`` that is banded.
         """
-        return self.known_participation.rounds if len(self._weights()) > 1 else 1
+        return self.known_participation.rounds if len(self.numbers()) > 1 else 1
 
     def combine(self, draws: NoiseDraws, state: NoiseState) -> tuple[Any, NoiseState]:
         """This round's draws minus parts of the last few rounds' draws; there is no state."""
         noise = draws()
-        for age, number in enumerate(self._weights()[1 : draws.round], start=1):
+        for age, number in enumerate(self.numbers()[1 : draws.round], start=1):
             noise.add_(draws(age), alpha=-number)
         return noise, state
 

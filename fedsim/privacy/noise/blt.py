@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, text_of
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Le
-
-FORM = "pairs of a buffer's decay and weight, from 0 to 1, weights together at most 1"
 
 
 @register("noise", "blt")
@@ -29,6 +27,9 @@ class BLT(Toeplitz):
     """
 
     name: ClassVar[str] = "blt"
+    form: ClassVar[str] = (
+        "pairs of a buffer's decay and weight, from 0 to 1, weights together at most 1"
+    )
 
     buffers: Annotated[
         int,
@@ -40,28 +41,27 @@ class BLT(Toeplitz):
         ),
     ] = 2
 
-    def fitted(self, participation: Participation) -> Self:
-        """This noise with the decays and weights that have the least error."""
-        if self.coefficients:
-            return replace(self, participation=participation)
+    def best_coefficients(self, participation: Participation) -> str:
+        """Decays and weights with the least error."""
         candidates = [
-            replace(self, coefficients=text_of(numbers), participation=participation)
-            for numbers in (best_buffers(participation, n + 1) for n in range(self.buffers))
+            self.with_coefficients(text_of(best_buffers(participation, n + 1)), participation)
+            for n in range(self.buffers)
         ]
         # The fewest buffers that are as good as the best: each is a vector of the model's size.
         min_error = min(noise.error(1.0) for noise in candidates)
-        return next(noise for noise in candidates if noise.error(1.0) <= min_error * (1 + 1e-4))
+        return next(
+            noise.coefficients for noise in candidates if noise.error(1.0) <= min_error * (1 + 1e-4)
+        )
+
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether they are pairs of a decay and a weight, with weights together at most 1."""
+        are_pairs = len(numbers) % 2 == 0 and sum(numbers[1::2]) <= 1 + 1e-9
+        return super().valid(numbers) and are_pairs
 
     def _buffers(self) -> list[tuple[float, float]]:
-        """Validated coefficients, as (decay, weight) of each buffer."""
-        numbers = self._numbers(FORM)
-        decays, weights = numbers[::2], numbers[1::2]
-        if len(decays) != len(weights) or sum(weights) > 1 + 1e-9:
-            raise FedsimError(
-                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {FORM}."
-            )
-        return list(zip(decays, weights, strict=True))
+        """(decay, weight) of each buffer."""
+        numbers = self.numbers()
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def series(self, rounds: int) -> Array:
         """First column of C: 1, then the weighted sums of powers of the decays, ``[rounds]``."""

@@ -13,7 +13,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -48,6 +48,8 @@ class Correlated(Noise):
     local: ClassVar[bool] = False
     """Whether clients may use it over the local steps of a round: it needs no vector, or few, for
     each client."""
+    form: ClassVar[str] = "numbers from 0 to 1"
+    """What the coefficients must be (`valid`), in words."""
 
     coefficients: Annotated[
         str,
@@ -80,9 +82,42 @@ class Correlated(Noise):
             )
         return self.participation
 
-    @abstractmethod
     def fitted(self, participation: Participation) -> Self:
         """This noise for a participation; coefficients that were not given are optimised for it."""
+        return self.with_coefficients(
+            self.coefficients or self.best_coefficients(participation), participation
+        )
+
+    def with_coefficients(self, coefficients: str, participation: Participation) -> Self:
+        """This noise for a participation, with these coefficients."""
+        return replace(self, coefficients=coefficients, participation=participation)
+
+    def best_coefficients(self, participation: Participation) -> str:
+        """Coefficients with the least error of sums over rounds; by default there are none."""
+        return ""
+
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether these numbers, one or more, are coefficients of this noise: of its `form`."""
+        return all(0 <= number <= 1 for number in numbers)
+
+    def numbers(self) -> list[float]:
+        """The coefficients as numbers.
+
+        Raises
+        ------
+        FedsimError
+            If they are not `valid`.
+        """
+        try:
+            numbers = [float(word) for word in self.coefficients.split()]
+        except ValueError:
+            numbers = []
+        if not numbers or not self.valid(numbers):
+            raise FedsimError(
+                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
+                f"must be {self.form}."
+            )
+        return numbers
 
     @abstractmethod
     def sensitivity(self, participation: Participation) -> float:
@@ -151,25 +186,6 @@ class Correlated(Noise):
             population=law.population,
             adjacency=law.adjacency,
         )
-
-    def _numbers(self, form: str) -> list[float]:
-        """The coefficients as numbers, each in [0, 1].
-
-        Raises
-        ------
-        FedsimError
-            If they are no such numbers; ``form`` says in the message what is expected.
-        """
-        try:
-            numbers = [float(word) for word in self.coefficients.split()]
-        except ValueError:
-            numbers = []
-        if not numbers or not all(0 <= number <= 1 for number in numbers):
-            raise FedsimError(
-                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                f"must be {form}."
-            )
-        return numbers
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,30 +24,25 @@ class LambdaCGD(Toeplitz):
 
     name: ClassVar[str] = "lambda-cgd"
     local: ClassVar[bool] = True
+    form: ClassVar[str] = "lambda, a number from 0 to 1"
 
-    def fitted(self, participation: Participation) -> Self:
-        """This noise with the lambda, to 0.001, that has the least error of sums over rounds."""
-        if self.coefficients:
-            return replace(self, participation=participation)
-
+    def best_coefficients(self, participation: Participation) -> str:
+        """The lambda, to 0.001, with the least error."""
         # As lambda grows the error falls and then rises: bisect on the sign of its slope.
         low, high = 0, 999
         while low < high:
             middle = (low + high) // 2
             noise, next_noise = (
-                self._with_lambda(n / 1000, participation) for n in (middle, middle + 1)
+                self.with_coefficients(f"{n / 1000:g}", participation) for n in (middle, middle + 1)
             )
             low, high = (
                 (low, middle) if noise.error(1.0) <= next_noise.error(1.0) else (middle + 1, high)
             )
-        return self._with_lambda(low / 1000, participation)
-
-    def _with_lambda(self, number: float, participation: Participation) -> Self:
-        return replace(self, coefficients=f"{number:g}", participation=participation)
+        return f"{low / 1000:g}"
 
     @property
     def _lambda(self) -> float:
-        return self._numbers("lambda, a number from 0 to 1")[0]
+        return self.numbers()[0]
 
     def series(self, rounds: int) -> Array:
         """First column of C: powers of lambda, ``[rounds]``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,24 +29,21 @@ class Tree(Correlated):
 
     name: ClassVar[str] = "tree"
     local: ClassVar[bool] = True
+    form: ClassVar[str] = "the number of rounds of a tree"
 
-    def fitted(self, participation: Participation) -> Self:
-        """This noise, with trees over the rounds from one participation of a row to its next."""
-        if self.coefficients:
-            return replace(self, participation=participation)
+    def best_coefficients(self, participation: Participation) -> str:
+        """The number of rounds from one participation of a row to its next."""
         is_once = participation.participations == 1
-        period = participation.rounds if is_once else participation.separation
-        return replace(self, coefficients=str(period), participation=participation)
+        return str(participation.rounds if is_once else participation.separation)
+
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether they are one whole number, from 1 to 2^31 - 1."""
+        return self.coefficients.isdecimal() and 1 <= numbers[0] < 2**31
 
     @property
     def bands(self) -> int:
         """Number of rounds of a tree: rounds of different trees have no noise in common."""
-        if not (self.coefficients.isdecimal() and 1 <= int(self.coefficients) < 2**31):
-            raise FedsimError(
-                f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
-                "must be the number of rounds of a tree."
-            )
-        return int(self.coefficients)
+        return int(self.numbers()[0])
 
     @property
     def column(self) -> float:
