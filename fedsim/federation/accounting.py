@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Accountant, Cost, Entry, Ledger
-from fedsim.privacy.claims import Stopping
+from fedsim.privacy.claims import Budget, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import Fact, Kind
 from fedsim.privacy.events import Event
@@ -60,7 +60,7 @@ class Accounting:
     plan : ReleasePlan
     delta : float
     max_epsilon : float or None
-        Budget.
+        Budget; None for that of the ledger.
     stopping : Stopping
         Whether released values may end the run, and its planned number of rounds.
     ledger : Ledger
@@ -90,18 +90,18 @@ class Accounting:
     known: int | None = None
 
     @property
-    def _budget_delta(self) -> float:
-        return self.stopping.planned_delta(self.delta)
+    def _budget(self) -> Budget | None:
+        limit = self.ledger.max_epsilon if self.max_epsilon is None else self.max_epsilon
+        return None if limit is None else Budget(limit, self.stopping.planned_delta(self.delta))
 
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made; None if it may."""
         if self.plan.closed and server_round > (self.plan.rounds or 0):
             return f"round {server_round} would follow a plan of {self.plan.rounds} rounds"
-        if self.max_epsilon is None or not self.ledger.would_exceed(
-            self._entry(server_round), self.max_epsilon, delta=self._budget_delta
-        ):
+        if (budget := self._budget) is None:
             return None
-        return self._budget_message(server_round)
+        entry = self._entry(server_round)
+        return budget.message(entry) if self.ledger.would_exceed(entry, budget=budget) else None
 
     def attempt(self, server_round: int) -> int:
         """How often this round was recorded after the resumed state, with other draws.
@@ -140,13 +140,6 @@ class Accounting:
             run=None if self.release else self.ledger.fingerprint([release_digest]),
         )
 
-    def _budget_message(self, server_round: int) -> str:
-        subject = "round" if self.kind == "release" else "the evaluation of round"
-        return (
-            f"{subject} {server_round} would exceed max-epsilon = {self.max_epsilon} "
-            f"at delta = {self._budget_delta}"
-        )
-
     def record(
         self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
     ) -> str | None:
@@ -174,9 +167,9 @@ class Accounting:
         keyed_hash = None if summed is None else self.ledger.fingerprint(summed)
         entry = replace(self._entry(server_round), clip_norm=clip_norm, sum=keyed_hash)
         try:
-            self.ledger.record(entry, max_epsilon=self.max_epsilon, delta=self._budget_delta)
-        except BudgetSpentError:
-            return self._budget_message(server_round)
+            self.ledger.record(entry, budget=self._budget)
+        except BudgetSpentError as error:
+            return str(error).removesuffix(".")
         return None
 
     def check(self) -> None:
@@ -187,15 +180,16 @@ class Accounting:
         FedsimError
             With the cost of one round.
         """
-        if self.max_epsilon is None:
+        budget = self._budget
+        if budget is None:
             return
-        round_cost = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
-        if round_cost > self.max_epsilon:
+        round_cost = Accountant([self.plan.charge(1)]).epsilon(budget.delta)
+        if round_cost > budget.epsilon:
             is_joint = self.plan.event().law.rounds > 1
             covered = "rounds that are charged together" if is_joint else "one round"
             raise FedsimError(
-                f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
-                f"{self._budget_delta}; it must be at least {round_cost:.4g}, the cost of "
+                f"max_epsilon = {budget.epsilon} (noise.max-epsilon) at delta = "
+                f"{budget.delta}; it must be at least {round_cost:.4g}, the cost of "
                 f"{covered}."
             )
 

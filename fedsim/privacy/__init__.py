@@ -23,7 +23,7 @@ from fedsim.privacy.calibration import (
     rounds_within,
     rounds_within_events,
 )
-from fedsim.privacy.claims import worst_client
+from fedsim.privacy.claims import Budget, worst_client
 from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Event
@@ -38,6 +38,7 @@ __all__ = [
     "Accountant",
     "Adjacency",
     "Answer",
+    "Budget",
     "ClientLedgers",
     "Cost",
     "DeclaredBound",

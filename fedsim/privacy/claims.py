@@ -16,6 +16,33 @@ from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
 
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that a ledger may spend.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+    key : str
+        Name of the setting that gives epsilon, for messages.
+    """
+
+    epsilon: float
+    delta: float
+    key: str = "max-epsilon"
+
+    def message(self, entry: Entry) -> str:
+        """Why the release of an entry may not be made: a sentence without its full stop."""
+        subject = "a release" if entry.round is None else f"round {entry.round}"
+        evaluation = "the evaluation of " if entry.kind == "evaluation" else ""
+        of_client = "" if entry.client is None else f" of client {entry.client}"
+        return (
+            f"{evaluation}{subject} would exceed {self.key} = {self.epsilon}{of_client} at delta = "
+            f"{self.delta}"
+        )
+
+
 Figures = Sequence[tuple[Accountant, float]]
 """Compositions, each with its own delta: the least epsilon of all of them may be claimed."""
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy.claims import FIXED, Stopping, costliest
+from fedsim.errors import FedsimError
+from fedsim.privacy.claims import FIXED, Budget, Stopping, costliest
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import Entry
@@ -48,8 +48,10 @@ class ClientLedgers:
     ) -> None:
         self.directory = directory
         self.delta = delta
-        self.max_epsilon = max_epsilon
-        self._budget_delta = stopping.planned_delta(delta)
+        self._budget: Budget | None = None
+        if max_epsilon is not None:
+            budget_delta = stopping.planned_delta(delta)
+            self._budget = Budget(max_epsilon, budget_delta, "client.noise.max-epsilon")
         self._read_only = read_only
         self._ledgers: dict[int, Ledger] = {}
         self._fingerprints = Fingerprints(directory, read_only=read_only)
@@ -61,7 +63,7 @@ class ClientLedgers:
             self._ledgers[client] = (
                 Ledger.read(path, delta=self.delta)
                 if self._read_only and path is not None
-                else Ledger(path, delta=self.delta, max_epsilon=self.max_epsilon)
+                else Ledger(path, delta=self.delta)
             )
         return self._ledgers[client]
 
@@ -80,25 +82,17 @@ class ClientLedgers:
             If this round of this run was recorded with other data or another incoming model, and
             the noise follows from the seed.
         """
-        try:
-            self.of(_client(entry)).record(entry, delta=self._budget_delta)
-        except BudgetSpentError:
-            raise BudgetSpentError(f"{self._budget_message(entry)}.") from None
+        self.of(_client(entry)).record(entry, budget=self._budget)
 
     def exceeded(self, entries: Iterable[Entry]) -> str | None:
         """Message about the first entry that exceeds its client's budget; None if none does."""
-        if self.max_epsilon is None:
+        budget = self._budget
+        if budget is None:
             return None
         for entry in entries:
-            if self.of(_client(entry)).would_exceed(entry, delta=self._budget_delta):
-                return self._budget_message(entry)
+            if self.of(_client(entry)).would_exceed(entry, budget=budget):
+                return budget.message(entry)
         return None
-
-    def _budget_message(self, entry: Entry) -> str:
-        return (
-            f"round {entry.round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
-            f"client {entry.client} at delta = {self._budget_delta}"
-        )
 
     def everyone(self) -> list[Ledger]:
         """Ledgers of all clients that have ever released anything, read up to date."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Cost, check_delta
-from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.claims import FIXED, Budget, Stopping
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import Entry, History, Placement
@@ -30,7 +30,7 @@ from fedsim.privacy.events import Event
 from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
 from fedsim.privacy.laws import FixedSizeLaw
 from fedsim.privacy.laws.base import check_level
-from fedsim.privacy.ledger_file import Budget, LedgerFile
+from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.statement import Statement
 
 if TYPE_CHECKING:
@@ -110,15 +110,13 @@ class Ledger(LedgerFile):
             raise FedsimError(f"there is no ledger at {path}.")
         return cls(path, delta=delta, declared=declared, read_only=True)
 
-    def record(
-        self, entry: Entry, *, max_epsilon: float | None = None, delta: float | None = None
-    ) -> bool:
+    def record(self, entry: Entry, *, budget: Budget | None = None) -> bool:
         """Record a release. When this returns, the line is on disk and the release may be made.
 
         Parameters
         ----------
         entry : Entry
-        max_epsilon, delta : float, optional
+        budget : Budget, optional
             Budget, instead of the ledger's own. The check of the budget and the writing of the
             line are under one lock.
 
@@ -139,14 +137,21 @@ class Ledger(LedgerFile):
             recorded with another sum or other data, and its noise follows from the seed; or if
             the file was changed by something other than a ledger.
         """
+        if budget is None and self.max_epsilon not in (None, math.inf):
+            budget = self._budget()
+        return self._record(entry, budget)
+
+    def _record(self, entry: Entry, budget: Budget | None) -> bool:
         if self.read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
         check_level(entry.level, entry.event.adjacency)
-        limit = self.max_epsilon if max_epsilon is None else max_epsilon
-        budget = None
-        if limit is not None and limit < math.inf:
-            budget = Budget(limit, self._delta(delta))
         return self.write(entry, budget)
+
+    def _budget(self, max_epsilon: float | None = None) -> Budget:
+        limit = self.max_epsilon if max_epsilon is None else max_epsilon
+        if limit is None:
+            raise FedsimError("max_epsilon was given neither to the ledger nor to would_exceed.")
+        return Budget(limit, self._delta(None))
 
     @contextmanager
     def release(
@@ -258,23 +263,23 @@ class Ledger(LedgerFile):
         max_epsilon: float | None = None,
         count: int = 1,
         *,
-        delta: float | None = None,
+        budget: Budget | None = None,
     ) -> bool:
-        """Whether a release would exceed ``max_epsilon``; nothing is recorded.
+        """Whether a release would exceed a budget; nothing is recorded.
 
         Parameters
         ----------
         event : Entry, Event or GaussianPrivacyEvent
             An entry that `record` would not charge again costs nothing; its ``sum`` is ignored
             here (`record` refuses a different one).
-        max_epsilon, delta : float, optional
-            Budget, instead of the ledger's own.
+        max_epsilon : float, optional
+            Budget at the ledger's delta, instead of the ledger's own.
         count : int
             How often an event is released.
+        budget : Budget, optional
+            Budget at a delta of its own.
         """
-        budget = self.max_epsilon if max_epsilon is None else max_epsilon
-        if budget is None:
-            raise FedsimError("max_epsilon was given neither to the ledger nor to would_exceed.")
+        budget = budget or self._budget(max_epsilon)
         self.refresh()
         if isinstance(event, Entry):
             planned = replace(event, sum=None)
@@ -282,12 +287,12 @@ class Ledger(LedgerFile):
             planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
         attempts = (replace(line, sum=None) for line in self.attempts(planned))
         if any(planned.repeats(line) for line in attempts):
-            return self.epsilon(delta) > budget
+            return self.epsilon(budget.delta) > budget.epsilon
         # The line's beginning, with round and event, identifies it; a planned entry may lack facts
         # that come later in the line.
         if self.has_fragment_of(planned, upto=',"mechanism":'):
             planned = replace(planned, settles=True)
-        return self.history.after(planned).epsilon(self._delta(delta)) > budget
+        return self.history.after(planned).epsilon(budget.delta) > budget.epsilon
 
     def charge_planned(self, stopping: Stopping) -> None:
         """Charge planned rounds that are not made, since releases have ended the run.
@@ -296,7 +301,7 @@ class Ledger(LedgerFile):
         cost.
         """
         for entry in stopping.unmade(self.history):
-            self.record(entry, max_epsilon=math.inf)
+            self._record(entry, None)
 
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
         """The privacy statement in words and numbers; ``stopping`` is as in `Statement.of`."""
@@ -354,7 +359,7 @@ class Ledger(LedgerFile):
         own_event = event_of(event, self.declared).times(count)
         is_declared = not isinstance(event, Event) and own_event.law.rate < 1
         is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
-        self.record(Entry(event=own_event, declared_by_user=is_declared), max_epsilon=math.inf)
+        self._record(Entry(event=own_event, declared_by_user=is_declared), None)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

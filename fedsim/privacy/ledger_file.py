@@ -11,7 +11,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
+from fedsim.privacy.claims import Budget
 from fedsim.privacy.durable import archive, archived
 from fedsim.privacy.entry import Entry, History, Place
 from fedsim.privacy.events import Event
@@ -34,14 +35,6 @@ from fedsim.privacy.ledger_lines import (
     sealed_part,
     torn_entry,
 )
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The most that a ledger may spend: ``epsilon`` at ``delta``."""
-
-    epsilon: float
-    delta: float
 
 
 class LedgerFile:
@@ -236,10 +229,7 @@ class LedgerFile:
             )
         total = self.history.after(entry)
         if budget is not None and total.epsilon(budget.delta) > budget.epsilon:
-            raise BudgetSpentError(
-                f"a release would exceed max-epsilon = {budget.epsilon} at delta = {budget.delta} "
-                f"in ledger {self.path or 'in memory'}."
-            )
+            raise BudgetSpentError(f"{budget.message(entry)}.")
 
     def _other_release(self, entry: Entry) -> FedsimError:
         of_client = "" if entry.client is None else f" of client {entry.client}"

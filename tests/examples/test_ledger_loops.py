@@ -97,7 +97,7 @@ def test_a_run_of_nvflare_stops_at_its_budget(tmp_path: Path) -> None:
         [python, str(job), str(tmp_path), "4"],
         env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert "a release would exceed max-epsilon = 4.0" in done.stdout + done.stderr
+    assert "would exceed max-epsilon = 4.0" in done.stdout + done.stderr
     for site in ("site-1", "site-2", "site-3"):
         spent = np.loadtxt(tmp_path / f"{site}.csv", delimiter=",")
         # One site's row may be any other: two clip norms under noise of four.

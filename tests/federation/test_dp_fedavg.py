@@ -273,6 +273,22 @@ def test_the_budget_stops_the_run_before_the_release_that_would_exceed_it() -> N
     assert (reached != 0).all()
 
 
+def test_the_budget_of_a_given_ledger_stops_the_run_before_clients_train() -> None:
+    budget = epsilon(noise_multiplier=1.3, cohort=FullCohort(10), rounds=2, delta=1e-5) * 1.001
+    strategy = DPFedAvg(
+        mechanism=Clipping(1.0),
+        cohort=FullCohort(10),
+        noise_multiplier=1.3,
+        delta=1e-5,
+        ledger=Ledger(max_epsilon=budget),
+        seed=1,
+    )
+    trainer = Fixed(torch.ones(10, 2))
+    start(trainer, strategy, torch.zeros(2), 5)
+    assert len(trainer.rounds) == 2
+    assert strategy.stopped == f"round 3 would exceed max-epsilon = {budget} at delta = 1e-05"
+
+
 def test_the_budget_holds_in_flowers_own_loop_too() -> None:
     cohort = PoissonCohort(0.3, 10)
     budget = epsilon(noise_multiplier=1.3, cohort=cohort, rounds=5, delta=1e-5) * 1.001

@@ -9,7 +9,7 @@ import pytest
 
 from fedsim.cli.privacy_question import read_source
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import Accountant, Entry, Event, Ledger
+from fedsim.privacy import Accountant, Budget, Entry, Event, Ledger
 from fedsim.privacy.events import dominating_event
 from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.laws.allocation import Allocation
@@ -122,8 +122,8 @@ def test_a_ledger_has_the_plan_before_its_extension_and_holds_the_budget(tmp_pat
     assert ledger.would_exceed(longer.charge(3))
     with pytest.raises(BudgetSpentError):
         ledger.record(Entry(round=3, event=longer.charge(3)))
-    ledger.record(Entry(round=3, event=longer.charge(3)), max_epsilon=whole * (1 + 1e-9))
-    ledger.record(Entry(round=4, event=longer.charge(4)), max_epsilon=whole * (1 + 1e-9))
+    ledger.record(Entry(round=3, event=longer.charge(3)), budget=Budget(whole * (1 + 1e-9), DELTA))
+    ledger.record(Entry(round=4, event=longer.charge(4)), budget=Budget(whole * (1 + 1e-9), DELTA))
     read = Ledger.read(tmp_path / "ledger.jsonl", delta=DELTA)
     assert read.epsilon() == pytest.approx(whole, rel=1e-9)
     said = " ".join(str(read.statement()).split())
