@@ -278,13 +278,13 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     table.add_row("delta", f"{question.delta:g}")
-    if question.stopping.times:
+    if question.stopping.possible_ends:
         table.add_row("", "half of it for stopping early (stop.metric, stop.callbacks)")
     table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
     table.add_row("sampling", question.law.label)
     if question.level == "example":
         table.add_row("public", "the number of each client's examples, its steps and rates")
-    if others := question.others(question, answer.rounds):
+    if others := question.further_events(question, answer.rounds):
         made = sum(event.count for event in others)
         table.add_row("private evaluations", f"{made:,}, counted")
     if question.past:
@@ -347,14 +347,14 @@ def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
-    before, entries = ledger.history.before, ledger.history.of_this_run
+    before, entries = ledger.history.archived, ledger.history.of_this_run
     every = max(1, math.ceil(len(entries) / 10))
     history = History(before)
     if before:
         epsilon = history.accountant.epsilon(delta)
         table.add_row(f"{history.releases:,}", "before", _number(epsilon))
     for number, entry in enumerate(entries, start=1):
-        history.charge(entry)
+        history.add_unchecked(entry)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
             epsilon = stopping.after(entry.round or 0).epsilon(history, delta)

@@ -164,7 +164,7 @@ def _planned(config: RunConfig) -> Question:
         stopping=stopping(config.to_run_config()),
         law=event.law,
         invocations=event.count,
-        others=partial(_evaluations, config),
+        further_events=partial(_evaluations, config),
     )
 
 

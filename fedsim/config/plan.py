@@ -173,7 +173,9 @@ def evaluation_event(config: RunConfig) -> Event | None:
 
 def planned_delta(config: RunConfig) -> float:
     """Delta at which all planned rounds are accounted for."""
-    return Stopping(times=declares_stops(config.to_run_config())).planned_delta(config.noise.delta)
+    return Stopping(possible_ends=declares_stops(config.to_run_config())).planned_delta(
+        config.noise.delta
+    )
 
 
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
@@ -225,8 +227,8 @@ def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = 
         evaluation = evaluation_event(past_config(Path("config.toml"), flat))
     every = flat.get("evaluate.clients-every")
     return Stopping(
-        times=rounds if declared else 0,
-        left=rounds,
+        possible_ends=rounds if declared else 0,
+        rounds_left=rounds,
         evaluation=evaluation,
         evaluation_every=every if isinstance(every, int) and every else 1,
         max_epsilon=budget if isinstance(budget, int | float) else None,
@@ -237,7 +239,7 @@ def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = 
 def whole_run(config: RunConfig) -> Stopping:
     """All planned releases of a run: its rounds and its private evaluations."""
     return Stopping(
-        left=config.rounds,
+        rounds_left=config.rounds,
         evaluation=evaluation_event(config),
         evaluation_every=config.evaluate.clients_every or 1,
     )
@@ -265,7 +267,7 @@ def with_config_figures(
     if not (grouped or flat.get("noise.cohort-size") or has_devices(flat)):
         return statement
     config = past_config((Path("") if ledger is None else ledger.parent) / "config.toml", flat)
-    figure = extrapolation(config, statement.of_run + statement.stopping.left)
+    figure = extrapolation(config, statement.of_run + statement.stopping.rounds_left)
     note = _DEVICES if config.private and has_devices(flat) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
 

@@ -85,10 +85,10 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
             "Adversary: anyone who sees the models. The server sees the clients' updates before "
             "the noise, and is trusted."
         ]
-    if clear := len(entries) - len(shared):
+    if unnoised := len(entries) - len(shared):
         return [
             "Adversary: anyone who sees the models and nothing else. The server is trusted: in "
-            f"{clear} of these {len(entries)} releases it saw the clients' updates before the "
+            f"{unnoised} of these {len(entries)} releases it saw the clients' updates before the "
             "noise, and nothing is promised against it; in the others clients added noise to "
             "their own shares."
         ]

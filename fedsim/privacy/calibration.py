@@ -213,7 +213,7 @@ class Question:
     level : "client" or "example"
     past : tuple of Event
         Releases already made.
-    others : callable of the question and a number of rounds
+    further_events : callable of the question and a number of rounds
         Further releases in that many rounds.
     simulated : bool
         Whether the noise follows from a config's seed, which is no secret.
@@ -231,7 +231,7 @@ class Question:
     invocations: int = 1
     level: Level = "client"
     past: tuple[Event, ...] = ()
-    others: Callable[[Question, int], Sequence[Event]] = field(
+    further_events: Callable[[Question, int], Sequence[Event]] = field(
         default=lambda question, rounds: (), compare=False, repr=False
     )
     simulated: bool = False
@@ -252,7 +252,7 @@ class Question:
     def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:
         """All events, past ones included, of a run with ``rounds`` rounds at this noise."""
         further = (self.event(noise_multiplier).over(rounds),) if rounds else ()
-        return (*self.past, *self.others(self, rounds), *further)
+        return (*self.past, *self.further_events(self, rounds), *further)
 
     def answer(self) -> Answer:
         """Find the missing quantity.
@@ -276,7 +276,7 @@ class Question:
                 self.event(noise),
                 max_epsilon=self.max_epsilon,
                 delta=self._planned_delta,
-                others=partial(self.others, self),
+                others=partial(self.further_events, self),
             )
             return self._answer_for(noise, rounds)
         return self._answer_for(noise, self._required("rounds", self.rounds))

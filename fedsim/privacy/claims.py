@@ -79,12 +79,12 @@ class Stopping:
 
     Attributes
     ----------
-    times : int
+    possible_ends : int
         Number of rounds after which the run may end early, declared before the first one: all of
         them with ``stop.metric`` or ``stop.callbacks``. 0 if early stopping was not declared.
-    left : int
+    rounds_left : int
         Planned rounds that have not been made; 0 if the number made was fixed in advance.
-    made : int
+    rounds_made : int
         Planned rounds that have been made.
     evaluation : Event or None
         Cost of the clients' metrics, which are released every ``evaluation_every`` rounds.
@@ -97,9 +97,9 @@ class Stopping:
         The run's id, in ledgers that several runs share.
     """
 
-    times: int = 0
-    left: int = 0
-    made: int = 0
+    possible_ends: int = 0
+    rounds_left: int = 0
+    rounds_made: int = 0
     evaluation: Event | None = None
     evaluation_every: int = 1
     max_epsilon: float | None = None
@@ -111,11 +111,13 @@ class Stopping:
 
         If early stopping was declared this is one half of delta, and the other half pays for it.
         """
-        return delta / 2 if self.times else delta
+        return delta / 2 if self.possible_ends else delta
 
     def after(self, made: int) -> Stopping:
         """The same plan after ``made`` more of its rounds."""
-        return replace(self, left=max(self.left - made, 0), made=self.made + made)
+        return replace(
+            self, rounds_left=max(self.rounds_left - made, 0), rounds_made=self.rounds_made + made
+        )
 
     def planned(self, history: History) -> Accountant:
         """Accountant of all planned rounds: those in the history, and those not made."""
@@ -135,23 +137,26 @@ class Stopping:
 
         What the history has charged ahead for them is left out.
         """
-        last = history.last_round(self.run) if self.left else None
+        last = history.last_round(self.run) if self.rounds_left else None
         if last is None:
             return []
-        planned = [last.event.further(self.left, self.made)]
+        planned = [last.event.further(self.rounds_left, self.rounds_made)]
         if self.evaluation is not None:
-            interval = self.evaluation_every
-            if evaluations := (self.made + self.left) // interval - self.made // interval:
+            interval, end = self.evaluation_every, self.rounds_made + self.rounds_left
+            if evaluations := end // interval - self.rounds_made // interval:
                 planned.append(self.evaluation.times(evaluations))
         # An evaluation may have the event of a round: both are then charged ahead as one.
         counts = Counter[Event]()
         for event in planned:
             counts[event.once] += event.count
         # An earlier end of this run, before it was resumed, may have charged some of them.
-        left = [(event, count - history.ahead(event, self.run)) for event, count in counts.items()]
+        left = [
+            (event, count - history.charged_ahead(event, self.run))
+            for event, count in counts.items()
+        ]
         return [event.times(count) for event, count in left if count > 0]
 
-    def unmade(self, history: History) -> list[Entry]:
+    def lines_of_unmade_rounds(self, history: History) -> list[Entry]:
         """Ledger lines that charge planned rounds that are not made, when releases end the run.
 
         Only rounds within the budget are charged: it would have ended the run in a round that
@@ -164,10 +169,10 @@ class Stopping:
         if self.max_epsilon is not None and history.accountant.epsilon(delta) <= self.max_epsilon:
 
             def epsilon(left: int) -> float:
-                return replace(self, left=left)._with_further(history).epsilon(delta)
+                return replace(self, rounds_left=left)._with_further(history).epsilon(delta)
 
-            affordable = bisect(range(self.left + 1), self.max_epsilon, key=epsilon) - 1
-            plan = replace(self, left=affordable)
+            affordable = bisect(range(self.rounds_left + 1), self.max_epsilon, key=epsilon) - 1
+            plan = replace(self, rounds_left=affordable)
         line = replace(
             last, kind="planned", attempt=0, settles=False, fragment="", fingerprint=None, sum=None
         )
@@ -193,12 +198,12 @@ class Stopping:
 
     def _figures(self, history: History, delta: float) -> Figures:
         planned = self.planned(history)
-        if self.times and self.left:
-            return _shared(history.spent(self.run), planned, delta, self.times)
+        if self.possible_ends and self.rounds_left:
+            return _shared(history.spent(self.run), planned, delta, self.possible_ends)
         return [(planned, self.planned_delta(delta))]
 
     def _within_budget(self, history: History, delta: float, epsilon: float) -> float:
-        if not self.left or self.max_epsilon is None or delta < self.budget_delta:
+        if not self.rounds_left or self.max_epsilon is None or delta < self.budget_delta:
             return epsilon
         # If the releases already exceed the budget, it was not enforced.
         holds = history.spent(self.run).epsilon(self.planned_delta(delta)) <= self.max_epsilon
@@ -249,7 +254,7 @@ def costliest(histories: Sequence[History], delta: float, stopping: Stopping = F
     # With early stopping the claim depends on more than the counts of events, if some are charged
     # ahead: no history may then be left out.
     run = stopping.run
-    if stopping.times and any(h.spent(run) is not h.accountant for h in histories):
+    if stopping.possible_ends and any(h.spent(run) is not h.accountant for h in histories):
         return max(histories, key=lambda history: stopping.epsilon(history, delta))
     distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}
     single = {

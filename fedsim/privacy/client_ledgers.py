@@ -94,7 +94,7 @@ class ClientLedgers:
                 return budget.message(entry)
         return None
 
-    def everyone(self) -> list[Ledger]:
+    def with_releases(self) -> list[Ledger]:
         """Ledgers of all clients that have ever released anything, read up to date."""
         for client in self._clients_on_disk():
             self.of(client)
@@ -108,7 +108,7 @@ class ClientLedgers:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Each ledger's part of a checkpoint, by client."""
-        self.everyone()  # reads what other processes have written
+        self.with_releases()  # reads what other processes have written
         return {
             str(client): self._ledgers[client].state()
             for client in sorted(self._ledgers)
@@ -135,7 +135,7 @@ class ClientLedgers:
         """Epsilon of the client that has spent most; with ``round``, as of `Ledger.as_of`."""
         histories = [
             ledger.history if round is None else ledger.as_of(round, release)
-            for ledger in self.everyone()
+            for ledger in self.with_releases()
         ]
         if not histories:
             return 0.0
@@ -145,27 +145,27 @@ class ClientLedgers:
     def charge_planned(self, stopping: Stopping) -> None:
         """Call `Ledger.charge_planned` for each client that has released anything."""
         client_stopping = replace(stopping, max_epsilon=None, evaluation=None)  # the server's
-        for ledger in self.everyone():
+        for ledger in self.with_releases():
             ledger.charge_planned(client_stopping)
 
     def worst(self) -> Ledger:
         """Ledger of the client that has spent most; at least one must have released something."""
-        everyone = self.everyone()
-        histories = [ledger.history for ledger in everyone]
-        return everyone[histories.index(costliest(histories, self.delta))]
+        ledgers = self.with_releases()
+        histories = [ledger.history for ledger in ledgers]
+        return ledgers[histories.index(costliest(histories, self.delta))]
 
     def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:
         """Privacy statement that holds for every client; None if none has released anything.
 
         ``stopping`` is as in `Statement.of`.
         """
-        everyone = self.everyone()
-        if not everyone:
+        ledgers = self.with_releases()
+        if not ledgers:
             return None
-        count = len(everyone)
+        count = len(ledgers)
         place = "kept in memory only" if self.directory is None else f"{self.directory}/"
         return Statement.of(
-            everyone,
+            ledgers,
             self.delta,
             f"{place}, one for each of {count} client{'s' * (count > 1)}",
             stopping=replace(stopping, max_epsilon=None),  # the server's

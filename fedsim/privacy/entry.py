@@ -21,7 +21,7 @@ Kind = Literal["release", "evaluation", "torn", "planned"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
-Place = tuple[Kind, str | None, str | None, int | None, int | None]
+ReleaseId = tuple[Kind, str | None, str | None, int | None, int | None]
 VERSION = 3
 """Format of new ledgers. In format 2 an event had rate and size next to a sampler's name."""
 DECLARED = "declared"
@@ -146,7 +146,7 @@ class Entry:
         return read_record(cls, data, "an entry", **notes, version=version)
 
     @property
-    def place(self) -> Place | None:
+    def release_id(self) -> ReleaseId | None:
         """Kind, run, release, round and client, which identify a release; None if unidentified."""
         if (self.release is None and self.run is None) or self.kind == "torn":
             return None
@@ -164,17 +164,17 @@ class Entry:
         At example level this requires the keyed fingerprint, which shows that data are unchanged.
         """
         is_identified = self.level == "client" or self.fingerprint is not None
-        return self.entropy == "config" and self.place is not None and is_identified
+        return self.entropy == "config" and self.release_id is not None and is_identified
 
     def repeats(self, other: Entry) -> bool:
-        """Whether this is the same release as an earlier line of the same `place`."""
+        """Whether this is the same release as an earlier line of the same `release_id`."""
         if self.kind == "planned":
-            return False  # `Stopping.unmade` leaves out those that are charged already
+            return False  # `Stopping` leaves out those that are charged already
         same_charge = (self.attempt, self.event) == (other.attempt, other.event)
         return self.repeatable and other.repeatable and same_charge and not self.differs(other)
 
     def differs(self, other: Entry) -> bool:
-        """Whether the keyed hashes differ from those of another line of the same `place`."""
+        """Whether the keyed hashes differ from those of another line of the same `release_id`."""
         return (self.sum, self.fingerprint) != (other.sum, other.fingerprint)
 
 
@@ -188,11 +188,11 @@ class History:
     """All entries that are charged so far, and their composition.
 
     A planned round is charged when the run ends early; if the run is resumed and makes that round
-    after all, its line is not charged again. `_ahead` counts these charged and unmade rounds.
+    after all, its line is not charged again. `_planned_unmade` counts such rounds until then.
 
     Parameters
     ----------
-    before : iterable of Entry
+    archived : iterable of Entry
         Entries of archived ledgers, which count too.
 
     Attributes
@@ -200,7 +200,7 @@ class History:
     charged : list of Entry
         The archive's entries and then this ledger's, without torn lines whose release was
         recorded later.
-    before : tuple of Entry
+    archived : tuple of Entry
         The archive's entries.
     accountant : Accountant
         Composition of everything charged.
@@ -208,39 +208,39 @@ class History:
         Invocations charged of each event, by the event with count 1.
     """
 
-    def __init__(self, before: Iterable[Entry] = ()) -> None:
+    def __init__(self, archived: Iterable[Entry] = ()) -> None:
         self.charged: list[Entry] = []
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
-        self._ahead: Counter[_Planned] = Counter()
-        for entry in before:  # no later run makes the rounds that an archived run has planned
+        self._planned_unmade: Counter[_Planned] = Counter()
+        for entry in archived:  # no later run makes the rounds that an archived run has planned
             self.accountant.add(entry.event)
             self.charged.append(entry)
             self.counts[entry.event.once] += entry.event.count
-        self.before = tuple(self.charged)
-        self._unmade = sum(e.event.count for e in self.before if e.kind == "planned")
+        self.archived = tuple(self.charged)
+        self._unmade = sum(e.event.count for e in self.archived if e.kind == "planned")
 
     @property
     def of_this_run(self) -> tuple[Entry, ...]:
         """Charged entries of this ledger, without the archive's."""
-        return tuple(self.charged[len(self.before) :])
+        return tuple(self.charged[len(self.archived) :])
 
     @property
-    def net(self) -> list[Entry]:
+    def effective(self) -> list[Entry]:
         """Charged entries, without planned rounds that were made later."""
         if not any(entry.kind == "planned" for entry in self.of_this_run):
             return self.charged
         # Planned rounds that are still not made are those of the last planned entries.
-        ahead, net = self._ahead.copy(), []
+        unmade, effective = self._planned_unmade.copy(), []
         for entry in reversed(self.of_this_run):
             if entry.kind == "planned":
-                remaining = min(entry.event.count, ahead[_planned(entry)])
-                ahead[_planned(entry)] -= remaining
+                remaining = min(entry.event.count, unmade[_planned(entry)])
+                unmade[_planned(entry)] -= remaining
                 if not remaining:
                     continue
                 entry = replace(entry, event=entry.event.once.times(remaining))
-            net.append(entry)
-        return [*self.before, *reversed(net)]
+            effective.append(entry)
+        return [*self.archived, *reversed(effective)]
 
     def spent(self, run: str | None = None) -> Accountant:
         """Composition of the releases made, without planned rounds that this run did not make.
@@ -248,17 +248,17 @@ class History:
         Of several runs in one ledger it is the one that lines name ``run``: what another one has
         planned stays charged.
         """
-        if not self._ahead.total():
+        if not self._planned_unmade.total():
             return self.accountant
-        entries = self.net[len(self.before) :]
+        entries = self.effective[len(self.archived) :]
         made_entries = (e for e in entries if e.kind != "planned" or e.run != run)
-        return Accountant(entry.event for entry in [*self.before, *made_entries])
+        return Accountant(entry.event for entry in [*self.archived, *made_entries])
 
-    def alone(self) -> History:
+    def without_archive(self) -> History:
         """History of this ledger alone, without the archive's entries."""
         history = History()
         for entry in self.of_this_run:
-            history.charge(entry)
+            history.add_unchecked(entry)
         return history
 
     @property
@@ -274,19 +274,19 @@ class History:
     @property
     def releases(self) -> int:
         """Number of releases made, without planned ones."""
-        return self.accountant.releases - self._unmade - self._ahead.total()
+        return self.accountant.releases - self._unmade - self._planned_unmade.total()
 
-    def ahead(self, event: Event, run: str | None = None) -> int:
+    def charged_ahead(self, event: Event, run: str | None = None) -> int:
         """Number of releases of ``event`` charged ahead and not made, of one run or of all."""
         return sum(
             count
-            for (of_run, _, _, planned), count in self._ahead.items()
+            for (of_run, _, _, planned), count in self._planned_unmade.items()
             if planned == event.once and run in (None, of_run)
         )
 
     def last(self, run: str | None = None) -> Entry | None:
         """Last entry of this ledger, or of one run in it; None if there is none."""
-        of_this_run = islice(reversed(self.charged), len(self.charged) - len(self.before))
+        of_this_run = islice(reversed(self.charged), len(self.charged) - len(self.archived))
         return next((e for e in of_this_run if run in (None, e.run)), None)
 
     def last_round(self, run: str | None = None) -> Entry | None:
@@ -298,7 +298,7 @@ class History:
     @property
     def ends_torn(self) -> bool:
         """Whether this ledger's last line is torn."""
-        return len(self.charged) > len(self.before) and self.charged[-1].kind == "torn"
+        return len(self.charged) > len(self.archived) and self.charged[-1].kind == "torn"
 
     def after(self, entry: Entry) -> Accountant:
         """Composition of everything charged and of ``entry``; the history is unchanged.
@@ -323,7 +323,7 @@ class History:
         # The torn entry was charged in this release's place. A composition cannot be undone, so
         # that all other entries are composed again.
         if entry.settles and self.ends_torn:
-            accountant = Accountant(charged.event for charged in self.net[:-1])
+            accountant = Accountant(charged.event for charged in self.effective[:-1])
         else:
             accountant = self.accountant.copy()
         self._add(accountant, entry)
@@ -339,7 +339,7 @@ class History:
         """Invocations of an entry that a planned entry has charged already."""
         if entry.kind == "planned" or entry.attempt:
             return 0
-        return min(entry.event.count, self._ahead[_planned(entry)])
+        return min(entry.event.count, self._planned_unmade[_planned(entry)])
 
     def _covers(self, event: Event, law: Law) -> bool:
         """Whether the law has been charged already, at the noise of ``event``."""
@@ -350,7 +350,7 @@ class History:
             if count
         )
 
-    def take(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> None:
         """Count the entry of one more line; it replaces a torn line that it settles."""
         self.accountant = self.after(entry)
         if entry.settles and self.ends_torn:
@@ -358,22 +358,22 @@ class History:
             self.counts[torn_event.once] -= torn_event.count
             if not self.counts[torn_event.once]:
                 del self.counts[torn_event.once]
-        self._count(entry)
+        self._note(entry)
 
-    def charge(self, entry: Entry) -> None:
+    def add_unchecked(self, entry: Entry) -> None:
         """Count one more entry without checking it against earlier ones."""
         self._add(self.accountant, entry)
-        self._count(entry)
+        self._note(entry)
 
-    def _count(self, entry: Entry) -> None:
+    def _note(self, entry: Entry) -> None:
         """Update everything except the accountant, to which the entry has been added."""
         self.charged.append(entry)
         covered = self._covered(entry)
         self.counts[entry.event.once] += entry.event.count - covered
         if entry.kind == "planned":
-            self._ahead[_planned(entry)] += entry.event.count
+            self._planned_unmade[_planned(entry)] += entry.event.count
         elif covered:
-            self._ahead[_planned(entry)] -= covered
+            self._planned_unmade[_planned(entry)] -= covered
 
 
 _Planned = tuple[str | None, str | None, int | None, Event]

@@ -217,7 +217,7 @@ class Ledger(LedgerFile):
     def charged(self) -> tuple[Entry, ...]:
         """Charged entries, the archive's first; without torn lines and planned rounds whose
         releases were recorded later."""
-        return tuple(self.history.net)
+        return tuple(self.history.effective)
 
     @property
     def rounds_made(self) -> int:
@@ -251,10 +251,10 @@ class Ledger(LedgerFile):
         entries = self._entries
         if not entries or not is_repeated(entries[-1]):
             return self.history
-        history, run = History(self.history.before), entries[-1].run
+        history, run = History(self.history.archived), entries[-1].run
         for entry in self.history.of_this_run:
             if entry.run != run or not is_repeated(entry):
-                history.charge(entry)
+                history.add_unchecked(entry)
         return history
 
     def would_exceed(
@@ -300,7 +300,7 @@ class Ledger(LedgerFile):
         Calling it again charges nothing more. A resumed run makes these rounds without further
         cost.
         """
-        for entry in stopping.unmade(self.history):
+        for entry in stopping.lines_of_unmade_rounds(self.history):
             self._record(entry, None)
 
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:

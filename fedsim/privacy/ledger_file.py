@@ -21,7 +21,7 @@ from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.claims import Budget
 from fedsim.privacy.durable import archive, archived
-from fedsim.privacy.entry import Entry, History, Place
+from fedsim.privacy.entry import Entry, History, ReleaseId
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw
@@ -30,8 +30,8 @@ from fedsim.privacy.ledger_lines import (
     Header,
     is_old,
     old_entries,
-    opened,
-    sealed,
+    parsed_line,
+    sealed_line,
     sealed_part,
     torn_entry,
 )
@@ -100,7 +100,7 @@ class LedgerFile:
         self.heads: list[str] = []
         self.history = self._archived()
         self._entries: list[Entry] = []  # of the lines, torn ones included
-        self._by_place: dict[Place, list[Entry]] = defaultdict(list)
+        self._by_release: dict[ReleaseId, list[Entry]] = defaultdict(list)
         self._laws: dict[str, Any] = {}  # JSON of users' laws in earlier lines, by digest
         self._size = 0  # bytes of the file read so far
         self._is_old = False
@@ -120,7 +120,7 @@ class LedgerFile:
 
     def attempts(self, entry: Entry) -> Sequence[Entry]:
         """Entries of this ledger, without the archive, for the same round of the same run."""
-        return self._by_place.get(entry.place, ()) if entry.place is not None else ()
+        return self._by_release.get(entry.release_id, ()) if entry.release_id is not None else ()
 
     def has_fragment_of(self, entry: Entry, *, upto: str = "") -> bool:
         """Whether the last line is torn and is the beginning of this entry's line.
@@ -193,11 +193,11 @@ class LedgerFile:
             raise self._removed()
         self._check(entry, budget)
         header, first = Header(level=entry.level, client=entry.client).sealed()
-        line, head = sealed(self._data(entry), first, _notes(entry))
+        line, head = sealed_line(self._data(entry), first, _notes(entry))
         if not durable.create(self.path, header + line):
             return False
-        self._take_line(header[:-1])
-        self._take(entry, line, head)
+        self._accept_line(header[:-1])
+        self._accept(entry, line, head)
         return True
 
     def _add(self, entry: Entry, file: BinaryIO | None, budget: Budget | None) -> bool:
@@ -213,11 +213,11 @@ class LedgerFile:
             entry = replace(entry, settles=True)
         self._check(entry, budget)
         if self.header is None:
-            self._take_line(Header(level=entry.level, client=entry.client).sealed()[0][:-1])
-        line, head = sealed(self._data(entry), self.head, _notes(entry))
+            self._accept_line(Header(level=entry.level, client=entry.client).sealed()[0][:-1])
+        line, head = sealed_line(self._data(entry), self.head, _notes(entry))
         if file is not None:
             durable.append(file, line)
-        self._take(entry, line, head)
+        self._accept(entry, line, head)
         return True
 
     def _check(self, entry: Entry, budget: Budget | None) -> None:
@@ -247,7 +247,7 @@ class LedgerFile:
             return History()
         before: list[Entry] = []
         for path in archived(self.path):
-            before += LedgerFile(path, read_only=True, with_archive=False).history.net
+            before += LedgerFile(path, read_only=True, with_archive=False).history.effective
         try:
             return History(before)
         except FedsimError as error:
@@ -279,12 +279,12 @@ class LedgerFile:
             except FedsimError as error:
                 raise self._changed(str(error)) from None
             for entry in entries:
-                self._count(entry)
+                self._add_to_history(entry)
             self._size, self._is_old = len(data), True
             return False
         *lines, tail = data.split(b"\n")
         for line in lines:
-            self._take_line(line)
+            self._accept_line(line)
         if self.header is None:
             raise FedsimError(
                 f"{self._name} is {'cut off' if tail else 'empty'}, or is not a ledger; fedsim "
@@ -296,27 +296,27 @@ class LedgerFile:
         # Notes are dropped: they have a time, which a repetition of the release cannot match.
         torn_line = torn_entry(tail.partition(b',"noted":')[0], [*events, *self._planned])
         entry = replace(torn_line, level=self.level, version=self.header.version)
-        self._take(entry, *sealed(self._data(entry), self.head))
+        self._accept(entry, *sealed_line(self._data(entry), self.head))
         self.ends_incomplete = self.read_only
         if self.path is None or self.read_only:
             return False
         durable.replace(self.path, b"".join(line + b"\n" for line in self.lines))
         return True
 
-    def _take_line(self, line: bytes) -> None:
+    def _accept_line(self, line: bytes) -> None:
         if self.header is not None:
-            entry, head = self._opened(line, self.header.version)
-            self._take(entry, line + b"\n", head)
+            entry, head = self._parsed(line, self.header.version)
+            self._accept(entry, line + b"\n", head)
             return
         try:
             self.header, head = Header.of(line)
         except FedsimError as error:
             raise FedsimError(f"{self._name}: {error}") from None
-        self._keep(line + b"\n", head)
+        self._append_line(line + b"\n", head)
 
-    def _opened(self, line: bytes, version: int) -> tuple[Entry, str]:
+    def _parsed(self, line: bytes, version: int) -> tuple[Entry, str]:
         try:
-            data, noted, head = opened(line, self.head)
+            data, noted, head = parsed_line(line, self.head)
             entry = Entry.from_dict(self._with_law(data), noted, version=version)
             if entry.level != self.level and entry.kind != "torn":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
@@ -341,21 +341,21 @@ class LedgerFile:
             raise FedsimError("its law is in no earlier line.")
         return {**data, "event": {**data["event"], "law": self._laws[law["as"]]}}
 
-    def _take(self, entry: Entry, line: bytes, head: str) -> None:
+    def _accept(self, entry: Entry, line: bytes, head: str) -> None:
         law = entry.event.law
         # Later lines cannot refer to the law of a torn line, which was never written in full.
         if isinstance(law, DeclaredLaw) and entry.kind != "torn":
             self._laws[law.digest] = law.to_dict()
-        self._count(entry)
-        self._keep(line, head)
+        self._add_to_history(entry)
+        self._append_line(line, head)
 
-    def _count(self, entry: Entry) -> None:
-        self.history.take(entry)
+    def _add_to_history(self, entry: Entry) -> None:
+        self.history.add(entry)
         self._entries.append(entry)
-        if entry.place is not None:
-            self._by_place[entry.place].append(entry)
+        if entry.release_id is not None:
+            self._by_release[entry.release_id].append(entry)
 
-    def _keep(self, line: bytes, head: str) -> None:
+    def _append_line(self, line: bytes, head: str) -> None:
         self.lines.append(line[:-1])
         self.heads.append(head)
         self._size += len(line)

@@ -36,7 +36,7 @@ HEADER = b'{"entry":{"kind":"ledger","version":'
 _LINE_START = '{"entry":'
 
 
-def sealed(
+def sealed_line(
     entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
 ) -> tuple[bytes, str]:
     """One line, newline included, and its hash."""
@@ -55,13 +55,13 @@ def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
     return f'{_LINE_START}{body},"hash":"{digest}"', digest
 
 
-def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+def parsed_line(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Entry, notes and hash of a line, given the hash of the line before.
 
     Raises
     ------
     FedsimError
-        If it is no line that `sealed` wrote after the one of hash ``previous``.
+        If it is no line that `sealed_line` wrote after the one of hash ``previous``.
     """
     try:
         text = line.decode("ascii")
@@ -120,7 +120,7 @@ class Header:
 
     def sealed(self) -> tuple[bytes, str]:
         """The header's line, newline included, and its hash."""
-        return sealed({"kind": "ledger", **to_json(self)}, GENESIS)
+        return sealed_line({"kind": "ledger", **to_json(self)}, GENESIS)
 
     @classmethod
     def of(cls, line: bytes) -> tuple[Header, str]:
@@ -136,7 +136,7 @@ class Header:
                 "it is not a ledger; a ledger is a file that fedsim wrote, such as "
                 "runs/NAME/ledger.jsonl."
             )
-        data, _, head = opened(line, GENESIS)
+        data, _, head = parsed_line(line, GENESIS)
         version = data.get("version")
         if version not in (2, VERSION):
             raise FedsimError(

@@ -246,8 +246,7 @@ class ReleasePlan(Generic[BoundT]):
         """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
         if self.noise.correlated and self.level == "client":
             return True
-        # Other laws that cover several rounds (groups in turn) are charged for that many at a
-        # time, and any number may follow.
+        # A law of groups in turn is charged one cycle at a time, so further cycles may follow.
         return self.rounds is not None and (
             self.selection is not None or self.sampler.horizon is not None
         )

@@ -44,7 +44,7 @@ MOST_PROFILE_POINTS = 2**12
 
 
 @dataclass(frozen=True)
-class _Losses:
+class _GridLosses:
     """One direction of one release: probability ``probs[i]`` of loss ``(start + i) * h``."""
 
     start: int
@@ -138,7 +138,7 @@ def _range(pair: DominatingPair) -> float:
 
 
 @lru_cache(maxsize=128)
-def _release(pair: DominatingPair, h: float) -> _Losses:
+def _release(pair: DominatingPair, h: float) -> _GridLosses:
     """One direction of one release on the grid of step ``h``."""
     low, high = pair.ends()
     first, last = math.floor(low / h), math.ceil(high / h)
@@ -174,11 +174,11 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
     return probs
 
 
-def _trimmed(start: int, masses: Array) -> _Losses:
+def _trimmed(start: int, masses: Array) -> _GridLosses:
     probs, infinite = masses[:-1], float(masses[-1])
     support = np.flatnonzero(probs > 0)
     start, probs = start + int(support[0]), probs[support[0] : support[-1] + 1]
-    return _Losses(start, probs, infinite)
+    return _GridLosses(start, probs, infinite)
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,8 @@ def _fast_size(points: int) -> int:
 
 def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
     """Log-magnitude and phase of one release's transform, cached unless it is large."""
-    find = _transformed if size <= 2**18 else _transformed.__wrapped__
-    return find(pair, h, size)
+    transformed = _transformed if size <= 2**18 else _transformed.__wrapped__
+    return transformed(pair, h, size)
 
 
 @lru_cache(maxsize=256)

@@ -133,7 +133,7 @@ class Statement:
         """
         worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
         planned = stopping.planned(worst)
-        this_run = worst.alone() if worst.before else None
+        this_run = worst.without_archive() if worst.archived else None
         single = ledgers[0] if len(ledgers) == 1 and place is None else None
         heads = [] if single is None or single.ends_incomplete else single.heads
         if single is not None and single.path is not None:
@@ -141,12 +141,12 @@ class Statement:
         return cls(
             cost=stopping.cost(worst, delta),
             level=ledgers[0].level,
-            charged=tuple(worst.net),
+            charged=tuple(worst.effective),
             tradeoff=tradeoff(planned),
             planned=planned,
             ledgers=len(ledgers),
             rows=min(filter(None, (ledger.history.rows for ledger in ledgers)), default=None),
-            before=sum(entry.event.count for entry in worst.before if entry.kind != "planned"),
+            before=sum(entry.event.count for entry in worst.archived if entry.kind != "planned"),
             this_run=None if this_run is None else stopping.cost(this_run, delta),
             ledger=place,
             head=heads[-1] if heads else "",
@@ -293,7 +293,7 @@ class Statement:
         return f"the sequence of global models{metrics}"
 
     def _end(self) -> list[str]:
-        times, left = self.stopping.times, self.stopping.left
+        times, left = self.stopping.possible_ends, self.stopping.rounds_left
         if times:
             return [
                 f"Released values may end the run after any of {times:,} rounds. Epsilon is the "
@@ -375,7 +375,7 @@ class Statement:
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
-            "stops": self.stopping.times,
+            "stops": self.stopping.possible_ends,
             "covers": self.covers,
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),

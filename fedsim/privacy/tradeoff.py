@@ -48,20 +48,20 @@ class TradeOff:
 
     def __call__(self, false_positives: npt.ArrayLike) -> Array:
         """Least false negative rate at each false positive rate, same shape."""
-        alarms = np.asarray(false_positives, dtype=np.float64)
+        rates = np.asarray(false_positives, dtype=np.float64)
         if self.exact_mu is not None:
-            missed = ndtr(ndtri(1 - alarms) - self.exact_mu)
-            return np.asarray(np.maximum(missed - ROUNDING, 0.0))
+            false_negatives = ndtr(ndtri(1 - rates) - self.exact_mu)
+            return np.asarray(np.maximum(false_negatives - ROUNDING, 0.0))
         if not len(self.epsilons):
-            return np.zeros_like(alarms)
+            return np.zeros_like(rates)
         # The highest of thousands of lines at each point, by bisection. Any of them is a valid
         # lower bound, so that a wrong choice by rounding is safe.
         grown, deltas, falls = self._hull
         starts = deltas[:-1] + falls * grown[:-1]
-        steep = np.searchsorted(-falls, -alarms)
-        flat = np.searchsorted(-starts, alarms - 1)
+        steep = np.searchsorted(-falls, -rates)
+        flat = np.searchsorted(-starts, rates - 1)
         lines = np.maximum(
-            1 - deltas[steep] - grown[steep] * alarms, (1 - deltas[flat] - alarms) / grown[flat]
+            1 - deltas[steep] - grown[steep] * rates, (1 - deltas[flat] - rates) / grown[flat]
         )
         return np.asarray(np.maximum(lines, 0.0))
 

@@ -235,12 +235,12 @@ def examples_price(
     clients: dict[int | None, _Together] = {}
     for directory, left in planned.items():
         opened = ClientLedgers(directory, delta=delta, read_only=True)
-        ledgers = opened.everyone()
+        ledgers = opened.with_releases()
         for ledger in ledgers if same or not ledgers else [opened.worst()]:
             # None: the worst clients of all directories make one composition.
             key = ledger.charged[-1].client if same else None
             made = ledger.charged[-1].round or 0 if ledger.charged else 0
-            stopping = Stopping(left=max(left, 0), made=made)
+            stopping = Stopping(rounds_left=max(left, 0), rounds_made=made)
             clients.setdefault(key, _Together()).take(ledger.history, stopping, runs)
     costs = [together.cost(delta, outcomes) for together in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
@@ -259,7 +259,7 @@ class _Together:
 
     def take(self, history: History, stopping: Stopping, runs: Collection[str | None]) -> None:
         """Add a ledger's events, and the releases that were still planned in these runs."""
-        net, before = history.net, len(history.before)
+        net, before = history.effective, len(history.archived)
         for index, entry in enumerate(net):
             self._charged.add(entry.event)
             self._planned.add(entry.event)

@@ -72,7 +72,7 @@ class RunLedgers:
         cost is that of the whole plan.
         """
         end = self._stopping()
-        if not end.left or self.server is None:
+        if not end.rounds_left or self.server is None:
             return
         if server:
             self.server.charge_planned(end)

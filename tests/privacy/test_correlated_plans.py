@@ -69,7 +69,7 @@ def test_no_row_moves_the_plan_further_than_it_says(number, rounds, separation, 
         assert np.linalg.norm(moved) <= worst * (1 + 1e-9)
         # A round that is made once more is a row of the matrix more.
         once_more = np.linalg.norm(matrix[chosen[-1], list(chosen)] @ rows[list(chosen)])
-        assert once_more <= noise.again(participation) * (1 + 1e-9)
+        assert once_more <= noise.repeat_sensitivity(participation) * (1 + 1e-9)
 
 
 def test_a_plan_is_one_gaussian_charged_with_its_first_round() -> None:
@@ -93,7 +93,7 @@ def test_a_plan_is_one_gaussian_charged_with_its_first_round() -> None:
 def test_what_may_still_be_released_of_a_plan_costs_nothing_more() -> None:
     plan = plan_of(Cyclic(5, population=100), LambdaCGD(2.0), 20)
     spent = History(Entry(event=plan.charge(number)) for number in range(1, 8))
-    stopping = Stopping(left=20).after(7)
+    stopping = Stopping(rounds_left=20).after(7)
     assert stopping.epsilon(spent, 1e-5) == pytest.approx(plan.epsilon(1e-5))
     groups = plan_of(Cyclic(5, population=100), Independent(2.0), 20)
     spent = History(Entry(event=groups.charge(number)) for number in range(1, 8))

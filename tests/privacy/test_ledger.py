@@ -27,7 +27,7 @@ from fedsim.cohorts import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.adversary import DECLARED_SENTENCES
-from fedsim.privacy.ledger_lines import GENESIS, sealed
+from fedsim.privacy.ledger_lines import GENESIS, sealed_line
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
         del entry["previous"]
         if "event" in entry:
             entry["event"]["noise-multiplier"] = 99.0
-        text, previous = sealed(entry, previous)
+        text, previous = sealed_line(entry, previous)
         forged.append(text)
     path.write_bytes(b"".join(forged))
     assert Ledger(path, delta=DELTA).epsilon() < spent(3)

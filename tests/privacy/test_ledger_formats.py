@@ -11,7 +11,7 @@ from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.durable import archive
-from fedsim.privacy.ledger_lines import GENESIS, sealed
+from fedsim.privacy.ledger_lines import GENESIS, sealed_line
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def test_a_later_format_is_refused_by_its_number(path):
     path.write_bytes(data.replace(b'"version":3', b'"version":4'))
     with pytest.raises(FedsimError, match="hash does not match"):
         Ledger(path)
-    line, _ = sealed({"kind": "ledger", "version": 4, "level": "client", "client": None}, GENESIS)
+    line, _ = sealed_line(
+        {"kind": "ledger", "version": 4, "level": "client", "client": None}, GENESIS
+    )
     path.write_bytes(line)
     with pytest.raises(FedsimError, match="its format is 4; this fedsim reads formats 1 to 3"):
         Ledger(path)
@@ -59,7 +61,7 @@ def test_every_field_is_checked_though_the_line_be_sealed(path, field, value):
     header, line = path.read_bytes().splitlines()
     entry = json.loads(line)["entry"]
     previous = entry.pop("previous")
-    path.write_bytes(header + b"\n" + sealed({**entry, field: value}, previous)[0])
+    path.write_bytes(header + b"\n" + sealed_line({**entry, field: value}, previous)[0])
     with pytest.raises(FedsimError, match="line 2"):
         Ledger(path)
 
@@ -164,8 +166,8 @@ def test_a_ledger_of_format_2_is_read_and_continued(path, event):
         "count": new["count"], "sides": {}, "guarantee": True,
     }  # fmt: skip
     header = {"kind": "ledger", "version": 2, "level": "client", "client": None}
-    first, head = sealed(header, GENESIS)
-    line, _ = sealed({**Entry(event=event, round=1).to_dict(), "event": flat}, head)
+    first, head = sealed_line(header, GENESIS)
+    line, _ = sealed_line({**Entry(event=event, round=1).to_dict(), "event": flat}, head)
     path.write_bytes(first + line)
     ledger = Ledger(path)
     assert [(entry.event, entry.version) for entry in ledger.entries] == [(event, 2)]

@@ -141,7 +141,9 @@ def test_a_round_made_once_more_is_a_row_of_the_matrix_more(noise, plan, base, m
     scale = noise.column if isinstance(noise, Banded) else 1.0
     sensitivity = noise.sensitivity(plan) / scale
     assert sensitivity == pytest.approx(base, abs=1e-4)
-    assert math.hypot(sensitivity, noise.again(plan) / scale) == pytest.approx(more, abs=1e-4)
+    assert math.hypot(sensitivity, noise.repeat_sensitivity(plan) / scale) == pytest.approx(
+        more, abs=1e-4
+    )
 
 
 def matrix_of(noise: Correlated) -> np.ndarray:
@@ -237,7 +239,7 @@ def test_invariants_of_families(family, rounds, separation) -> None:
     prefixes = [noise.sensitivity(plan.first(t)) for t in range(1, rounds + 1)]
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefixes))
     assert noise.sensitivity(plan) >= math.sqrt(plan.participations) * (1 - 1e-12)
-    assert noise.again(plan) >= 1
+    assert noise.repeat_sensitivity(plan) >= 1
     independent = Banded(2.0, bands=1).fitted(plan)
     if family in (Banded, LambdaCGD, BISR):
         assert noise.error(1.0) <= independent.error(1.0) * (1 + 1e-9)

@@ -48,7 +48,7 @@ def test_the_lesser_of_two_figures_holds_at_delta_only_where_they_share_it(z, ro
         # As if each were the only figure: the lesser of two that hold at delta.
         each = min(spent.epsilon(DELTA / 2), planned.epsilon(DELTA))
         old.append(true_delta(z, first, rounds, (each, planned.epsilon(DELTA))))
-        stopping = Stopping(times=2, left=rounds - first)
+        stopping = Stopping(possible_ends=2, rounds_left=rounds - first)
         rounds_made = [Event(noise_multiplier=z)] * first
         stopped = stopping.epsilon(history(*rounds_made), DELTA)
         assert stopped == shared_cost(spent, planned, DELTA, 2).epsilon
@@ -66,7 +66,7 @@ def test_an_end_that_was_not_declared_costs_all_planned_rounds():
     event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
     spent = history(*[event] * 4)
     planned = Accountant([event.times(30)])
-    cost = Stopping(left=26).cost(spent, DELTA)
+    cost = Stopping(rounds_left=26).cost(spent, DELTA)
     assert cost.epsilon == planned.epsilon(DELTA)
     assert (cost.delta, cost.releases) == (DELTA, 4)
     assert Stopping().epsilon(spent, DELTA) == spent.accountant.epsilon(DELTA)
@@ -76,20 +76,22 @@ def test_a_budget_bounds_the_plan_only_where_it_was_one():
     event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
     spent = history(*[event] * 4)
     budget = 1.01 * spent.accountant.epsilon(DELTA / 2)
-    within = Stopping(times=50, left=46, max_epsilon=budget, budget_delta=DELTA)
+    within = Stopping(possible_ends=50, rounds_left=46, max_epsilon=budget, budget_delta=DELTA)
     assert within.epsilon(spent, DELTA) == budget
     # It was held at that delta, and says nothing of a smaller one.
-    free = Stopping(times=50, left=46)
+    free = Stopping(possible_ends=50, rounds_left=46)
     assert within.epsilon(spent, DELTA / 10) == free.epsilon(spent, DELTA / 10)
     # What has been released already was not stopped by it.
-    exceeded = Stopping(times=50, left=46, max_epsilon=0.5 * budget, budget_delta=DELTA)
+    exceeded = Stopping(
+        possible_ends=50, rounds_left=46, max_epsilon=0.5 * budget, budget_delta=DELTA
+    )
     assert exceeded.epsilon(spent, DELTA) == free.epsilon(spent, DELTA)
 
 
 def test_a_run_without_a_guarantee_has_none_however_it_ends():
     event = Event(noise_multiplier=0.0, guarantee=False)
-    assert Stopping(times=9, left=8).epsilon(history(event), DELTA) == np.inf
-    assert Stopping(times=9, left=9).epsilon(History(), DELTA) == 0
+    assert Stopping(possible_ends=9, rounds_left=8).epsilon(history(event), DELTA) == np.inf
+    assert Stopping(possible_ends=9, rounds_left=9).epsilon(History(), DELTA) == 0
 
 
 def test_what_a_raised_budget_allows_is_charged_however_many_rounds_were_charged_before():
@@ -97,7 +99,10 @@ def test_what_a_raised_budget_allows_is_charged_however_many_rounds_were_charged
     ledger = Ledger(delta=DELTA)
     ledger.record(Entry(round=1, event=event, release="of a seed", entropy="config"))
     within = 1.001 * gaussians(3, 10.0).accountant.epsilon(DELTA)
-    for plan in (Stopping(left=4, made=1, max_epsilon=within), Stopping(left=4, made=1)):
+    for plan in (
+        Stopping(rounds_left=4, rounds_made=1, max_epsilon=within),
+        Stopping(rounds_left=4, rounds_made=1),
+    ):
         for _ in range(2):  # as often as it is asked
             ledger.charge_planned(replace(plan, budget_delta=DELTA))
     assert ledger.epsilon() == gaussians(5, 10.0).accountant.epsilon(DELTA)

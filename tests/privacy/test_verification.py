@@ -10,7 +10,7 @@ from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.digest import Fingerprints
-from fedsim.privacy.ledger_lines import GENESIS, sealed
+from fedsim.privacy.ledger_lines import GENESIS, sealed_line
 from fedsim.privacy.manifest import (
     MANIFEST,
     Manifest,
@@ -68,7 +68,7 @@ def resealed(run: Path, noise: float) -> None:
         del entry["previous"]
         if "event" in entry:
             entry["event"]["noise-multiplier"] = noise
-        text, previous = sealed(entry, previous)
+        text, previous = sealed_line(entry, previous)
         lines.append(text)
     (run / "ledger.jsonl").write_bytes(b"".join(lines))
 

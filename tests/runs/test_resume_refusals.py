@@ -282,7 +282,7 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     assert made.epsilon(delta) < claimed < planned.epsilon(delta / 2)
     # Elsewhere the ledger is one of a run that its releases have ended: all that was planned.
     assert ledger.statement(delta).epsilon == planned.epsilon(delta)
-    assert (stopped.privacy.delta, stopped.privacy.stopping.times) == (delta, 50)
+    assert (stopped.privacy.delta, stopped.privacy.stopping.possible_ends) == (delta, 50)
     assert "after any of 50 rounds" in str(stopped.privacy)
     assert stopped.privacy.tradeoff.mu == planned.gaussian_mu
     assert fedsim.load(tmp_path / "run").privacy.epsilon == claimed
@@ -349,7 +349,7 @@ def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     )  # fmt: skip
     result = fedsim.run(config, out=tmp_path / "run")
     assert result.ended == "stopped"
-    assert result.privacy.stopping.times == 9
+    assert result.privacy.stopping.possible_ends == 9
     assert "validation-accuracy has not been better than" in result.why
     assert result.metrics[-1]["round"] == 3
     assert len(fedsim.run(config, out=tmp_path / "run", resume=True).metrics) == 4

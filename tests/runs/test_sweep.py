@@ -238,7 +238,7 @@ def test_runs_whose_clients_would_share_state_are_refused(tmp_path: Path) -> Non
 def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
     run_sweep(grid, tmp_path)
-    ledgers = {RunDirectory(tmp_path / m.label).ledger: Stopping(left=3) for m in grid}
+    ledgers = {RunDirectory(tmp_path / m.label).ledger: Stopping(rounds_left=3) for m in grid}
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
     assert price(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
@@ -247,12 +247,12 @@ def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     # Where releases have chosen this composition among several, they share delta.
     spent = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(9)])
     planned = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(12)])
-    shared = price(dict.fromkeys(ledgers, Stopping(left=4)), 1e-5, 6)
+    shared = price(dict.fromkeys(ledgers, Stopping(rounds_left=4)), 1e-5, 6)
     assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
     assert shared.delta == 1e-5
     # With an evaluation every other round, of which the third round and the fourth have one left.
     evaluation = Event.of(PoissonCohort(rate=0.4), 2.0)
-    left = Stopping(left=4, evaluation=evaluation, evaluation_every=2)
+    left = Stopping(rounds_left=4, evaluation=evaluation, evaluation_every=2)
     planned.add(evaluation.times(3))
     shared = price(dict.fromkeys(ledgers, left), 1e-5, 6)
     assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))

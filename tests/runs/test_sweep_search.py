@@ -330,7 +330,10 @@ def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     released = [len(Ledger.read(path).charged) for path in ledgers]
     assert released == [2, 1]
     told = " ".join(capsys.readouterr().out.split())
-    assert f"epsilon = {price(dict.fromkeys(ledgers, Stopping(left=2)), 1e-5).epsilon:.4g}" in told
+    assert (
+        f"epsilon = {price(dict.fromkeys(ledgers, Stopping(rounds_left=2)), 1e-5).epsilon:.4g}"
+        in told
+    )
 
 
 def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(

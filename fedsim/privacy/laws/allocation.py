@@ -68,24 +68,24 @@ class AllocationLaw(Law):
         return self.participations / self.rounds
 
     @property
-    def among(self) -> int:
+    def rounds_per_part(self) -> int:
         """Rounds of one part, of which a row is in one: t."""
         return self.rounds // self.participations
 
     def gaussian(self, noise_multiplier: float) -> float | None:
         """``1 / z`` if a part has only one round, and so is a plain Gaussian; else None."""
-        return 1 / noise_multiplier if self.among == 1 else None
+        return 1 / noise_multiplier if self.rounds_per_part == 1 else None
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of one part, both directions: upper bounds within about 1 %."""
-        if self.among == 1:
+        if self.rounds_per_part == 1:
             return SampledGaussian(1.0, noise_multiplier).both
-        pair = AllocatedGaussian(self.among, noise_multiplier)
+        pair = AllocatedGaussian(self.rounds_per_part, noise_multiplier)
         return pair, Reversed(pair)
 
     def rdp(self, noise_multiplier: float) -> Array:
         """Rényi curve of one part: an upper bound on both directions."""
-        return allocation_rdp(self.among, noise_multiplier)
+        return allocation_rdp(self.rounds_per_part, noise_multiplier)
 
     def inclusion(self, population: int) -> None:
         """None: a client's participations in different rounds are not independent."""
@@ -98,7 +98,7 @@ class AllocationLaw(Law):
     @property
     def _words(self) -> str:
         return (
-            f"one of each {self.among:,}"
+            f"one of each {self.rounds_per_part:,}"
             if self.blocks
             else f"{self.participations:,} of {self.rounds:,}"
         )
@@ -131,7 +131,7 @@ def _check_parts(plan: AllocationLaw | Allocation, prefix: str = "") -> None:
 
 @dataclass(frozen=True)
 class AllocatedGaussian(AtomicPair):
-    """Dominating pair of removing a row that is in one of ``among`` rounds, at multiplier z.
+    """Dominating pair of removing a row that is in one of ``rounds`` rounds, at multiplier z.
 
     The density ratio of ``upper`` (with the row) to ``lower`` is S, a mean of lognormal variables.
     Each term and each partial sum is put on a grid of log S; mass between two grid points is split
@@ -140,7 +140,7 @@ class AllocatedGaussian(AtomicPair):
     dominates, in both directions and under composition.
     """
 
-    among: int
+    rounds: int
     noise_multiplier: float
 
     def ends(self) -> tuple[float, float]:
@@ -163,39 +163,39 @@ class AllocatedGaussian(AtomicPair):
         return upper, lower
 
     def _atoms(self) -> tuple[Array, Array, Array]:
-        losses, lower = _mean_of_lognormals(self.among, self.noise_multiplier)
+        losses, lower = _mean_of_lognormals(self.rounds, self.noise_multiplier)
         return losses, lower * np.exp(losses), lower
 
 
 @lru_cache(maxsize=32)
 def _mean_of_lognormals(
-    among: int, noise_multiplier: float, *, capped: bool = False
+    terms: int, noise_multiplier: float, *, capped: bool = False
 ) -> tuple[Array, Array]:
     """Distribution of log S on a grid: the points, and the mass at each.
 
-    S is the mean of ``among`` variables ``exp(x / z^2 - 1 / (2 z^2))``, x normal with standard
+    S is the mean of ``terms`` variables ``exp(x / z^2 - 1 / (2 z^2))``, x normal with standard
     deviation z. Mass that is missing from a sum of 1 is at S = 0. With ``capped`` mass above the
     grid is moved down to its last point instead, so that none is at S = 0.
     """
     z = noise_multiplier
-    low = -1 / (2 * z**2) - REACH / z - math.log(among)
+    low = -1 / (2 * z**2) - REACH / z - math.log(terms)
     high = 1 / (2 * z**2) + REACH / z
     # The standard deviation of S is sqrt((e^(1/z^2) - 1) / t); that of log S is about
     # sqrt(log(1 + std^2)). The exponent is capped against overflow; the grid is then at its
     # coarsest anyway.
-    spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / among))
+    spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / terms))
     step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MOST_POINTS)
     points = math.ceil((high - low) / step) + 1
     grid: Array = low + step * np.arange(points, dtype=np.float64)
-    term = _split_lognormal(grid + math.log(among), z)
+    term = _split_lognormal(grid + math.log(terms), z)
     if capped:
         term[-1] += 1 - term.sum()
-    # Sums of 2, 4, 8, ... terms by doubling; those of the binary digits of `among` are added.
+    # Sums of 2, 4, 8, ... terms by doubling; those of the binary digits of `terms` are added.
     result, doubled = None, term
-    for digit in range(among.bit_length()):
+    for digit in range(terms.bit_length()):
         if digit:
             doubled = _sum(doubled, doubled, step)
-        if among >> digit & 1:
+        if terms >> digit & 1:
             result = doubled if result is None else _sum(result, doubled, step)
     assert result is not None
     return grid, result
@@ -252,8 +252,8 @@ def _sum(one: Array, other: Array, step: float) -> Array:
 
 
 @lru_cache(maxsize=256)
-def allocation_rdp(among: int, noise_multiplier: float) -> Array:
-    """RDP at `ORDERS` of a row in one of ``among`` rounds: an upper bound on both directions."""
+def allocation_rdp(rounds: int, noise_multiplier: float) -> Array:
+    """RDP at `ORDERS` of a row in one of ``rounds`` rounds: an upper bound on both directions."""
     z = noise_multiplier
     # Row removed, for whole orders m: the divergence is log E S^m / (m - 1). One variable L has
     # E L^m = exp(m (m - 1) / (2 z^2)). The generating function sum_m E L^m x^m / m!, raised to the
@@ -261,30 +261,30 @@ def allocation_rdp(among: int, noise_multiplier: float) -> Array:
     m = np.arange(MOST_MOMENT + 1)
     series = m * (m - 1) / (2 * z**2) - gammaln(m + 1)
     power = np.where(m == 0, 0.0, -np.inf)
-    for bit in bin(among)[2:]:
+    for bit in bin(rounds)[2:]:
         power = _product(power, power)
         if bit == "1":
             power = _product(power, series)
-    cumulants = power + gammaln(m + 1) - m * math.log(among)
+    cumulants = power + gammaln(m + 1) - m * math.log(rounds)
     # log E S^m is convex in m and 0 at m = 1: chords between whole orders are upper bounds. So is
     # the curve of a row whose round is known.
     chord = np.interp(ORDERS, m[1:], cumulants[1:], right=np.inf)
     removed = np.minimum(chord / (ORDERS - 1), gaussian_rdp(1 / z))
-    return np.asarray(np.maximum(removed, _added_rdp(among, z)))
+    return np.asarray(np.maximum(removed, _added_rdp(rounds, z)))
 
 
-def _added_rdp(among: int, z: float) -> Array:
+def _added_rdp(rounds: int, z: float) -> Array:
     """RDP at `ORDERS` of adding a row: ``log E S^(1 - order) / (order - 1)``, an upper bound."""
     powers = ORDERS - 1
     # S is at least the geometric mean of its terms, whose moments are known.
-    geometric = 1 / (2 * z**2) + powers / (2 * among * z**2)
+    geometric = 1 / (2 * z**2) + powers / (2 * rounds * z**2)
     # Or take S on the grid, which is more spread. That bounds what all terms on the grid
-    # contribute. If a term lies below it, which happens with probability at most `among` times that
-    # of one, the geometric mean bounds S again: a moment of a normal below a limit.
-    losses, lower = _mean_of_lognormals(among, z, capped=True)
+    # contribute. If a term lies below it, which happens with probability at most `rounds` times
+    # that of one, the geometric mean bounds S again: a moment of a normal below a limit.
+    losses, lower = _mean_of_lognormals(rounds, z, capped=True)
     (positive,) = np.nonzero(lower > 0)
     on_grid = logsumexp(np.log(lower[positive]) - powers[:, None] * losses[positive], axis=1)
-    below = math.log(among) + log_ndtr(powers / (among * z) - REACH) + powers * geometric
+    below = math.log(rounds) + log_ndtr(powers / (rounds * z) - REACH) + powers * geometric
     return np.asarray(np.minimum(geometric, np.logaddexp(on_grid, below) / powers))
 
 

@@ -134,7 +134,7 @@ class Correlated(Noise):
         """Number of bands of C: columns at least so far apart have no row in common."""
 
     @abstractmethod
-    def again(self, participation: Participation) -> float:
+    def repeat_sensitivity(self, participation: Participation) -> float:
         """L2 sensitivity to a row of repeating one round with different data: of one row of CX."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Correlated(Noise):
             coefficients=hashlib.sha256(self.coefficients.encode()).hexdigest(),
             sensitivity=self.column if amplified else self.sensitivity(participation),
             rounds=participation.separation if amplified else participation.rounds,
-            again=self.again(participation),
+            again=self.repeat_sensitivity(participation),
             population=law.population,
             adjacency=law.adjacency,
         )
@@ -217,7 +217,7 @@ class Toeplitz(Correlated):
         """Norm of the first column of C; later ones are parts of it."""
         return length(majorant(self.series(self.known_participation.rounds)))
 
-    def again(self, participation: Participation) -> float:
+    def repeat_sensitivity(self, participation: Participation) -> float:
         """Sum of a row of C over the rounds that one row can be in, the repeated one among them."""
         column = majorant(self.series(participation.rounds))
         return math.fsum(column[:: participation.separation][: participation.participations])

@@ -67,7 +67,7 @@ class Tree(Correlated):
             )
         return self.column * math.sqrt(count)
 
-    def again(self, participation: Participation) -> float:
+    def repeat_sensitivity(self, participation: Participation) -> float:
         """L2 sensitivity of the nodes that a round completes; a row is in each at most once."""
         return self.column
 

@@ -129,7 +129,7 @@ def outcomes(grid: Sequence[SweepRun], halving: Halving | None) -> int:
     """Upper bound on the number of different sets of releases that choices among runs allow."""
     count = 1 if halving is None else halving.outcomes(grid)
     for run in grid:
-        count *= max(stopping(run.config.to_run_config()).times, 1)
+        count *= max(stopping(run.config.to_run_config()).possible_ends, 1)
     return min(count, MOST_OUTCOMES)
 
 
