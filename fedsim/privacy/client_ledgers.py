@@ -14,6 +14,8 @@ from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import Entry
 from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.ledger_lines import End
+from fedsim.privacy.records import to_json
 from fedsim.privacy.statement import Statement
 
 
@@ -110,7 +112,7 @@ class ClientLedgers:
         """Each ledger's part of a checkpoint, by client."""
         self.with_releases()  # reads what other processes have written
         return {
-            str(client): self._ledgers[client].state()
+            str(client): to_json(self._ledgers[client].end)
             for client in sorted(self._ledgers)
             if self._ledgers[client].heads
         }
@@ -124,7 +126,7 @@ class ClientLedgers:
             If lines of the checkpoint are missing from a ledger, or changed.
         """
         for client, state in states.items():
-            self.of(int(client)).restore(state)
+            self.of(int(client)).check_continues(End(**state))
 
     def epsilon(
         self,

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
@@ -31,6 +31,7 @@ from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spen
 from fedsim.privacy.laws import FixedSizeLaw
 from fedsim.privacy.laws.base import check_level
 from fedsim.privacy.ledger_file import LedgerFile
+from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.statement import Statement
 
 if TYPE_CHECKING:
@@ -307,23 +308,18 @@ class Ledger(LedgerFile):
         """The privacy statement in words and numbers; ``stopping`` is as in `Statement.of`."""
         return Statement.of([self], self._delta(delta), stopping=stopping)
 
-    def state(self) -> dict[str, Any]:
-        """The ledger's part of a checkpoint: hash of the last line, and number of lines."""
-        return {"head": self.head, "lines": len(self.heads)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Check that this ledger extends that of a checkpoint; later lines stay charged.
+    def check_continues(self, end: End) -> None:
+        """Refuse a ledger that does not extend that of a checkpoint, which had this end.
 
         Raises
         ------
         FedsimError
             If lines of the checkpoint are missing, or changed.
         """
-        lines = int(state["lines"])
-        if lines and (self.heads[lines - 1 : lines] or [""])[0] != state["head"]:
+        if not self.continues(end):
             raise FedsimError(
                 f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
-                f"{lines} lines up to {state['head']}; restore the one that the run wrote."
+                f"{end.lines} lines up to {end.head}; restore the one that the run wrote."
             )
 
     def _delta(self, delta: float | None) -> float:

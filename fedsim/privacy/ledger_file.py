@@ -27,6 +27,7 @@ from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw
 from fedsim.privacy.ledger_lines import (
     GENESIS,
+    End,
     Header,
     is_old,
     old_entries,
@@ -110,6 +111,15 @@ class LedgerFile:
     def head(self) -> str:
         """Hash of the last line, which covers the whole ledger."""
         return self.heads[-1] if self.heads else GENESIS
+
+    @property
+    def end(self) -> End:
+        """Hash of the last line, and number of lines."""
+        return End(self.head, len(self.heads))
+
+    def continues(self, end: End) -> bool:
+        """Whether its first lines are those of a ledger that had this end."""
+        return not end.lines or self.heads[end.lines - 1 : end.lines] == [end.head]
 
     @property
     def level(self) -> Level:

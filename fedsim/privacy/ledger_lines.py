@@ -36,6 +36,14 @@ HEADER = b'{"entry":{"kind":"ledger","version":'
 _LINE_START = '{"entry":'
 
 
+@dataclass(frozen=True)
+class End:
+    """End of a ledger: hash of the last line, and number of lines."""
+
+    head: str
+    lines: int
+
+
 def sealed_line(
     entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
 ) -> tuple[bytes, str]:

@@ -29,7 +29,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import ARCHIVE
-from fedsim.privacy.ledger_lines import GENESIS
+from fedsim.privacy.ledger_lines import GENESIS, End
 from fedsim.privacy.records import read_record, to_json
 
 MANIFEST = "manifest.json"
@@ -39,14 +39,6 @@ KEYED = ("metrics.csv", "summary.json", "done")
 
 _HASHED = ("model.safetensors", "config.toml")
 _HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
-
-
-@dataclass(frozen=True)
-class End:
-    """End of a ledger: hash of the last line, and number of lines."""
-
-    head: str
-    lines: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from fedsim.privacy.client_ledgers import ClientLedgers, run_of
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.entry import History
 from fedsim.privacy.ledger import Ledger
-from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signature, file_digest
+from fedsim.privacy.ledger_lines import End
+from fedsim.privacy.manifest import KEYED, MANIFEST, Manifest, check_signature, file_digest
 
 METADATA = "fedsim"
 """Key in a model file's metadata under which its ledger's end is stored."""
@@ -136,9 +137,9 @@ def _chain(ledger: Ledger) -> str:
 
 
 def _compare_end(end: End, ledger: Ledger) -> str:
-    if (end.head, end.lines) == (ledger.head, len(ledger.heads)):
+    if end == ledger.end:
         return "names this ledger's final hash and number of lines"
-    if end.head in ledger.heads:
+    if ledger.continues(end):
         raise FedsimError(f"it names line {end.lines}; the ledger has {len(ledger.heads)}.")
     raise FedsimError(f"it names {end.lines} lines and final hash {end.head}, not this ledger's.")
 
@@ -278,8 +279,8 @@ def _client_ledgers(
                 f"{place}; restore them, there or in client.state-dir."
             )
         for client, end in named.items():
-            clients.of(int(client)).restore({"head": end.head, "lines": end.lines})
-            are_extended |= len(clients.of(int(client)).heads) != end.lines
+            clients.of(int(client)).check_continues(end)
+            are_extended |= clients.of(int(client)).end != end
         summary = f"{len(ledgers)} ledgers in {place}"
         yield FileCheck("clients' chains", True, summary)
     except (FedsimError, ValueError) as error:

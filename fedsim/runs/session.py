@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.models import values_of
+from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
@@ -103,7 +104,7 @@ class Session:
     def _restore(self, state: RunState) -> None:
         if self._directory is not None:
             ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
-            ledger.restore({"head": state.ledger_head, "lines": state.ledger_length})
+            ledger.check_continues(End(state.ledger_head, state.ledger_length))
             if client_ledgers is not None:
                 client_ledgers.restore(state.client_ledgers)
         # Whether the budget stops the run is decided again: it may have been raised since.

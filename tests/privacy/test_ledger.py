@@ -306,7 +306,7 @@ def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
     """What the module says of an unsigned chain: kept here so that nobody believes more."""
     written(path, 3)
     ledger = Ledger(path)
-    head, lines = ledger.head, ledger.state()
+    end = ledger.end
     forged, previous = [], GENESIS
     for line in path.read_bytes().splitlines():
         entry = {**json.loads(line)["entry"]}
@@ -317,22 +317,22 @@ def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
         forged.append(text)
     path.write_bytes(b"".join(forged))
     assert Ledger(path, delta=DELTA).epsilon() < spent(3)
-    assert Ledger(path).head != head
+    assert Ledger(path).end != end
     with pytest.raises(FedsimError, match="does not continue the checkpoint's"):
-        Ledger(path).restore(lines)
+        Ledger(path).check_continues(end)
 
 
 def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
     written(path, 2)
-    state = json.loads(json.dumps(Ledger(path).state()))
-    assert state["lines"] == 3
+    end = Ledger(path).end
+    assert end.lines == 3
     ledger = Ledger(path)
     ledger.record(Entry(**release(3)))
-    ledger.restore(state)
+    ledger.check_continues(end)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]))
     with pytest.raises(FedsimError, match="does not continue the checkpoint's, which had 3 lines"):
-        Ledger(path).restore(state)
+        Ledger(path).check_continues(end)
 
 
 def test_reading_neither_needs_nor_allows_writing(path, tmp_path):
