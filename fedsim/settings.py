@@ -72,6 +72,33 @@ class Text:
     write: Callable[[Any], str]
 
 
+@dataclass(frozen=True)
+class NamesPath:
+    """Marks a setting whose value may be the path of a file or directory.
+
+    Attributes
+    ----------
+    use : "always", "training", "location" or "operator"
+        An input of the run, which its trained model needs too; an input of the training alone; a
+        place where inputs are looked for; a place that only the operator's machines open.
+    is_name : callable
+        Whether a value is a name or a formula, and no path.
+    """
+
+    use: Literal["always", "training", "location", "operator"] = "always"
+    is_name: Callable[[str], bool] = lambda _: False
+
+    @property
+    def is_input(self) -> bool:
+        """Whether a run's results depend on what is at the path."""
+        return self.use in ("always", "training")
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether a node of a deployment may open the path."""
+        return self.use != "operator"
+
+
 class NotAllowedError(Exception):
     """A value that a setting may not have; its message is only what is allowed, in words."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fedsim.config.tables import ConfigTable, Needs, WithNames
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Doc, Ge, Gt, Le, NamesPath
 
 
 @dataclass(frozen=True, init=False)
@@ -118,6 +118,7 @@ class EngineSection(ConfigTable, table="engine"):
     federation: Annotated[
         str,
         WithNames(("deployment",)),
+        NamesPath("operator"),
         Doc("The folder of a running federation; empty to start one on this machine for this run."),
     ] = ""
     timeout: Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from fedsim import registry
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
 from fedsim.config.values import split_top_level
-from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
 Multiplier: TypeAlias = Annotated[
     float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
@@ -145,6 +145,7 @@ class NoiseSection(Choice, table="noise"):
     ledger_key: Annotated[
         str,
         OUTSIDE_RELEASE,
+        NamesPath("operator"),
         Doc("A file with the private key that signs the ledger; empty for no signature."),
     ] = ""
 

@@ -1,4 +1,4 @@
-"""Which keys of a config determine releases, the split of examples, training, and code run."""
+"""Which keys of a config determine releases, the split, training, the code run and files read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.config.tables import (
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
-from fedsim.settings import settings_of
+from fedsim.settings import NamesPath, settings_of
 
 
 def release_digest(config: RunConfig) -> str:
@@ -90,6 +90,18 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
         if isinstance(value, ConfigTable):
             yield from _all_tables(value)
     yield table
+
+
+def path_keys(config: RunConfig) -> dict[str, NamesPath]:
+    """Dotted keys of a config's settings that may name a file or directory, with their marks."""
+    keys = {}
+    for table in _all_tables(config):
+        chosen = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
+        for setting in (*settings_of(type(table)), *chosen):
+            for mark in setting.metadata:
+                if isinstance(mark, NamesPath):
+                    keys[table.key(setting.key)] = mark
+    return keys
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from fedsim.config.tables import (
 )
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
-from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
     str,
@@ -81,13 +81,16 @@ class DataSection(Choice, table="data"):
     )
     name: Annotated[
         str,
+        NamesPath(is_name=lambda name: DataSection.registered(name) != "files"),
         Doc(
             "The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`, "
             "`cifar100`, or a path of your own: an .npz, or a folder of .npy files (which stays in "
             "its files) or one that `datasets` has saved."
         ),
     ] = "digits"
-    dir: Annotated[str, OUTSIDE_RELEASE, Doc("The folder that holds data sets.")] = "data"
+    dir: Annotated[
+        str, OUTSIDE_RELEASE, NamesPath("location"), Doc("The folder that holds data sets.")
+    ] = "data"
     download: Annotated[
         bool,
         OUTSIDE_RELEASE,
@@ -165,7 +168,11 @@ class ModelSection(Choice, table="model"):
             "for none besides an adapter's."
         ),
     ] = ""
-    weights: Annotated[str, Doc("A .safetensors file whose parameters the model starts from.")] = ""
+    weights: Annotated[
+        str,
+        NamesPath("training"),
+        Doc("A .safetensors file whose parameters the model starts from."),
+    ] = ""
     weights_for: Annotated[
         str, Doc("Shell patterns of the parameters to load from model.weights; empty for all.")
     ] = ""
@@ -191,6 +198,7 @@ class AdapterSection(Choice, table="adapter"):
     ] = "none"
     weights: Annotated[
         str,
+        NamesPath("training"),
         Doc("A folder in peft's format whose adapter the run starts from; empty for a new one."),
     ] = ""
 
@@ -236,6 +244,7 @@ class ClientSection(Choice, table="client"):
     ] = 0
     work: Annotated[
         Work,
+        NamesPath("training", is_name=lambda text: "(" in text),
         Doc(
             "A number of epochs (or steps, if those are set) for each client: 'whole(1,5)' "
             "draws whole numbers by the seed, a file has one a line. Empty for the same "
@@ -277,6 +286,7 @@ class ClientSection(Choice, table="client"):
     state_dir: Annotated[
         str,
         OUTSIDE_RELEASE,
+        NamesPath("operator"),  # a node's own policy says where its client's state is
         Doc("The folder for clients' state and ledgers; empty for the run's own directory."),
     ] = ""
     path: Annotated[
@@ -356,6 +366,7 @@ class DevicesSection(ConfigTable, table="devices"):
     ] = 1.0
     trace: Annotated[
         str,
+        NamesPath("training"),
         Doc(
             "In place of availability: an .npy file of truth values [rounds, clients], "
             "repeated as often as needed. A sampled client that is not available counts as "

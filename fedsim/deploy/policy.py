@@ -15,8 +15,7 @@ from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, with_added_noise
-from fedsim.config.release_keys import modules_named
-from fedsim.config.sections import DataSection
+from fedsim.config.release_keys import modules_named, path_keys
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
@@ -35,7 +34,6 @@ _Floor = Annotated[float, Ge(0)]
 NODE = "FEDSIM_NODE"
 """Environment variable with the path of the node's ``node.toml``, for its app."""
 
-_FILE_KEYS = ("data.name", "data.dir", "model.weights", "client.work")
 _WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
 _ROUNDS = "rounds-joined"
 
@@ -60,7 +58,7 @@ class Policy:
         Installed modules or packages that a run may name as ``module:Name``.
     files : tuple of str
         Directories from which a run may name files (``data.dir``, ``model.weights``,
-        ``client.work``).
+        ``adapter.weights``, ``client.work``).
     least_noise_multiplier, largest_clip_norm : float
         Limits for the release of updates, wherever its noise is added.
     least_share_noise_multiplier : float
@@ -320,10 +318,10 @@ class Policy:
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
         # Compare real paths, since a symbolic link could lead out of an allowed directory.
         allowed = [os.path.realpath(self.directory / name) for name in self.files]
-        for key in _FILE_KEYS:
-            value = str(flat[key])
+        for key, mark in path_keys(config).items():
+            value = str(flat.get(key, ""))
             # Defaults are allowed: they name no private file.
-            if not _is_file(key, value) or value in ("", defaults[key]):
+            if not mark.on_nodes or mark.is_name(value) or value in ("", defaults.get(key)):
                 continue
             path = Path(os.path.realpath(value))
             if not any(path.is_relative_to(directory) for directory in allowed):
@@ -371,13 +369,6 @@ class Policy:
             file.write(f"{rounds + 1}\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _is_file(key: str, value: str) -> bool:
-    """Whether the value names a file or directory: not a registered data set, module or formula."""
-    if key == "data.name":
-        return DataSection.registered(value) == "files"
-    return key != "client.work" or "(" not in value
 
 
 def _refusal(reason: str) -> FedsimError:

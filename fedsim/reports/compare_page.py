@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedsim.config import Scalar
+from fedsim.config import RunConfig, Scalar
+from fedsim.config.release_keys import path_keys
 from fedsim.privacy.statement import epsilon_marks
 from fedsim.reports.charts import Cell, Line, Lines, PageTable, metric_chart
 from fedsim.reports.page import render
@@ -23,7 +24,8 @@ from fedsim.runs.metrics import (
 from fedsim.runs.record import RunRecord
 
 # Keys that are ignored when runs are compared for being equal but for their seeds.
-_IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")
+_PATHS = tuple(key for key, mark in path_keys(RunConfig()).items() if not mark.is_input)
+_IGNORED = ("name", "title", "seed", *_PATHS)
 _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
 _RESOLVED = ("client.path", "client.kernel", "client.block-size")
 

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from fedsim import extras
 from fedsim.config import RunConfig
-from fedsim.config.release_keys import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import nested
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy.verification import METADATA
-from fedsim.runs.named_files import PATHS
 from fedsim.runs.saved import SavedRun
 
 PEFT = "peft"
@@ -253,9 +252,9 @@ def publish(saved: SavedRun, out: Path) -> Path:
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     """Settings that determine the releases; keys in `keys_outside_release` are left out."""
     shown: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
-    outside = keys_outside_release()
+    outside, paths = keys_outside_release(), path_keys(config)
     for key, value in config.to_run_config().items():
         if key not in outside and not (simulated and key == "seed"):
-            is_path = key in PATHS and "/" in str(value)
+            is_path = key in paths and "/" in str(value)
             shown[key] = Path(str(value)).name if is_path else value  # the name without directories
     return nested(shown)

@@ -16,27 +16,25 @@ from pathlib import Path
 from fedsim import regular_files
 from fedsim.arguments import shown
 from fedsim.config import RunConfig
-from fedsim.datasets.load import kind_of
+from fedsim.config.release_keys import path_keys
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 from fedsim.runs.directory import NAMED_FILES
-
-PATHS = ("data.name", "model.weights", "adapter.weights", "client.work", "devices.trace")
-"""Keys whose values may be paths on the operator's machine."""
 
 _log = logging.getLogger("fedsim")
 
 
 def note_files(directory: Path, config: RunConfig) -> None:
     """Write to a run's directory where the files of its config's relative paths are."""
-    files = {key: str(path) for key in PATHS if (path := _file(config, key)) is not None}
-    if files:
-        noted = {"directory": os.getcwd(), "files": files}
+    if files := _files(config):
+        noted = {"directory": os.getcwd(), "files": {key: str(path) for key, path in files.items()}}
         durable.replace(directory / NAMED_FILES, json.dumps(noted, indent=1).encode() + b"\n")
 
 
-def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str] = PATHS) -> None:
-    """Refuse to resume a run if its config's relative paths now lead to other files.
+def refuse_other_files(
+    directory: Path, config: RunConfig, keys: Collection[str] | None = None
+) -> None:
+    """Refuse to resume a run if its config's relative paths (of ``keys``) now lead to other files.
 
     If a file that the run began with no longer exists, perhaps because everything was moved, the
     other one is used with a warning.
@@ -54,11 +52,11 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
         return  # no relative paths, or an earlier version's run
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedsimError(f"{path} is damaged ({error}); restore what the run wrote.") from None
-    flat = config.to_run_config()
-    for key in sorted(files.keys() & set(keys)):
+    flat, found = config.to_run_config(), _files(config)
+    for key in sorted(files if keys is None else files.keys() & set(keys)):
         if Path(str(flat.get(key, ""))).is_absolute():
             continue
-        original, current = files[key], _file(config, key)
+        original, current = files[key], found.get(key)
         if not original.exists():
             if current is not None:
                 _log.warning(
@@ -73,11 +71,15 @@ def refuse_other_files(directory: Path, config: RunConfig, keys: Collection[str]
             )
 
 
-def _file(config: RunConfig, key: str) -> Path | None:
-    """The file that a key's relative path leads to from the current directory, or None."""
-    name = str(config.to_run_config().get(key, ""))
-    if not name or Path(name).is_absolute() or (key == "data.name" and kind_of(name) != "files"):
-        return None
-    folders = (".", config.data.dir) if key == "data.name" else (".",)
-    paths = (Path(os.path.abspath(Path(folder) / name)) for folder in folders)
-    return next((path for path in paths if path.exists()), None)
+def _files(config: RunConfig) -> dict[str, Path]:
+    """The files that relative paths of a config lead to from the current directory, by key."""
+    flat, files = config.to_run_config(), {}
+    for key, mark in path_keys(config).items():
+        name = str(flat.get(key, ""))
+        if not mark.is_input or not name or mark.is_name(name) or Path(name).is_absolute():
+            continue
+        folders = (".", config.data.dir) if key == "data.name" else (".",)
+        paths = (Path(os.path.abspath(Path(folder) / name)) for folder in folders)
+        if (path := next((path for path in paths if path.exists()), None)) is not None:
+            files[key] = path
+    return files

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
+from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
 from fedsim.datasets.load import array_of, kind_of
 from fedsim.errors import FedsimError
@@ -359,13 +360,13 @@ class SavedRun:
 
     @cached_property
     def _config(self) -> RunConfig:
-        """The run's config for inference: on the CPU, without files of initial weights.
+        """The run's config for inference: on the CPU, without files that only training reads.
 
         The kernel is left to the rule, since this machine need not have the run's.
         """
-        files = ("model.weights", "model.weights-for", "adapter.weights")
-        unset = dict.fromkeys(files, "") | {"engine.device": "cpu", "client.kernel": "auto"}
-        return self.config.replace(**unset, objects="")
+        files = [key for key, mark in path_keys(self.config).items() if mark.use == "training"]
+        unset = dict.fromkeys([*files, "model.weights-for", "objects"], "")
+        return self.config.replace(**unset, **{"engine.device": "cpu", "client.kernel": "auto"})
 
     @cached_property
     def _dataset(self) -> Dataset:

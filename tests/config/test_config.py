@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsim import RunConfig
+from fedsim import RunConfig, registry
 from fedsim.config.describe import flower_table
+from fedsim.config.tables import Choice, ConfigTable, is_table
 from fedsim.config.values import read_value
 from fedsim.errors import FedsimError
+from fedsim.settings import NamesPath, settings_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,6 +211,32 @@ def test_reading_a_config_imports_neither_torch_nor_flower() -> None:
         "sys.exit(bool({'torch', 'flwr', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NO_PATHS = {
+    "name": "it may have no slash",
+    "data.columns": "it names columns of what data.name leads to",
+}
+"""Settings that speak of files, and why they name none."""
+
+
+def test_a_setting_that_speaks_of_a_file_is_marked_as_a_path() -> None:
+    def unmarked(table: type[ConfigTable]) -> set[str]:
+        settings = [setting for setting in settings_of(table) if setting.type is str]
+        if issubclass(table, Choice):
+            names = registry.names(table.kind)
+            settings += [s for name in names for s in table.own_settings(name) if s.type is str]
+        words = re.compile(r"\b(files?|folders?|director(y|ies)|paths?)\b")
+        keys = {
+            table.key(setting.key)
+            for setting in settings
+            if words.search(setting.doc)
+            and not any(isinstance(mark, NamesPath) for mark in setting.metadata)
+        }
+        inner = (unmarked(s.type) for s in settings_of(table) if is_table(s))
+        return keys.union(*inner)
+
+    assert unmarked(RunConfig) == NO_PATHS.keys()
 
 
 def test_a_config_of_windows_editors_is_read(tmp_path: Path) -> None:

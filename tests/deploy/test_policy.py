@@ -207,7 +207,9 @@ SECRET = "root:x:0:0"
     [
         ({"client": {"work": "/etc/passwd"}}, "client.work is '/etc/passwd'"),
         ({"client": {"work": "kept/work.txt"}}, "client.work is 'kept/work.txt'"),
+        ({"adapter": {"name": "lora", "weights": "/etc"}}, "adapter.weights is '/etc'"),
         ({"data": {"name": ".."}}, r"data.name is '\.\.'"),
+        ({"data": {"name": "files"}}, "data.name is 'files'"),
         ({"data": {"name": "records"}}, "data.name is 'records'"),
     ],
 )
