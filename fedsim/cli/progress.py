@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Self
 
 from rich import progress as bars
@@ -24,7 +25,15 @@ from fedsim.federation.round_report import (
 from fedsim.process import Closed
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean
+from fedsim.runs.metrics import (
+    LAST_EVALUATIONS,
+    Row,
+    brief,
+    headline_columns,
+    is_share,
+    last_evaluations,
+    row_marks,
+)
 from fedsim.runs.record import RunResult
 
 _EPSILONS = {"epsilon-so-far": "eps so far", "epsilon": "eps", "example-epsilon": "examples' eps"}
@@ -170,9 +179,10 @@ def _metrics_table(rows: Sequence[Row]) -> RenderableType:
         label = f"test {name}" if column.startswith("test-") else name
         after = f"after round {measured[-1]['round']}"
         table.add_row(label, Text(brief(values[-1], percent), "bold"), after)
-        mean = None if name.endswith("loss") else tail_mean(values)
-        if mean is not None:
-            table.add_row("", brief(mean, percent), "mean of the last five evaluations")
+        recent = last_evaluations(rows, column)
+        if len(recent) == LAST_EVALUATIONS and not name.endswith("loss"):
+            mean = brief(fmean(recent), percent)
+            table.add_row("", mean, "mean of the last five evaluations")
     return table
 
 

@@ -85,6 +85,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
         several_seeds=any(len(group.seeds) > 1 for group in groups),
         several_runs=any(len(group.records) > 1 for group in groups),
         several_private=sum(record.last("epsilon") is not None for record in records) > 1,
+        diverged=sum(_diverged(record) for record in records),
         results=_results(groups),
         curves=_curves(groups),
         differences=_differences(groups),
@@ -192,6 +193,13 @@ def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
     return dict(sorted(columns.items(), key=lambda item: lowest_is_best(item[0])))
 
 
+def _diverged(record: RunRecord) -> bool:
+    """Whether the last value of any metric is not finite."""
+    places = learning_columns(record.columns()).values()
+    ends = (record.last(column) for columns in places for column in columns.values())
+    return any(end is not None and not math.isfinite(end) for end in ends)
+
+
 def _results(groups: Sequence[SeedGroup]) -> PageTable:
     """Table of final results, one row per group."""
     metrics = _metrics(groups)
@@ -226,7 +234,7 @@ def _mean_cell(values: Sequence[float], percent: bool = False, suffix: str = "")
     if not values:
         return Cell("–")
     mean, off = statistics.fmean(values), ""
-    if len(set(values)) > 1:
+    if len(set(values)) > 1 and math.isfinite(mean):
         deviation = _deviation(values)
         off = " ± " + (brief(deviation, True) if percent else f"{deviation:.2g}")
     return Cell(brief(mean, percent) + off + suffix, mean)
@@ -259,7 +267,7 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         down = lowest_is_best(name) or name == "epsilon"
         best = sorted(
             measured,
-            key=lambda group: statistics.fmean(group.ends(column)) * (1 if down else -1),
+            key=lambda group: _rank(statistics.fmean(group.ends(column)), down),
         )[:most]
         shown = [group for group in measured if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
@@ -273,6 +281,13 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         # The y axis starts at 0, so that small differences between runs do not look large.
         charts.append(replace(chart, y=display_name(name) + after, from_zero=True))
     return charts
+
+
+def _rank(mean: float, lower_is_better: bool) -> float:
+    """Key that sorts means from the best to the worst; NaN is the worst."""
+    if math.isnan(mean):
+        return math.inf
+    return mean if lower_is_better else -mean
 
 
 def _differences(groups: Sequence[SeedGroup]) -> PageTable | None:

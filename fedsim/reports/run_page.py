@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,15 @@ from fedsim.reports.charts import (
 from fedsim.reports.describe import description, ending_sentence
 from fedsim.reports.page import render
 from fedsim.runs.metrics import (
+    LAST_EVALUATIONS,
     brief,
     display_name,
     duration,
     is_share,
+    last_evaluations,
     learning_columns,
     lowest_is_best,
     size,
-    tail_mean,
 )
 from fedsim.runs.record import RunRecord
 
@@ -104,9 +106,11 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     ):
         column = columns.get("test") or next(iter(columns.values()))
         values = record.curve(column)[1]
-        percent, mean = is_share(name, values), tail_mean(values)
-        recent = "" if mean is None else f"; last five {brief(mean, percent)}"
-        tiles.append((brief(record.last(column), percent), display_name(column) + recent))
+        percent, recent = is_share(name, values), last_evaluations(record.rows, column)
+        label = display_name(column)
+        if len(recent) == LAST_EVALUATIONS:
+            label += f"; last five {brief(fmean(recent), percent)}"
+        tiles.append((brief(record.last(column), percent), label))
     for statement in record.statements:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"

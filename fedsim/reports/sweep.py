@@ -21,8 +21,8 @@ from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending
-from fedsim.runs.metrics import MetricsFile, display_name
-from fedsim.runs.sweep.search import LAST_EVALUATIONS, Spread, numbers_in, validated
+from fedsim.runs.metrics import MetricsFile, display_name, last_evaluations
+from fedsim.runs.sweep.search import Spread, validated
 
 _FINISHED = Ending("finished")
 
@@ -75,7 +75,11 @@ def read_line(
 ) -> RunLine:
     """Read the results of a run from its ``directory``; see `RunLine` for other parameters."""
     rows = MetricsFile(directory / "metrics.csv").rows()
-    tests, losses = (numbers_in(rows, f"test-{name}") for name in (measure.name, "loss"))
+    tests, losses = (
+        [row[column] for row in rows if column in row]
+        for column in (f"test-{measure.name}", "test-loss")
+    )
+    recent = last_evaluations(rows, f"test-{measure.name}")
     last = rows[-1] if rows else {"round": 0}
     return RunLine(
         point=point,
@@ -83,7 +87,7 @@ def read_line(
         rounds=int(last["round"]),
         measure=measure,
         test=tests[-1] if tests else math.nan,
-        mean_test=float(np.mean(tests[-LAST_EVALUATIONS:])) if tests else math.nan,
+        mean_test=float(np.mean(recent)) if recent else math.nan,
         loss=losses[-1] if losses else math.nan,
         epsilon=last.get("epsilon"),
         simulated=bool(last.get("simulated")),

@@ -302,7 +302,20 @@ def size(count: float) -> str:
     return f"{count:.3g} {units[power]}"
 
 
-def tail_mean(values: Sequence[float], count: int = 5) -> float | None:
-    """Mean of the last ``count`` finite numbers; None if there are fewer."""
-    real = [value for value in values if math.isfinite(value)][-count:]
-    return math.fsum(real) / count if len(real) == count else None
+LAST_EVALUATIONS = 5
+"""Number of last evaluations whose mean is reported."""
+
+
+def last_evaluations(rows: Sequence[Row], column: str) -> list[float]:
+    """A column's values of the last five evaluations; fewer if there were fewer.
+
+    Round 0, the untrained model, counts only if no other round has a value.
+
+    Examples
+    --------
+    >>> last_evaluations([{"round": k, "test-loss": 3.0 - k} for k in range(3)], "test-loss")
+    [2.0, 1.0]
+    """
+    measured = [row for row in rows if column in row]
+    trained = [row for row in measured if row["round"] > 0] or measured
+    return [float(row[column]) for row in trained[-LAST_EVALUATIONS:]]

@@ -122,11 +122,8 @@ class RunRecord:
         )
 
     def last(self, column: str) -> float | None:
-        """The last finite number in a column; None if there is none."""
-        for row in reversed(self.rows):
-            if math.isfinite(row.get(column, math.nan)):
-                return row[column]
-        return None
+        """The last number in a column, which may not be finite; None if there is none."""
+        return next((row[column] for row in reversed(self.rows) if column in row), None)
 
     def columns(self) -> list[str]:
         """Names of the columns that have any number."""

@@ -131,8 +131,19 @@ def test_numbers_that_are_not_finite_have_no_deviation(tmp_path: Path) -> None:
     other = left_run(tmp_path / "b", [{"round": 1, "test-loss": 1.0}], seed=2)
     (group,) = grouped(read_all([first, other]))
     assert all(math.isnan(value) for value in group.mean_curve("test-loss", "x").low)
-    assert group.ends("test-loss") == [1.0]
+    assert [value for value in group.ends("test-loss") if not math.isnan(value)] == [1.0]
     compare_page(group.records)
+
+
+def test_a_run_that_diverges_is_not_shown_with_an_earlier_value(tmp_path: Path) -> None:
+    rows = [{"round": k, "test-loss": value} for k, value in enumerate((0.75, 0.25, math.nan))]
+    diverged = left_run(tmp_path / "a", rows, **{"client.lr": 9.0})
+    other = left_run(tmp_path / "b", [{"round": 2, "test-loss": 0.5}])
+    page = compare_page(read_all([diverged, other]))
+    results = page.partition("Results")[2].partition("Curves")[0]
+    assert "0.25" not in results
+    assert "In 1 run the last value of a metric is not finite" in results
+    assert "is not finite" not in compare_page(read_all([other]))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from left_runs import left_run
 
 import fedsim
 from fedsim import RunConfig
@@ -17,9 +18,11 @@ from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import Stopping
-from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, seeds_csv
+from fedsim.reports.run_page import run_page
+from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, read_line, seeds_csv
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending, RunDirectory
+from fedsim.runs.record import RunRecord
 from fedsim.runs.sweep import Halving, Span, grid_runs, parse_axes, random_runs, run_sweep
 from fedsim.tasks.named_metrics import Accuracy
 
@@ -271,6 +274,23 @@ def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
     assert rows[1]["test-accuracy-last-five-std"] == ""
     figure = draw(settings, "client.lr", "picture")
     assert "2 seeds; bars: one standard deviation" in figure.axes[0].get_title("left")
+
+
+def test_the_untrained_model_is_not_among_the_last_five_evaluations(tmp_path: Path) -> None:
+    accuracies = [0.1, 0.9, 0.9, 0.5, 0.5, 0.5]
+    directory = left_run(
+        tmp_path / "run",
+        [{"round": k, "test-accuracy": value} for k, value in enumerate(accuracies[:3])],
+    )
+    measure = Measure("accuracy", higher_is_better=True)
+    assert read_line({}, directory, measure).mean_test == pytest.approx(0.9)
+    rows = [{"round": k, "test-accuracy": value} for k, value in enumerate(accuracies)]
+    left_run(directory, rows)
+    assert read_line({}, directory, measure).mean_test == pytest.approx(0.66)
+    page = run_page(RunRecord.read(directory))
+    assert "last five 66.00 %" in page
+    left_run(directory, rows[:5])
+    assert "last five" not in run_page(RunRecord.read(directory))
 
 
 def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() -> None:

@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
+from fedsim.runs.metrics import Row, last_evaluations
 
 LONGEST_LABEL = 150
 
@@ -244,10 +245,6 @@ def _span(over: str, text: str) -> Span | None:
     return Span(scale, low, high)  # type: ignore[arg-type]
 
 
-LAST_EVALUATIONS = 5
-"""Number of last evaluations whose mean is reported for a run of a sweep."""
-
-
 @dataclass(frozen=True)
 class Spread:
     """Mean and deviation of a number over seeds.
@@ -273,13 +270,7 @@ class Spread:
         return cls(float(np.mean(values)), std, len(values))
 
 
-def validated(rows: Sequence[Mapping[str, object]], measure: Measure) -> float | None:
-    """Mean of a run's last five validation results; round 0 only counts if it is the only one."""
-    trained = [row for row in rows if int(str(row["round"])) > 0] or rows
-    values = numbers_in(trained, f"validation-{measure.name}")
-    return float(np.mean(values[-LAST_EVALUATIONS:])) if values else None
-
-
-def numbers_in(rows: Sequence[Mapping[str, object]], column: str) -> list[float]:
-    """Numbers of a column, skipping rows without it."""
-    return [float(str(row[column])) for row in rows if row.get(column) not in (None, "")]
+def validated(rows: Sequence[Row], measure: Measure) -> float | None:
+    """Mean of a run's last five validation results."""
+    values = last_evaluations(rows, f"validation-{measure.name}")
+    return float(np.mean(values)) if values else None
