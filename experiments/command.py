@@ -145,7 +145,15 @@ def _check(console: Output, directory: Path, data: Path) -> None:
     elif not checked.faults:
         console.print(NOT_MEASURED)
     if checked.unrun:
-        console.print(checked.unrun, highlight=False, markup=False)
+        console.print(Text(checked.unrun.says))
+    if checked.unrun and checked.unrun.cells:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("not run (PATTERN)", "runs", "hours of one core"):
+            table.add_column(heading, justify="left" if "PATTERN" in heading else "right")
+        for _, pattern, runs, hours in checked.unrun.cells:
+            table.add_row(Text(pattern), str(runs), f"{hours:,.2f}")
+        console.print(table)
+        console.print(Text(f'fedsim experiment {directory.name} --only "PATTERN" --store'))
     _end(console, checked.faults)
 
 

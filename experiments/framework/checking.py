@@ -10,7 +10,7 @@ from statistics import fmean
 from experiments.framework.base import ExperimentMember, Report
 from experiments.framework.directories import load
 from experiments.framework.judgement import Judgement, faults
-from experiments.framework.pages import Missing, readme, unrun
+from experiments.framework.pages import Missing, Unrun, readme, unrun
 from experiments.framework.stored import Stored, gathered
 from fedsim import regular_files
 from fedsim.reports.plots import save
@@ -28,15 +28,14 @@ class Checked:
         Sentences; empty if results, judgement and page agree.
     page : str
         README.md as it should be.
-    unrun : str
-        Markdown text on the missing runs, why they are missing and how long they would take; empty
-        if none is missing.
+    unrun : Unrun or None
+        The missing runs; None if none is missing.
     """
 
     report: Report | None
     faults: list[str]
     page: str
-    unrun: str = ""
+    unrun: Unrun | None = None
 
 
 def check(directory: Path, *, data: Path = Path("data")) -> Checked:
@@ -96,11 +95,16 @@ def _judged(directory: Path, data: Path) -> Checked:
         wrong += faults(experiment, report, judgement)
     hours = [Missing(member, _seconds(member, members, stored, judgement)) for member in missing]
     more = experiment.has_followers and any(one in missing for one in experiment.members())
-    block = unrun(directory.name, judgement, hours, len(members), more=more) if missing else ""
+    left = unrun(judgement, hours, len(members), more=more) if missing else None
     page = readme(
-        directory.name, judgement, stored, report, seeds=experiment.settings.seeds, missing=block
+        directory.name,
+        judgement,
+        stored,
+        report,
+        seeds=experiment.settings.seeds,
+        missing=left.markdown(directory.name) if left else "",
     )
-    return Checked(report, wrong, page, block)
+    return Checked(report, wrong, page, left)
 
 
 def _seconds(

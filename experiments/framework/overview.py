@@ -13,7 +13,7 @@ from experiments.framework.directories import find, load, names
 from experiments.framework.judgement import Judgement, Panel
 from experiments.framework.pages import CAUSES, PAPERS, RULE, about, markdown_table, sections
 
-INTRODUCTION = f"""# The four papers
+INTRODUCTION = f"""# The papers
 
 Every figure and table, beside what the paper says of it: our setting, the seeds, the verdict, and
 what a claim that is not reproduced is put down to. {RULE}
@@ -69,7 +69,7 @@ def _entry(name: str) -> _Entry:
         load(directory, data=Path("data")).settings.seeds,
         Judgement.load(directory),
         checked.report,
-        checked.unrun,
+        checked.unrun.markdown(directory.name) if checked.unrun else "",
     )
 
 

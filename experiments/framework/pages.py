@@ -80,10 +80,36 @@ class Missing:
     seconds: float | None
 
 
-def unrun(
-    name: str, judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool
-) -> str:
-    """Markdown on the missing members: why they are missing, and per cell the hours and command.
+@dataclass(frozen=True)
+class Unrun:
+    """The members that have not been run.
+
+    Attributes
+    ----------
+    says : str
+        How many they are, why they are missing, and how long they would take.
+    cells : list of (str, str, int, float)
+        Each cell's name, a pattern of its missing members, their number, and their hours of one
+        core; empty if no time is known.
+    """
+
+    says: str
+    cells: Sequence[tuple[str, str, int, float]] = ()
+
+    def markdown(self, name: str) -> str:
+        """The text for an experiment's page, with a command for each cell."""
+        if not self.cells:
+            return self.says
+        rows = [
+            [cell, runs, hours, f'`fedsim experiment {name} --only "{pattern}" --store`']
+            for cell, pattern, runs, hours in self.cells
+        ]
+        table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
+        return f"{self.says}\n\n{table}"
+
+
+def unrun(judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool) -> Unrun:
+    """Describe the missing members: why they are missing, and each cell's hours.
 
     Parameters
     ----------
@@ -97,18 +123,18 @@ def unrun(
     seconds = [one.seconds for one in missing if one.seconds is not None]
     text = f"{judgement.not_run.strip()} {says}".strip()
     if not seconds:
-        return f"{text}."
+        return Unrun(f"{text}.")
     cells: dict[str, list[float]] = {}
     for one in missing:
         cells.setdefault(one.member.cell, []).append(one.seconds or 0.0)
     names = {one.member.name for one in missing}
-    rows: list[list[str | float | None]] = []
-    for cell, of_cell in cells.items():
-        pattern = cell if cell in names else f"{cell} *"
-        command = f'`fedsim experiment {name} --only "{pattern}" --store`'
-        rows.append([cell, len(of_cell), sum(of_cell) / 3600, command])
-    table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
-    return f"{text}: an estimated {_duration(sum(seconds))} of one core.\n\n{table}"
+    return Unrun(
+        f"{text}: an estimated {_duration(sum(seconds))} of one core.",
+        [
+            (cell, cell if cell in names else f"{cell} *", len(of_cell), sum(of_cell) / 3600)
+            for cell, of_cell in cells.items()
+        ],
+    )
 
 
 def readme(
@@ -190,7 +216,7 @@ def sections(
     pictures : str
         Prefix of a picture's file name in a link.
     missing : str
-        Text of `unrun` on members that have not been run.
+        Markdown of `Unrun` on members that have not been run.
     """
     figures = _figures(report, seeds)
     if report is None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fedsim.cli.console import Command, ConfigCommand, Output
+from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.deploy.processes import Service
@@ -30,7 +31,10 @@ DIRECTORY = Annotated[Path, typer.Argument(help="The federation's directory.")]
 @deploy.command(cls=ConfigCommand)
 def init(
     directory: DIRECTORY,
-    nodes: Annotated[int, typer.Option(help="How many SuperNodes get keys.")] = 2,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="How many SuperNodes get keys: with --split its clients, else 2."),
+    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,7 +82,13 @@ def init(
 
     config = None if split is None else RunConfig.load(split)
     if config is not None:
+        if nodes not in (None, config.partition.clients):
+            raise FedsimError(
+                f"--nodes {nodes}, but --split {split} has {config.partition.clients} clients "
+                "(partition.clients), each of which gets a node; leave --nodes out."
+            )
         nodes = config.partition.clients
+    nodes = 2 if nodes is None else nodes
     federation = Federation.create(
         directory,
         hosts=host or ["127.0.0.1", "localhost"],

@@ -90,8 +90,9 @@ def privacy(
     ] = None,
     adjacency: Annotated[str | None, _sampling("add-remove, zero-out or replace-one.")] = None,
     level: Annotated[
-        str, _sampling("The level: client or example, whose data one row of a sum is.")
-    ] = "client",
+        str | None,
+        _sampling("Without SOURCE: client or example, whose data one row of a sum is."),
+    ] = None,
     group: Annotated[
         int | None, _sampling("Also state the guarantee for a person who owns so many clients.")
     ] = None,
@@ -157,13 +158,18 @@ def privacy(
     if verify_ or public_key is not None:
         _verify(source, public_key, delta, as_json)
         return
+    if picture is not None and not noises:
+        raise FedsimError(f"--picture {picture} shows what --noises compares; give that too.")
     if noises:
         show_noises(source, set_ or [], picture)
         return
     read = read_source(source, set_ or [], delta)
     question = read.question
     if source is None:
-        question = replace(question, level=one_of("--level", level, "client", "example"))
+        level = one_of("--level", level or "client", "client", "example")
+        question = replace(question, level=level)
+    elif level not in (None, question.level):
+        raise FedsimError(f"--level is {level!r}, and {source} is about {question.level} level.")
     drawn = {"rate": rate, "size": size, "population": population, "adjacency": adjacency}
     question = with_plan(
         with_sampling(question, sampling, drawn),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.text import Text
 from fedsim.cli.console import ConfigFile, Output, Overrides
 from fedsim.cli.sweep_cost import print_cost, print_examples_cost
 from fedsim.config import RunConfig
+from fedsim.config.values import split_top_level
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
@@ -161,12 +163,17 @@ def sweep(
     _end_if_failed(console, outcomes)
 
 
+_RANGE = re.compile(r"=\s*(uniform|log|whole)\(")
+
+
 def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
     """Load the config; if it is invalid without the axes, with the first value of each axis."""
     try:
         return RunConfig.load(config, set_)
     except FedsimError:
-        firsts = [text.partition(",")[0] for text in over if "(" not in text]
+        axes = [text.partition("=") for text in over]
+        firsts = [f"{key}={split_top_level(values)[0]}" for key, _, values in axes if values]
+        firsts = [first for first in firsts if not _RANGE.search(first)]
         with suppress(FedsimError):
             return RunConfig.load(config, [*set_, *firsts])
         raise

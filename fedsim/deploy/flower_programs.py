@@ -185,8 +185,8 @@ _GRACE = 10.0
 # Written in full, so that a search for a module's name finds it here.
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
-    *("fedsim.federation.engines.packed_messages", "fedsim.models.parameters"),
-    *("fedsim.models.construction", "fedsim.models.parameters", "fedsim.tasks.losses"),
+    *("fedsim.federation.engines.packed_messages", "fedsim.models.construction"),
+    *("fedsim.models.parameters", "fedsim.tasks.losses"),
 )
 _KIND_OF_ROLE = {"server": "flwr-serverapp", "client": "flwr-clientapp"}
 _PROGRAM_OF_ROLE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fedsim.config import Scalar
+from fedsim.config.sections import WORK_RANGE
 from fedsim.privacy import Entry
 
 Flat = Mapping[str, Scalar]
@@ -40,8 +41,8 @@ def ending_sentence(summary: Mapping[str, object], rounds: int, planned: object)
         return f"It finished {'its only round' if rounds == 1 else f'all {rounds:,} rounds'}."
     if not summary:
         return (
-            f"It was interrupted after round {rounds} of {planned}; this page shows the rounds "
-            "that it finished."
+            f"It is still running, or was interrupted, after round {rounds} of {planned}; this "
+            "page shows the rounds that it finished."
         )
     why = str(summary.get("why") or "It ended early.")
     return f"It reached round {rounds} of {planned}. {why}"
@@ -83,7 +84,12 @@ def _round(config: Flat, released: Entry | None) -> str:
 def _work(config: Flat) -> str:
     steps, epochs = config.get("client.steps"), config.get("client.epochs")
     batch, rate = config.get("client.batch-size"), config.get("client.lr")
-    work = _count(steps, "step") if steps else _count(epochs, "pass", "passes")
+    one, many = ("step", "steps") if steps else ("pass", "passes")
+    work = _count(steps or epochs, one, many)
+    if drawn := WORK_RANGE.fullmatch(amounts := str(config.get("client.work", ""))):
+        work = f"{drawn[1]} to {drawn[2]} {many}, drawn for each client,"
+    elif amounts:
+        work = f"a number of {many} that {amounts} says for each client,"
     batches = f"batches of {batch}" if batch else "all its examples at once"
     name = _ALGORITHMS.get(str(config.get("client.name")), str(config.get("client.name")))
     at_rate = f" at rate {rate:g}" if isinstance(rate, int | float) else ""

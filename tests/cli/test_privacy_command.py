@@ -230,6 +230,7 @@ def test_a_runs_directory_is_read_with_its_own_delta(ledger, tmp_path):
             "at example level it must be zero-out",
         ),
         (["--set", "rounds=3"], "name the config first"),
+        (["--picture", "a.png", "-z", "1", "--rounds", "1"], "what --noises compares"),
         (["nowhere.jsonl"], "there is no ledger at nowhere.jsonl"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
@@ -237,6 +238,12 @@ def test_a_runs_directory_is_read_with_its_own_delta(ledger, tmp_path):
 def test_mistakes_get_a_sentence(arguments, named):
     with pytest.raises(FedsimError, match=re.escape(named)):
         ask(*arguments)
+
+
+def test_a_source_has_its_own_level(config):
+    with pytest.raises(FedsimError, match=r"--level is 'example', and .* is about client level"):
+        ask(str(config), "--level", "example")
+    assert ask(str(config), "--level", "client") == ask(str(config))
 
 
 def test_a_run_without_guarantee_says_so(tmp_path):

@@ -44,6 +44,15 @@ def test_init_gives_every_node_its_part_of_a_configs_data(tmp_path):
         assert Path(policy.data_file).exists()
 
 
+def test_init_gives_as_many_nodes_as_a_config_has_clients(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    words = ("init", tmp_path / "fed", "--split", tmp_path / "run.toml", "--nodes")
+    with pytest.raises(FedsimError, match=r"--nodes 5, but --split .*run.toml has 3 clients"):
+        invoke(*words, 5)
+    assert not (tmp_path / "fed").exists()
+    assert invoke(*words, 3).exit_code == 0
+
+
 def test_an_insecure_federation_is_said_to_be_one(tmp_path):
     assert "insecure" in invoke("init", tmp_path / "fed", "--insecure").output
 

@@ -47,6 +47,7 @@ from experiments.framework.judgement import Judgement
 from experiments.framework.run import Portion, run_experiment
 from experiments.framework.store import Store
 from experiments.framework.stored import Stored, StoredResult, digest
+from fedsim.cli import main
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
@@ -301,7 +302,9 @@ def test_stored_members_are_not_run_again_unless_they_are_to_be(
     assert Counting.runs == [0, 1, 3, 2, 0, 4]
 
 
-def test_page_estimates_what_was_not_run_from_what_was(counting: Path, tmp_path: Path) -> None:
+def test_page_estimates_what_was_not_run_from_what_was(
+    counting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     members = load(counting, data=tmp_path).members()
     ran = {m.name: StoredResult(digest(m.settings), {"value": 1}, 7200.0) for m in members[:1]}
     Stored(ran).save(counting)
@@ -315,6 +318,12 @@ def test_page_estimates_what_was_not_run_from_what_was(counting: Path, tmp_path:
     assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in checked.page
     row = '| member 2 | 1 | 2.00 | `fedsim experiment counting --only "member 2" --store` |'
     assert row in checked.page
+    with pytest.raises(SystemExit):
+        main(["experiment", str(counting), "--check"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["member", "2", "1", "2.00"] for line in lines)
+    assert not any("|" in line for line in lines)
+    assert sum("--store" in line for line in lines) == 1
     run_experiment(counting, tmp_path / "out", workers=1).stored.save(counting)
     assert "not-run says why runs are missing, and none is." in check(counting).faults
 

@@ -219,10 +219,30 @@ def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> 
 )
 def test_every_end_of_a_run_makes_a_page(rows: list, tmp_path: Path) -> None:
     words = Outline(page_of(left_run(tmp_path / "run", rows))).words
-    assert "It was interrupted after round" in words
+    assert "It is still running, or was interrupted, after round" in words
     if any(row.get("failed") for row in rows):
         assert "raised" in words
         assert "and 9 failed." in words
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"client.work": "whole(1,5)"}, "1 to 5 passes, drawn for each client, over batches of 10"),
+        ({"client.work": "w.txt", "client.steps": 3, "client.epochs": 1}, "a number of steps that"),
+        ({}, "1 pass over batches of 10"),
+    ],
+)
+def test_a_page_says_how_much_clients_train(settings: dict, words: str, tmp_path: Path) -> None:
+    page = page_of(left_run(tmp_path / "run", [], **settings))
+    assert words in " ".join(Outline(page).words.split())
+
+
+def test_a_page_says_that_its_charts_are_thinned(tmp_path: Path) -> None:
+    for rounds, is_thinned in ((800, False), (801, True)):
+        rows = [{"round": k, "test-loss": 1.0} for k in range(rounds)]
+        words = Outline(page_of(left_run(tmp_path / "run", rows))).words
+        assert ("charts show the highs and lows" in words) == is_thinned
 
 
 def test_one_round_is_spoken_of_as_one(tmp_path: Path) -> None:

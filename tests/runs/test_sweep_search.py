@@ -276,6 +276,20 @@ def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
     assert "2 seeds; bars: one standard deviation" in figure.axes[0].get_title("left")
 
 
+def test_a_key_that_the_config_lacks_may_be_an_axis_of_quoted_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(
+        f'{TOML}\n[model]\nname = "mlp"\n'.replace("rounds = 4", "rounds = 1")
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "c.toml", "--over", "model.widths='16,8','4'", "--out", "out"])
+    assert ended.value.code in (0, None)
+    rows = list(csv.DictReader(Path("out/sweep.csv").read_text().splitlines()))
+    assert [row["model.widths"] for row in rows] == ["16,8", "4"]
+
+
 def test_the_untrained_model_is_not_among_the_last_five_evaluations(tmp_path: Path) -> None:
     accuracies = [0.1, 0.9, 0.9, 0.5, 0.5, 0.5]
     directory = left_run(
