@@ -100,7 +100,7 @@ class Unrun:
         """The text for an experiment's page, with a command for each cell."""
         if not self.cells:
             return self.says
-        rows = [
+        rows: list[list[str | float | None]] = [
             [cell, runs, hours, f'`fedsim experiment {name} --only "{pattern}" --store`']
             for cell, pattern, runs, hours in self.cells
         ]

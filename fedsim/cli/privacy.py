@@ -166,8 +166,8 @@ def privacy(
     read = read_source(source, set_ or [], delta)
     question = read.question
     if source is None:
-        level = one_of("--level", level or "client", "client", "example")
-        question = replace(question, level=level)
+        row = one_of("--level", level or "client", "client", "example")
+        question = replace(question, level=row)
     elif level not in (None, question.level):
         raise FedsimError(f"--level is {level!r}, and {source} is about {question.level} level.")
     drawn = {"rate": rate, "size": size, "population": population, "adjacency": adjacency}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +26,15 @@ from fedsim.privacy import Ledger
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.directory import OUT, RunDirectory, ending, last_run
+from fedsim.runs.checkpoints import Checkpoints
+from fedsim.runs.directory import OUT, Ending, RunDirectory, ending, last_run
+from fedsim.runs.metrics import Row
 from fedsim.runs.record import RanElsewhere, RunResult
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.strategies import RunFailedError
+
+_log = logging.getLogger("fedsim")
 
 
 def run_simulation(
@@ -66,8 +71,9 @@ def run_deployment(
 
     With ``engine.federation``, the directory of a running federation, the ServerApp writes the
     artefacts on its SuperLink's host. If that is this machine, they are copied to ``out``, and
-    callbacks get the rows of its metrics as they are written, without parameters. Otherwise a
-    federation with a SuperNode for each client is started on this machine for this run.
+    callbacks get the rows of its metrics as they are written, without parameters; they cannot stop
+    the run. Otherwise a federation with a SuperNode for each client is started on this machine for
+    this run.
 
     Raises
     ------
@@ -133,11 +139,12 @@ def _submit(
     operator = Operator(federation.operator, CONNECTION)
     config = resolved.config
     resumed = last_run(federation.runs, config.name) if config.checkpoint.resume else None
+    rows = _Rows(resolved, Callbacks.numbered(callbacks), resumed)
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     directory = resumed or RunDirectory(federation.runs / f"{config.name}-{run_id}")
-    rows = _Rows(resolved, directory, Callbacks.numbered(callbacks))
-    _follow(operator, run_id, rows.look)
+    with rows.watch(directory) as poll:
+        _follow(operator, run_id, poll)
     if not directory.path.is_dir():
         raise RanElsewhere(run_id, _artefact_place(operator.log(run_id)))
     if out is not None:
@@ -159,10 +166,10 @@ def _interruptible_by(server: CallbackServer) -> Iterator[None]:
             raise
 
 
-def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
+def _follow(operator: Operator, run_id: int, poll: Callable[[], None]) -> None:
     """Wait for a run to end; raise if it failed, and stop it on Ctrl-C."""
     try:
-        status = operator.follow(run_id, look)
+        status = operator.follow(run_id, poll)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise
@@ -172,37 +179,87 @@ def _follow(operator: Operator, run_id: int, look: Callable[[], None]) -> None:
 
 
 class _Rows:
-    """Passes new rows of metrics.csv, which another process writes, to callbacks."""
+    """Calls callbacks for a federation's run, by the metrics.csv that its ServerApp writes.
 
-    def __init__(self, resolved: Resolved, directory: RunDirectory, callbacks: Callbacks) -> None:
+    Parameters
+    ----------
+    resolved : Resolved
+    callbacks : Callbacks
+    resumed : RunDirectory or None
+        Directory of the run that is resumed, before the ServerApp writes to it again.
+    """
+
+    def __init__(
+        self, resolved: Resolved, callbacks: Callbacks, resumed: RunDirectory | None
+    ) -> None:
         self._resolved = resolved
-        self._directory = directory
         self._callbacks = callbacks
-        self._row_count = 0
-        self._size = 0
+        self._row: Row = {}
+        self._round = -1
+        self._earlier: tuple[int, int] | None = None
+        if resumed is not None:
+            self._round = max(Checkpoints(resumed.checkpoint).rounds(), default=-1)
+            # A resumed run writes the file again, without the rounds after its checkpoint.
+            self._earlier = self._version(resumed)
+            rows = resumed.metrics_file.rows()
+            self._row = next((row for row in rows if row["round"] == self._round), {})
+        self._read = self._earlier
+        self._warned = False
 
-    def look(self) -> None:
+    @contextmanager
+    def watch(self, directory: RunDirectory) -> Iterator[Callable[[], None]]:
+        """Context of the run, with a function that passes new rows to the callbacks."""
+        self._callbacks.on_start(self._status(directory))
+        self._warn_of_stop()
         try:
-            size = self._directory.metrics.stat().st_size
+            yield lambda: self._poll(directory)
+        finally:
+            end = ending(directory.path) if directory.done.is_file() else None
+            self._callbacks.on_end(self._status(directory, end))
+
+    def _poll(self, directory: RunDirectory) -> None:
+        version = self._version(directory)
+        if version in (None, self._read, self._earlier):
+            return
+        self._read, self._earlier = version, None
+        for row in directory.metrics_file.rows():
+            if row["round"] > self._round:
+                self._round, self._row = int(row["round"]), row
+                self._callbacks.on_round(self._status(directory))
+        self._warn_of_stop()
+
+    @staticmethod
+    def _version(directory: RunDirectory) -> tuple[int, int] | None:
+        """What changes if metrics.csv is written again or grows; None without the file."""
+        try:
+            about = directory.metrics.stat()
         except OSError:
-            return
-        if size == self._size:
-            return
-        self._size = size
-        rows = self._directory.metrics_file.rows()
-        for row in rows[self._row_count :]:
-            self._callbacks.on_round(
-                RunStatus(
-                    config=self._resolved.config,
-                    round=int(row["round"]),
-                    row=row,
-                    arrays=ArrayRecord(),
-                    protects=self._resolved.config.protects,
-                    uncovered=self._resolved.uncovered,
-                    directory=self._directory,
-                )
+            return None
+        return about.st_ino, about.st_size
+
+    def _warn_of_stop(self) -> None:
+        # Flower could stop the run at once, but the ledger would then not be charged for a decision
+        # that depends on what was released.
+        if self._callbacks.stopped is not None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "A callback asked to stop the run (%s); with engine.federation it continues: only "
+                "Ctrl-C and what its config says, such as stop.metric, end it.",
+                self._callbacks.stopped,
             )
-        self._row_count = len(rows)
+
+    def _status(self, directory: RunDirectory, end: Ending | None = None) -> RunStatus:
+        return RunStatus(
+            config=self._resolved.config,
+            round=max(self._round, 0),
+            row=self._row,
+            arrays=ArrayRecord(),
+            protects=self._resolved.config.protects,
+            uncovered=self._resolved.uncovered,
+            directory=directory,
+            ended=None if end is None else end.ended,
+            why="" if end is None else end.why,
+        )
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:

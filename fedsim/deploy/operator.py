@@ -82,12 +82,12 @@ class Operator:
         """Output of the run's ServerApp so far."""
         return self._run("log", str(run_id), self.connection, "--show")
 
-    def follow(self, run_id: int, look: Callable[[], None] = lambda: None) -> str:
+    def follow(self, run_id: int, poll: Callable[[], None] = lambda: None) -> str:
         """Wait for a run to end.
 
         Parameters
         ----------
-        look : callable
+        poll : callable
             Called several times a second, and at the end; it may raise to end the waiting.
 
         Returns
@@ -104,7 +104,7 @@ class Operator:
         while True:
             with self._stream(run_id) as stream:
                 while stream.poll() is None:
-                    look()
+                    poll()
                     time.sleep(0.1)
             try:
                 status, silent_since = self.status(run_id), None
@@ -116,7 +116,7 @@ class Operator:
                         "survives; when it is up again, the same command with --resume continues "
                         "from the last checkpoint."
                     ) from None
-            look()
+            poll()
             if status.startswith("finished"):
                 return status
             time.sleep(1.0)

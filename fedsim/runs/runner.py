@@ -85,7 +85,8 @@ def run(
         none; if there is no run, a new one starts. Only keys that cannot affect a release may
         differ from that run's. On a federation ``out`` may be omitted.
     callbacks : iterable of Callback
-        Called in this process, on every engine.
+        Called in this process, on every engine. With ``engine.federation`` they get the rows of
+        metrics if these are written on this machine, no parameters, and cannot stop the run.
     model, data, partition : nn.Module, Dataset, Partition, optional
         Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
         config.toml names them (``objects``), and cannot be run without them. ``data`` may also be

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from fedsim.config import RunConfig
+from fedsim.deploy import launch
 from fedsim.deploy.launch import _directory, _follow, _interruptible_by
 from fedsim.errors import FedsimError
+from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CallbackServer
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.strategies import RunFailedError
 
@@ -30,7 +35,7 @@ class Failing:
     def __init__(self, log: str) -> None:
         self._log = log
 
-    def follow(self, run_id: int, look: Any) -> str:
+    def follow(self, run_id: int, poll: Any) -> str:
         return "finished:failed"
 
     def log(self, run_id: int) -> str:
@@ -62,6 +67,68 @@ def test_a_run_whose_flower_a_scheduler_has_ended_too_is_interrupted() -> None:
         lose_the_superlink(asked=True)
     with pytest.raises(FedsimError):
         lose_the_superlink(asked=False)
+
+
+class Watcher(Callback):
+    """Notes every call, and asks to stop after round 1."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, str | None]] = []
+
+    def on_start(self, status: RunStatus) -> None:
+        self.calls.append(("start", status.round, status.ended))
+
+    def on_round(self, status: RunStatus) -> bool:
+        self.calls.append(("round", status.round, status.ended))
+        return status.round == 1
+
+    def on_end(self, status: RunStatus) -> None:
+        self.calls.append(("end", status.round, status.ended))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
+    resumed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = RunDirectory(tmp_path / "fedsim-run-7")
+    directory.path.mkdir()
+    file, first = directory.metrics_file, 0
+    if resumed:  # it has a checkpoint of round 1 and a row of round 2, which is made again
+        (directory.checkpoint / "round-1").mkdir(parents=True)
+        file.start(["round"], [{"round": k} for k in range(3)])
+        first = 2
+
+    class Finishing:
+        def __init__(self, home: Path, connection: str) -> None: ...
+
+        def submit(self, app: Path) -> int:
+            return 7
+
+        def follow(self, run_id: int, poll: Any) -> str:
+            poll()
+            file.start(["round"], [{"round": k} for k in range(first)])
+            poll()
+            for number in range(first, 4):
+                file.append({"round": number})
+                poll()
+            directory.finish("finished", "")
+            return "finished:completed"
+
+    monkeypatch.setattr(launch, "Operator", Finishing)
+    monkeypatch.setattr(launch, "last_run", lambda runs, name: directory)
+    monkeypatch.setattr(launch, "_read", lambda resolved, directory: directory)
+    federation = MagicMock(runs=tmp_path)
+    config = RunConfig().replace(**{"checkpoint.resume": resumed})
+    watcher = Watcher()
+    launch._submit(MagicMock(config=config, uncovered=()), federation, None, [watcher])
+    rounds = [("round", number, None) for number in range(first, 4)]
+    start = ("start", 1 if resumed else 0, None)
+    assert watcher.calls == [start, *rounds, ("end", 3, "finished")]
+    warnings = caplog.text.count("A callback asked to stop the run (Watcher has stopped it)")
+    assert warnings == (0 if resumed else 1)
 
 
 def test_a_run_without_a_directory_of_the_users_has_one_with_its_config() -> None:
