@@ -1,4 +1,4 @@
-"""Config tables on a run's execution: engine, checkpoints, early stopping, logs."""
+"""Config tables on a run's execution: checkpoints, early stopping, logs, engine, devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fedsim.config.tables import ConfigTable, Needs, WithNames
-from fedsim.settings import Doc, Ge, Gt, Le, NamesPath
+from fedsim.settings import Doc, Ge, Gt, Le, Lt, NamesPath
 
 
 @dataclass(frozen=True, init=False)
@@ -128,3 +128,57 @@ class EngineSection(ConfigTable, table="engine"):
     node_timeout: Annotated[
         float, Gt(0), Le(1e8), Doc("How many seconds to wait for nodes to connect.")
     ] = 180.0
+
+
+@dataclass(frozen=True, init=False)
+class DevicesSection(ConfigTable, table="devices"):
+    """Simulated devices of clients, drawn from the seed, never from data."""
+
+    availability: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        Doc("The probability that a device is available, independently in each round."),
+    ] = 1.0
+    trace: Annotated[
+        str,
+        NamesPath("training"),
+        Doc(
+            "In place of availability: an .npy file of truth values [rounds, clients], "
+            "repeated as often as needed. A sampled client that is not available counts as "
+            "missing."
+        ),
+    ] = ""
+    dropout: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Doc(
+            "The probability that an available device does not reply, independently in each round."
+        ),
+    ] = 0.0
+    seconds_per_example: Annotated[
+        float, Ge(0), Doc("Training time of the median device, in seconds an example; 0 for none.")
+    ] = 0.0
+    bandwidth: Annotated[
+        float,
+        Ge(0),
+        Doc("Bandwidth of the median device, in megabits a second each way; 0 for no limit."),
+    ] = 0.0
+    spread: Annotated[
+        float,
+        Ge(0),
+        Le(10),
+        Doc(
+            "How much devices differ: standard deviation of the logarithms of "
+            "seconds-per-example and bandwidth."
+        ),
+    ] = 0.0
+    deadline: Annotated[
+        float,
+        Ge(0),
+        Doc(
+            "Deadline of a round on the device's simulated clock, in seconds: later replies do "
+            "not count; 0 for none."
+        ),
+    ] = 0.0

@@ -20,6 +20,7 @@ from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
 from fedsim.config.execution_sections import (
     CheckpointSection,
+    DevicesSection,
     EngineSection,
     LogSection,
     StopSection,
@@ -37,7 +38,6 @@ from fedsim.config.sections import (
     ClientSection,
     CohortSection,
     DataSection,
-    DevicesSection,
     ModelSection,
     PartitionSection,
     ServerSection,

@@ -15,12 +15,11 @@ from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSe
 from fedsim.config.tables import (
     OUTSIDE_RELEASE,
     Choice,
-    ConfigTable,
     NamesOf,
 )
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
-from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
+from fedsim.settings import Constraint, Doc, Ge, Le, NamesPath, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
     str,
@@ -352,57 +351,3 @@ class ServerSection(Choice, table="server"):
         Ge(1),
         Doc("Rounds in a row without a usable reply after which a run without privacy fails."),
     ] = 3
-
-
-@dataclass(frozen=True, init=False)
-class DevicesSection(ConfigTable, table="devices"):
-    """Simulated devices of clients, drawn from the seed, never from data."""
-
-    availability: Annotated[
-        float,
-        Gt(0),
-        Le(1),
-        Doc("The probability that a device is available, independently in each round."),
-    ] = 1.0
-    trace: Annotated[
-        str,
-        NamesPath("training"),
-        Doc(
-            "In place of availability: an .npy file of truth values [rounds, clients], "
-            "repeated as often as needed. A sampled client that is not available counts as "
-            "missing."
-        ),
-    ] = ""
-    dropout: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc(
-            "The probability that an available device does not reply, independently in each round."
-        ),
-    ] = 0.0
-    seconds_per_example: Annotated[
-        float, Ge(0), Doc("Training time of the median device, in seconds an example; 0 for none.")
-    ] = 0.0
-    bandwidth: Annotated[
-        float,
-        Ge(0),
-        Doc("Bandwidth of the median device, in megabits a second each way; 0 for no limit."),
-    ] = 0.0
-    spread: Annotated[
-        float,
-        Ge(0),
-        Le(10),
-        Doc(
-            "How much devices differ: standard deviation of the logarithms of "
-            "seconds-per-example and bandwidth."
-        ),
-    ] = 0.0
-    deadline: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "Deadline of a round on the device's simulated clock, in seconds: later replies do "
-            "not count; 0 for none."
-        ),
-    ] = 0.0
