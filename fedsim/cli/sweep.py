@@ -21,10 +21,11 @@ from fedsim.config.values import split_top_level
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import RunLine, SeedsLine
+    from fedsim.reports.seed_groups import SeedGroup
+    from fedsim.runs.callbacks import Measure
     from fedsim.runs.directory import Ending
+    from fedsim.runs.record import RunRecord
     from fedsim.runs.sweep import Halving, SweepRun
-    from fedsim.runs.sweep.search import Spread
 
 
 FEW_RUNS = 5
@@ -110,7 +111,7 @@ def sweep(
     base = _base(config, set_ or [], over)
     # Imported here so that a mistake in the config is reported before torch is loaded.
     from fedsim.reports.plots import save
-    from fedsim.reports.sweep import draw, over_seeds, read_line, seeds_csv, to_csv
+    from fedsim.reports.sweep import draw, over_seeds, read_runs, seeds_csv, to_csv
     from fedsim.runs.sweep import Halving, grid_runs, is_done, measure_of, parse_axes, random_runs
 
     axes = parse_axes(over)
@@ -118,13 +119,13 @@ def sweep(
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    for option, value, whose, given in (
+    for option, value, parent, parent_value in (
         ("--first-rounds", None if first_rounds == 1 else first_rounds, "--halving", halving),
         ("--select-mean", select_mean, "--select", select),
         ("--select-number", select_number, "--select", select),
     ):
-        if given is None and value is not None:
-            raise FedsimError(f"{option} = {value}; it belongs to {whose}.")
+        if parent_value is None and value is not None:
+            raise FedsimError(f"{option} = {value}; it belongs to {parent}.")
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     if select is not None:
@@ -141,24 +142,17 @@ def sweep(
     except KeyboardInterrupt:
         console.print(f"Interrupted. Start the sweep again to continue it in {where}.")
         raise typer.Exit(130) from None
-    lines = [
-        read_line(
-            member.point,
-            where / member.label,
-            measure_of(member.config),
-            outcomes[member.label],
-        )
-        for member in grid
-    ]
-    settings = over_seeds(lines)
-    (where / "sweep.csv").write_text(to_csv(lines), encoding="utf-8")
-    (where / "sweep-seeds.csv").write_text(seeds_csv(settings), encoding="utf-8")
-    title = f"{base.name}: test {lines[0].measure.name} over {axis}"
-    save(draw(settings, axis, title, joined=random is None), where / "sweep.png")
-    console.print(_table(settings))
-    _print_best(console, settings)
+    measure = measure_of(grid[0].config)
+    records = read_runs(grid, where, outcomes)
+    settings = over_seeds(grid, records)
+    (where / "sweep.csv").write_text(to_csv(grid, records, measure), encoding="utf-8")
+    (where / "sweep-seeds.csv").write_text(seeds_csv(settings, measure), encoding="utf-8")
+    title = f"{base.name}: test {measure.name} over {axis}"
+    save(draw(settings, measure, axis, title, joined=random is None), where / "sweep.png")
+    console.print(_table(grid, settings, measure))
+    _print_best(console, settings, measure)
     print_examples_cost(console, grid, where, halved)
-    print_cost(console, grid, lines, where, halved)
+    print_cost(console, grid, records, where, halved)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_if_failed(console, outcomes)
 
@@ -249,14 +243,14 @@ def _run(
         return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0), halving)
 
 
-def _table(settings: Sequence[SeedsLine]) -> Table:
+def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Measure) -> Table:
     """One row per setting, the best one in bold; means if there are several seeds."""
     from fedsim.reports.sweep import best_of
 
-    best, name = best_of(settings), settings[0].lines[0].measure.name
-    single = all(len(setting.lines) == 1 for setting in settings)
+    best, name = best_of(settings, measure), measure.name
+    single = all(len(setting.records) == 1 for setting in settings)
     # Marks that all rows share go into the heading, so that rows fit into 80 columns.
-    marks = {_marks(line) for setting in settings for line in setting.lines}
+    marks = {_marks(record) for setting in settings for record in setting.records}
     shared = marks.pop() if len(marks) == 1 else ""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -264,58 +258,48 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
         collapse_padding=True,
         caption=None if single else "mean and standard deviation of the seeds that ended",
     )
-    keys = (settings[0].lines[0] if single else settings[0]).point
+    points = [run.point for run in grid] if single else [setting.point for setting in settings]
     last = "outcome" if single else "seeds"
-    for heading in (*keys, name, "last five", f"epsilon{shared}", "loss", last):
+    for heading in (*points[0], name, "last five", f"epsilon{shared}", "loss", last):
         table.add_column(heading, justify="right")
-    for setting in settings:
-        line = max(setting.lines, key=lambda line: line.epsilon or 0.0)
-        epsilon = "-" if line.epsilon is None else f"{line.epsilon:.3g}"
-        epsilon += "" if shared else _marks(line)
-        tests = (_spread(setting.spread(kind), name) for kind in ("test", "mean_test"))
-        figures = *tests, epsilon, _spread(setting.spread("loss"), "loss")
-        ended = f"{len(setting.ended)} of {len(setting.lines)}"
-        point = map(str, (line if single else setting).point.values())
-        figures = *figures, line.outcome.ended if single else ended
-        table.add_row(*point, *figures, style="bold" if setting is best else "")
+    for point, setting in zip(points, settings, strict=True):
+        record = max(setting.records, key=lambda record: record.last("epsilon") or 0.0)
+        epsilon = record.last("epsilon")
+        cell = "-" if epsilon is None else f"{epsilon:.3g}{'' if shared else _marks(record)}"
+        tests = [_spread(setting, f"test-{name}", name, recent=r) for r in (False, True)]
+        figures = *tests, cell, _spread(setting, "test-loss", "loss")
+        ended = f"{len(setting.ended.records)} of {len(setting.records)}"
+        figures = *figures, record.ending.ended if single else ended
+        table.add_row(*map(str, point.values()), *figures, style="bold" if setting is best else "")
     return table
 
 
-def _spread(spread: Spread | None, name: str) -> str:
-    """Mean and deviation, in the format of a run's page and `fedsim compare`."""
-    from fedsim.runs.metrics import brief_metric
-
-    if spread is None:
-        return "-"
-    mean = brief_metric(name, spread.mean)
-    if spread.std is None:
-        return mean
-    if mean.endswith(" %"):
-        return f"{mean[:-2]} ± {100 * spread.std:.2f} %"
-    return f"{mean} ± {spread.std:.2g}"
+def _spread(setting: SeedGroup, column: str, name: str, *, recent: bool = False) -> str:
+    spread = setting.ended.spread(column, recent=recent)
+    return "-" if spread is None else spread.text(name)
 
 
-def _marks(line: RunLine) -> str:
+def _marks(record: RunRecord) -> str:
     from fedsim.privacy.statement import epsilon_marks
 
-    return "" if line.epsilon is None else epsilon_marks(line.simulated, line.declared)
+    if record.last("epsilon") is None:
+        return ""
+    return epsilon_marks(bool(record.last("simulated")), bool(record.last("declared")))
 
 
-def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:
+def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measure) -> None:
     from fedsim.reports.sweep import best_of
 
-    best = best_of(settings)
-    name = settings[0].lines[0].measure.name
+    best, column = best_of(settings, measure), f"validation-{measure.name}"
     if best is not None and len(settings) > 1:
-        point = ", ".join(f"{key} = {value}" for key, value in best.point.items())
-        reached = _spread(best.spread("validation"), name)
-        console.print(f"Best by validation-{name}, {reached}: {point}.")
-    elif len(settings) > 1 and settings[0].lines[0].measure.higher_is_better is None:
+        reached = _spread(best, column, measure.name, recent=True)
+        console.print(f"Best by {column}, {reached}: {best.label}.")
+    elif len(settings) > 1 and measure.higher_is_better is None:
         console.print(
-            f"No best setting is named: {name} does not say whether higher is better (an attribute "
-            "higher_is_better of its function, True or False)."
+            f"No best setting is named: {measure.name} does not say whether higher is better (an "
+            "attribute higher_is_better of its function, True or False)."
         )
-    elif len(settings) > 1 and all(setting.spread("validation") is None for setting in settings):
+    elif len(settings) > 1 and not any(s.ended.spread(column) for s in settings):
         console.print(
             "No best setting is named, since test examples must not choose it; data.validation "
             "holds examples out for that."

@@ -14,7 +14,7 @@ from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import RunLine
+    from fedsim.runs.record import RunRecord
     from fedsim.runs.sweep import Halving, SweepRun
 
 
@@ -24,7 +24,7 @@ def print_examples_cost(
     """Print the joint cost at example level, if several runs' clients protect their examples."""
     from fedsim.privacy import Ledger
     from fedsim.privacy.client_ledgers import run_of
-    from fedsim.reports.sweep import examples_price
+    from fedsim.reports.sweep import joint_example_cost
     from fedsim.runs.sweep import outcomes
 
     protecting = [member for member in grid if member.config.client.private]
@@ -43,19 +43,21 @@ def print_examples_cost(
         rounds_left[directory] += member.config.rounds - made
     delta = max(member.config.client.noise.delta for member in protecting)
     same_clients = len({split_settings(member.config) for member in protecting}) == 1
-    ways = outcomes(protecting, halving)
-    cost = examples_price(rounds_left, delta, ways, same=same_clients, runs=runs)
+    outcome_count = outcomes(protecting, halving)
+    cost = joint_example_cost(
+        rounds_left, delta, outcome_count, same_examples=same_clients, runs=runs
+    )
     console.print(
         f"The {len(protecting)} runs whose clients protect their examples cost together, by "
         f"composition, epsilon = {cost.epsilon:.4g} at delta = {delta} (example level, for the "
-        f"examples of the client that spends most).{_shared_delta(ways)}"
+        f"examples of the client that spends most).{_shared_delta(outcome_count)}"
     )
 
 
 def print_cost(
     console: Console,
     grid: Sequence[SweepRun],
-    lines: Sequence[RunLine],
+    records: Sequence[RunRecord],
     where: Path,
     halving: Halving | None,
 ) -> None:
@@ -72,14 +74,14 @@ def print_cost(
     delta = max(member.config.noise.delta for member in ledgers.values())
     console.print(
         f"Each private run is (epsilon, {delta:g})-differentially private with the epsilon of its "
-        f"line. {joint_cost(released, delta, halving)}"
+        f"line. {joint_cost_sentence(released, delta, halving)}"
     )
-    if any(line.outcome.ended == "dropped" for line in lines):
+    if any(record.ending.ended == "dropped" for record in records):
         console.print(
             "The epsilon of a dropped run is that of a number of rounds fixed in advance; its own "
             "statement accounts for the choice."
         )
-    if any(line.simulated for line in lines):
+    if any(record.last("simulated") for record in records):
         console.print(
             "These are simulated: the noise follows from the runs' seeds. For real data set "
             "noise.entropy = 'system'.",
@@ -87,9 +89,11 @@ def print_cost(
         )
 
 
-def joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halving | None) -> str:
+def joint_cost_sentence(
+    released: Mapping[Path, SweepRun], delta: float, halving: Halving | None
+) -> str:
     """Sentence on the joint cost of all runs for a client whose data is in all of them."""
-    from fedsim.reports.sweep import price
+    from fedsim.reports.sweep import joint_cost
     from fedsim.runs.sweep import outcomes
 
     if len({split_settings(member.config) for member in released.values()}) > 1:
@@ -98,18 +102,21 @@ def joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halving
             "differently (seed, data or partition), so that one client's examples belong to many "
             "clients in another run. Choose among runs of one split, or partition by owners."
         )
-    ways = outcomes(list(released.values()), halving)
+    outcome_count = outcomes(list(released.values()), halving)
     planned = {path: whole_run(member.config) for path, member in released.items()}
-    together = f"Choosing the best one uses all {len(released)} of them, which together"
+    sentence_start = f"Choosing the best one uses all {len(released)} of them, which together"
     try:
-        cost = price(planned, delta, ways)
+        cost = joint_cost(planned, delta, outcome_count)
     except FedsimError as error:
-        return f"{together} have no figure: {error}"
-    return f"{together} cost, by composition, epsilon = {cost.epsilon:.4g}.{_shared_delta(ways)}"
+        return f"{sentence_start} have no figure: {error}"
+    return (
+        f"{sentence_start} cost, by composition, epsilon = {cost.epsilon:.4g}."
+        f"{_shared_delta(outcome_count)}"
+    )
 
 
-def _shared_delta(ways: int) -> str:
-    if ways == 1:
+def _shared_delta(outcome_count: int) -> str:
+    if outcome_count == 1:
         return ""
     return (
         " Which runs continued or ended follows from what was released: half of delta is shared "

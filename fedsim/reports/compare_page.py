@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import path_keys
 from fedsim.privacy.statement import epsilon_marks
-from fedsim.reports.charts import Cell, Line, Lines, PageTable, metric_chart
+from fedsim.reports.charts import Cell, Lines, PageTable, metric_chart
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
+from fedsim.reports.seed_groups import SeedGroup, Spread
 from fedsim.runs.metrics import (
-    brief,
     display_name,
     duration,
-    is_share,
     learning_columns,
     lowest_is_best,
 )
@@ -30,49 +29,6 @@ _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
 _RESOLVED = ("client.path", "client.kernel", "client.block-size")
 
 _MOST_KEYS = 4  # in a group's label
-
-
-@dataclass(frozen=True)
-class SeedGroup:
-    """Runs that differ in their seeds only.
-
-    Attributes
-    ----------
-    label : str
-        Label that distinguishes it from other groups.
-    point : mapping of key to value
-        This group's values of the keys in which groups differ.
-    records : list of RunRecord
-    """
-
-    label: str
-    point: Mapping[str, Scalar]
-    records: Sequence[RunRecord]
-
-    @property
-    def seeds(self) -> set[Scalar]:
-        """The seeds of the runs."""
-        return {record.config.get("seed", "") for record in self.records}
-
-    def ends(self, column: str) -> list[float]:
-        """Last value of a column in each run that has one."""
-        values = (record.last(column) for record in self.records)
-        return [value for value in values if value is not None]
-
-    def mean_curve(self, column: str, name: str) -> Line:
-        """Curve of the mean over the runs, with a band of one standard deviation to each side."""
-        by_round: dict[float, list[float]] = {}
-        for record in self.records:
-            for x, y in zip(*record.curve(column), strict=True):
-                by_round.setdefault(x, []).append(y)
-        rounds = sorted(by_round)
-        means = [math.fsum(by_round[x]) / len(by_round[x]) for x in rounds]
-        if len(self.records) < 2:
-            return Line(name, rounds, means)
-        deviations = [_deviation(by_round[x]) for x in rounds]
-        low = [mean - off for mean, off in zip(means, deviations, strict=True)]
-        high = [mean + off for mean, off in zip(means, deviations, strict=True)]
-        return Line(name, rounds, means, low, high)
 
 
 def compare_page(records: Sequence[RunRecord]) -> str:
@@ -206,15 +162,15 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
     epsilons = {
         name: column
         for name, column in (("epsilon", "epsilon"), ("examples' epsilon", "example-epsilon"))
-        if any(group.ends(column) for group in groups)
+        if any(group.spread(column) for group in groups)
     }
     rows: list[list[object]] = []
     for group in groups:
         row: list[object] = [group.label, Cell(str(len(group.records)), len(group.records))]
         row += _metric_cells(group, metrics)
         for column in epsilons.values():
-            row.append(_mean_cell(group.ends(column), suffix=_marks([group])))
-        row.append(_mean_cell([float(record.rounds) for record in group.records]))
+            row.append(_spread_cell(group.spread(column), column, _marks([group])))
+        row.append(_spread_cell(Spread.of([r.rounds for r in group.records]), "rounds"))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
             for record in group.records
@@ -226,25 +182,11 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
 
 
 def _metric_cells(group: SeedGroup, metrics: Mapping[str, str]) -> list[Cell]:
-    ends = {name: group.ends(column) for name, column in metrics.items()}
-    return [_mean_cell(values, is_share(name, values)) for name, values in ends.items()]
+    return [_spread_cell(group.spread(column), name) for name, column in metrics.items()]
 
 
-def _mean_cell(values: Sequence[float], percent: bool = False, suffix: str = "") -> Cell:
-    if not values:
-        return Cell("–")
-    mean, off = statistics.fmean(values), ""
-    if len(set(values)) > 1 and math.isfinite(mean):
-        deviation = _deviation(values)
-        off = " ± " + (brief(deviation, True) if percent else f"{deviation:.2g}")
-    return Cell(brief(mean, percent) + off + suffix, mean)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation with n - 1; 0 for a single number, NaN if one is not finite."""
-    if not all(math.isfinite(value) for value in values):
-        return math.nan
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def _spread_cell(spread: Spread | None, name: str, suffix: str = "") -> Cell:
+    return Cell("–") if spread is None else Cell(spread.text(name) + suffix, spread.mean)
 
 
 def _marks(groups: Sequence[SeedGroup]) -> str:
@@ -261,19 +203,17 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
     most = len(SERIES)
     charts: list[Lines] = []
     for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
-        measured = [group for group in groups if group.ends(column)]
-        if not measured:
+        lower_is_better = lowest_is_best(name) or name == "epsilon"
+        means = [(group, s.mean) for group in groups if (s := group.spread(column)) is not None]
+        if not means:
             continue
-        down = lowest_is_best(name) or name == "epsilon"
-        best = sorted(
-            measured,
-            key=lambda group: _rank(statistics.fmean(group.ends(column)), down),
-        )[:most]
-        shown = [group for group in measured if group in best]
+        ranking = sorted(means, key=lambda entry: _rank(entry[1], lower_is_better))
+        best = [group for group, _ in ranking[:most]]
+        shown = [group for group in groups if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
         if name == "epsilon":  # epsilon is 0 before the first round
             lines = [line.from_origin() for line in lines]
-        about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
+        about = f"The best {most} of {len(means)}." if len(means) > most else ""
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
         after = _marks(shown) if name == "epsilon" else ""

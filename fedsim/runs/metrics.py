@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import Fingerprints
@@ -319,3 +321,9 @@ def last_evaluations(rows: Sequence[Row], column: str) -> list[float]:
     measured = [row for row in rows if column in row]
     trained = [row for row in measured if row["round"] > 0] or measured
     return [float(row[column]) for row in trained[-LAST_EVALUATIONS:]]
+
+
+def recent_mean(rows: Sequence[Row], column: str) -> float | None:
+    """Mean of `last_evaluations`; None without any."""
+    values = last_evaluations(rows, column)
+    return float(np.mean(values)) if values else None

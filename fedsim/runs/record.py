@@ -18,13 +18,16 @@ from fedsim.config.run_config import read_config
 from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
-from fedsim.runs.directory import EndState, RunDirectory
-from fedsim.runs.metrics import Row, brief, brief_metric, display_name
+from fedsim.runs.directory import Ending, EndState, RunDirectory, ending
+from fedsim.runs.metrics import Row, brief, brief_metric, display_name, recent_mean
 from fedsim.runs.run_ledgers import RunLedgers, read_summary
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
+
+
+_UNFINISHED = Ending("interrupted")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class RunRecord:
         Content of summary.json; empty for a run that has not ended properly.
     released : Entry or None
         The last round's line in the server's ledger.
+    ending : Ending
+        How it ended.
     """
 
     path: Path
@@ -53,6 +58,7 @@ class RunRecord:
     statements: list[Statement] = field(default_factory=list)
     summary: Mapping[str, Any] = field(default_factory=dict)
     released: Entry | None = None
+    ending: Ending = _UNFINISHED
 
     @classmethod
     def read(
@@ -84,6 +90,7 @@ class RunRecord:
             statements=run_ledgers.statements() if statements is None else statements,
             summary=read_summary(directory.summary),
             released=next((entry for entry in reversed(charged) if entry.of_round), None),
+            ending=ending(path),
         )
 
     @property
@@ -124,6 +131,10 @@ class RunRecord:
     def last(self, column: str) -> float | None:
         """The last number in a column, which may not be finite; None if there is none."""
         return next((row[column] for row in reversed(self.rows) if column in row), None)
+
+    def recent(self, column: str) -> float | None:
+        """The mean of a column's last five evaluations; None without any."""
+        return recent_mean(self.rows, column)
 
     def columns(self) -> list[str]:
         """Names of the columns that have any number."""

@@ -17,7 +17,7 @@ from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
-from fedsim.reports.sweep import examples_price
+from fedsim.reports.sweep import joint_example_cost
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord
@@ -180,7 +180,7 @@ def test_one_that_declares_its_end_counts_what_another_run_of_the_same_clients_p
     )
     assert verified(tmp_path / "b")
     own = str(Ledger.read(tmp_path / "b" / "ledger.jsonl").run)
-    among = examples_price({tmp_path / "clients": 48}, DELTA, 50, runs=[own])
+    among = joint_example_cost({tmp_path / "clients": 48}, DELTA, 50, runs=[own])
     assert among.epsilon == pytest.approx(spent.epsilon(DELTA / 100))
 
 

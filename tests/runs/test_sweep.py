@@ -12,16 +12,17 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.allowed_code import allow
 from fedsim.cli import main
-from fedsim.cli.sweep_cost import joint_cost
+from fedsim.cli.sweep_cost import joint_cost_sentence
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.privacy.claims import Stopping
-from fedsim.reports.sweep import examples_price, price, read_line
+from fedsim.reports.sweep import joint_cost, joint_example_cost
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
-from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes, run_sweep
+from fedsim.runs.record import RunRecord
+from fedsim.runs.sweep import grid_runs, is_done, parse_axes, run_sweep
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -240,21 +241,21 @@ def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     run_sweep(grid, tmp_path)
     ledgers = {RunDirectory(tmp_path / m.label).ledger: Stopping(rounds_left=3) for m in grid}
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
-    assert price(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
+    assert joint_cost(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
-    line = read_line(grid[0].point, tmp_path / grid[0].label, measure_of(BASE))
-    assert line.epsilon == pytest.approx(alone, rel=1e-6)
+    record = RunRecord.read(tmp_path / grid[0].label, ledgers=False)
+    assert record.last("epsilon") == pytest.approx(alone, rel=1e-6)
     # Where releases have chosen this composition among several, they share delta.
     spent = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(9)])
     planned = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(12)])
-    shared = price(dict.fromkeys(ledgers, Stopping(rounds_left=4)), 1e-5, 6)
+    shared = joint_cost(dict.fromkeys(ledgers, Stopping(rounds_left=4)), 1e-5, 6)
     assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
     assert shared.delta == 1e-5
     # With an evaluation every other round, of which the third round and the fourth have one left.
     evaluation = Event.of(PoissonCohort(rate=0.4), 2.0)
     left = Stopping(rounds_left=4, evaluation=evaluation, evaluation_every=2)
     planned.add(evaluation.times(3))
-    shared = price(dict.fromkeys(ledgers, left), 1e-5, 6)
+    shared = joint_cost(dict.fromkeys(ledgers, left), 1e-5, 6)
     assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
 
 
@@ -312,12 +313,12 @@ def test_choosing_among_runs_costs_each_clients_examples_their_composition(
     grid = grid_runs(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path)
     kept = {tmp_path / member.label / "clients": 0 for member in grid}
-    one = examples_price(dict([*kept.items()][:1]), 1e-5)
-    both = examples_price(kept, 1e-5)
+    one = joint_example_cost(dict([*kept.items()][:1]), 1e-5)
+    both = joint_example_cost(kept, 1e-5)
     assert both.releases == 2 * one.releases
     assert both.epsilon > one.epsilon > 0
-    shared = examples_price(dict.fromkeys(kept, 3), 1e-5, 4)
-    assert both.epsilon < examples_price(kept, 1e-5 / 2).epsilon < shared.epsilon
+    shared = joint_example_cost(dict.fromkeys(kept, 3), 1e-5, 4)
+    assert both.epsilon < joint_example_cost(kept, 1e-5 / 2).epsilon < shared.epsilon
 
 
 def test_where_splits_differ_an_example_may_be_the_costliest_clients_in_every_run(
@@ -331,16 +332,16 @@ def test_where_splits_differ_an_example_may_be_the_costliest_clients_in_every_ru
             ledgers.of(client).record(Entry(event=event, level="example", client=client))
     by_client = Accountant([Event(noise_multiplier=3.0, count=10)])
     anybody = Accountant([Event(noise_multiplier=3.0, count=18)])
-    assert examples_price(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
-    assert examples_price(kept, 1e-5, same=False).epsilon == anybody.epsilon(1e-5)
+    assert joint_example_cost(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
+    assert joint_example_cost(kept, 1e-5, same_examples=False).epsilon == anybody.epsilon(1e-5)
 
 
-def test_a_sweep_says_that_releases_of_different_splits_have_nojoint_cost(tmp_path: Path) -> None:
+def test_a_sweep_says_that_releases_of_different_splits_have_no_joint_cost(tmp_path: Path) -> None:
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
     (member,) = grid_runs(BASE, parse_axes(["seed=1"]))
-    told = joint_cost(dict.fromkeys(ledgers, member), 1e-5, None)
+    told = joint_cost_sentence(dict.fromkeys(ledgers, member), 1e-5, None)
     assert "together have no figure: events are accounted for" in told
 
 

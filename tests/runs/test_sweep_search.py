@@ -5,8 +5,8 @@ import json
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +19,13 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.reports.run_page import run_page
-from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, read_line, seeds_csv
+from fedsim.reports.seed_groups import SeedGroup
+from fedsim.reports.sweep import best_of, draw, joint_cost, over_seeds, read_runs, seeds_csv, to_csv
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending, RunDirectory
 from fedsim.runs.record import RunRecord
-from fedsim.runs.sweep import Halving, Span, grid_runs, parse_axes, random_runs, run_sweep
-from fedsim.tasks.named_metrics import Accuracy
+from fedsim.runs.sweep import Halving, Span, SweepRun, grid_runs, parse_axes, random_runs, run_sweep
+from fedsim.tasks.class_metrics import Accuracy
 
 BASE = RunConfig().replace(
     **{"rounds": 6, "partition.clients": 10, "client.batch-size": 20, "data.validation": 0.2}
@@ -246,33 +247,38 @@ def test_a_run_whose_code_raises_fails_alone_and_is_retried(
         assert models[0].read_bytes() == models[1].read_bytes()
 
 
-def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):
-    return RunLine(
-        point={"client.lr": lr, "seed": seed},
-        outcome=Ending(outcome),
-        rounds=4,
-        measure=Measure("accuracy", higher_is_better=True),
-        test=test,
-        mean_test=test,
-        loss=1 - test,
-        validation=validation,
-    )
+MEASURE = Measure("accuracy", higher_is_better=True)
+
+
+def record(
+    lr: float, seed: int, test: float, validation: float | None, ended: Any = "finished"
+) -> RunRecord:
+    row = {"round": 4, "test-accuracy": test, "test-loss": 1 - test}
+    row |= {} if validation is None else {"validation-accuracy": validation}
+    config = {"client.lr": lr, "seed": seed}
+    return RunRecord(Path("run"), config, [row], ending=Ending(ended))
+
+
+def groups(*records: RunRecord) -> list[SeedGroup]:
+    grid = [SweepRun(dict(each.config), BASE) for each in records]
+    return over_seeds(grid, records)
 
 
 def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
-    settings = over_seeds([line(0.1, 1, 0.5, 0.6), line(0.1, 2, 0.7, 0.8), line(0.2, 1, 0.9, 0.1)])
+    settings = groups(record(0.1, 1, 0.5, 0.6), record(0.1, 2, 0.7, 0.8), record(0.2, 1, 0.9, 0.1))
     assert [setting.point for setting in settings] == [{"client.lr": 0.1}, {"client.lr": 0.2}]
-    spread = settings[0].spread("mean_test")
+    spread = settings[0].spread("test-accuracy", recent=True)
     assert spread is not None
     assert (spread.mean, spread.count) == (pytest.approx(0.6), 2)
     assert spread.std == pytest.approx(math.sqrt(0.02))
-    alone = settings[1].spread("mean_test")
+    alone = settings[1].spread("test-accuracy", recent=True)
     assert alone is not None
     assert alone.std is None
-    rows = list(csv.DictReader(seeds_csv(settings).splitlines()))
+    assert (spread.text("accuracy"), alone.text("accuracy")) == ("60.00 ± 14.14 %", "90.00 %")
+    rows = list(csv.DictReader(seeds_csv(settings, MEASURE).splitlines()))
     assert float(rows[0]["test-accuracy-last-five-std"]) == pytest.approx(math.sqrt(0.02))
     assert rows[1]["test-accuracy-last-five-std"] == ""
-    figure = draw(settings, "client.lr", "picture")
+    figure = draw(settings, MEASURE, "client.lr", "picture")
     assert "2 seeds; bars: one standard deviation" in figure.axes[0].get_title("left")
 
 
@@ -296,11 +302,14 @@ def test_the_untrained_model_is_not_among_the_last_five_evaluations(tmp_path: Pa
         tmp_path / "run",
         [{"round": k, "test-accuracy": value} for k, value in enumerate(accuracies[:3])],
     )
-    measure = Measure("accuracy", higher_is_better=True)
-    assert read_line({}, directory, measure).mean_test == pytest.approx(0.9)
+
+    def recent() -> float | None:
+        return RunRecord.read(directory).recent("test-accuracy")
+
+    assert recent() == pytest.approx(0.9)
     rows = [{"round": k, "test-accuracy": value} for k, value in enumerate(accuracies)]
     left_run(directory, rows)
-    assert read_line({}, directory, measure).mean_test == pytest.approx(0.66)
+    assert recent() == pytest.approx(0.66)
     page = run_page(RunRecord.read(directory))
     assert "last five 66.00 %" in page
     left_run(directory, rows[:5])
@@ -308,17 +317,29 @@ def test_the_untrained_model_is_not_among_the_last_five_evaluations(tmp_path: Pa
 
 
 def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() -> None:
-    good, lucky = line(0.1, 1, 0.5, 0.9), line(0.2, 1, 0.99, 0.2)
-    best = best_of(over_seeds([lucky, good]))
+    good, lucky = record(0.1, 1, 0.5, 0.9), record(0.2, 1, 0.99, 0.2)
+    best = best_of(groups(lucky, good), MEASURE)
     assert best is not None
     assert best.point == {"client.lr": 0.1}
     # One of whose seeds some failed, or that has no number, is not chosen.
-    bad = [line(0.3, 1, 0.9, 0.95), line(0.3, 2, 0.9, 0.95, "failed"), line(0.4, 1, 0.9, math.nan)]
-    best = best_of(over_seeds([lucky, good, *bad]))
+    bad = [
+        record(0.3, 1, 0.9, 0.95),
+        record(0.3, 2, 0.9, 0.95, "failed"),
+        record(0.4, 1, 0.9, math.nan),
+    ]
+    best = best_of(groups(lucky, good, *bad), MEASURE)
     assert best is not None
     assert best.point == {"client.lr": 0.1}
-    without = RunLine(**{**vars(good), "validation": None})
-    assert best_of(over_seeds([without])) is None
+    assert best_of(groups(record(0.1, 1, 0.5, None)), MEASURE) is None
+
+
+def test_a_run_that_failed_without_a_directory_has_a_line_of_its_own(tmp_path: Path) -> None:
+    grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2"]))
+    left_run(tmp_path / grid[0].label, [{"round": 1, "test-accuracy": 0.5}])
+    outcomes = {grid[0].label: Ending("finished"), grid[1].label: Ending("failed", "It raised.")}
+    rows = csv.DictReader(to_csv(grid, read_runs(grid, tmp_path, outcomes), MEASURE).splitlines())
+    ends = [(row["outcome"], row["reason"], row["rounds"], row["test-accuracy"]) for row in rows]
+    assert ends == [("finished", "", "1", "0.5"), ("failed", "It raised.", "0", "nan")]
 
 
 def test_a_sweep_with_failed_runs_exits_with_status_3(
@@ -364,10 +385,8 @@ def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     released = [len(Ledger.read(path).charged) for path in ledgers]
     assert released == [2, 1]
     told = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"epsilon = {price(dict.fromkeys(ledgers, Stopping(rounds_left=2)), 1e-5).epsilon:.4g}"
-        in told
-    )
+    together = joint_cost(dict.fromkeys(ledgers, Stopping(rounds_left=2)), 1e-5)
+    assert f"epsilon = {together.epsilon:.4g}" in told
 
 
 def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
@@ -400,9 +419,7 @@ def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
 
 
 def test_no_best_setting_is_named_by_a_metric_that_does_not_say_what_is_better() -> None:
-    said, silent = Measure("accuracy", higher_is_better=True), Measure("accuracy", None)
-    lines = [line(0.1, 1, 0.8, 0.9), line(0.2, 1, 0.9, 0.8)]
-    for measure, best in ((said, {"client.lr": 0.1}), (silent, None)):
-        settings = over_seeds([replace(each, measure=measure) for each in lines])
-        named = best_of(settings)
+    settings = groups(record(0.1, 1, 0.8, 0.9), record(0.2, 1, 0.9, 0.8))
+    for measure, best in ((MEASURE, {"client.lr": 0.1}), (Measure("accuracy", None), None)):
+        named = best_of(settings, measure)
         assert (named and named.point) == best

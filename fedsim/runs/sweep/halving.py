@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.metrics import Row
+from fedsim.runs.metrics import Row, recent_mean
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.sweep.search import Spread, SweepRun, measure_of, require_validation, validated
+from fedsim.runs.sweep.search import Setting, SweepRun, measure_of, require_validation
 
 MOST_OUTCOMES = 10**100
 """Cap on the number of outcomes; with more, the share of delta would underflow."""
-
-Setting = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Halving:
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
         """Number of ways to choose the settings that continue at each rung."""
-        settings, count = len({_setting(run) for run in grid}), 1
+        settings, count = len({run.setting for run in grid}), 1
         for _ in self.rungs(grid[0].config.rounds)[:-1]:
             survivors = max(settings // self.factor, 1)
             count, settings = count * math.comb(settings, survivors), survivors
@@ -108,7 +108,7 @@ class Halving:
         """
         settings: dict[Setting, list[tuple[SweepRun, Sequence[Row] | None]]] = {}
         for run, of_run in rows:
-            settings.setdefault(_setting(run), []).append((run, of_run))
+            settings.setdefault(run.setting, []).append((run, of_run))
         scores = {point: _score(of_point) for point, of_point in settings.items()}
         keep = max(len(settings) // self.factor, 1)
         # Sorting is stable: among equal scores the first settings continue.
@@ -133,10 +133,6 @@ def outcomes(grid: Sequence[SweepRun], halving: Halving | None) -> int:
     return min(count, MOST_OUTCOMES)
 
 
-def _setting(run: SweepRun) -> Setting:
-    return tuple((key, value) for key, value in run.point.items() if key != "seed")
-
-
 def _score_text(score: float, measure: Measure) -> str:
     if not math.isfinite(score):
         return f"no validation-{measure.name} of all its seeds"
@@ -148,9 +144,8 @@ def _score(seeds: Sequence[tuple[SweepRun, Sequence[Row] | None]]) -> float:
     scores = []
     for run, rows in seeds:
         measure = measure_of(run.config)
-        value = None if rows is None else validated(rows, measure)
+        value = None if rows is None else recent_mean(rows, f"validation-{measure.name}")
         if value is None or not math.isfinite(value):
             return -math.inf
         scores.append(measure.score(value))
-    spread = Spread.of(scores)
-    return -math.inf if spread is None else spread.mean
+    return float(np.mean(scores))

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,9 +18,11 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.metrics import Row, last_evaluations
 
 LONGEST_LABEL = 150
+
+Setting: TypeAlias = tuple[tuple[str, Scalar], ...]
+"""Values on a sweep's axes but the seed's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class SweepRun:
 
     point: dict[str, Scalar]
     config: RunConfig
+
+    @property
+    def setting(self) -> Setting:
+        """The point without the seed: runs of one setting differ in their seeds only."""
+        return tuple((key, value) for key, value in self.point.items() if key != "seed")
 
     @property
     def label(self) -> str:
@@ -243,34 +250,3 @@ def _span(over: str, text: str) -> Span | None:
             f"{allowed.get(scale, 'two numbers')}, the smaller one first."
         )
     return Span(scale, low, high)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and deviation of a number over seeds.
-
-    Attributes
-    ----------
-    mean : float
-    std : float or None
-        Sample standard deviation (n - 1); None for a single seed.
-    count : int
-    """
-
-    mean: float
-    std: float | None
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """Compute it from values; None for an empty sequence."""
-        if not values:
-            return None
-        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        return cls(float(np.mean(values)), std, len(values))
-
-
-def validated(rows: Sequence[Row], measure: Measure) -> float | None:
-    """Mean of a run's last five validation results."""
-    values = last_evaluations(rows, f"validation-{measure.name}")
-    return float(np.mean(values)) if values else None
