@@ -76,9 +76,9 @@ class LoRA(Adapter):
 
     def files(self, model: nn.Module) -> Mapping[str, bytes]:
         """``adapter_config.json`` and ``adapter_model.safetensors``."""
-        from fedsim.adapters.peft import written
+        from fedsim.adapters.peft import peft_files
 
-        return written(model, self.rank, self.alpha)
+        return peft_files(model, self.rank, self.alpha)
 
     def load(self, model: nn.Module, directory: Path) -> None:
         """Load the weights of such a folder into an adapted model; all of them, or none."""

@@ -27,13 +27,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 # Settings of peft's config that change what an adapter computes; LoRA here has none of them.
-_OTHERWISE = (
+_UNSUPPORTED = (
     "use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias", "rank_pattern",
     "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
 )  # fmt: skip
 
 
-def written(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
+def peft_files(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
     """Contents of the config and weights files of an adapted model, by file name.
 
     Raises
@@ -78,7 +78,7 @@ def load(model: nn.Module, directory: Path, rank: int, alpha: float) -> None:
         ("r", config.get("r"), rank),
         ("lora_alpha", config.get("lora_alpha"), alpha),
         ("bias", config.get("bias", "none"), "none"),
-        *((key, config.get(key) or None, None) for key in _OTHERWISE),
+        *((key, config.get(key) or None, None) for key in _UNSUPPORTED),
     ):
         if value != wanted:
             setting = {"r": "adapter.rank", "lora_alpha": "adapter.alpha"}.get(key)

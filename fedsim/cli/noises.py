@@ -28,15 +28,15 @@ class NoisePlan:
     plan: ReleasePlan[Any]
 
     @property
-    def errors(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def cumulative_deviations(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Standard deviation, over C, of the noise in the sum of rounds 1 .. t, for each t."""
         deviations = np.sqrt(self.plan.noise.variances(self.plan.rounds or 1))
         return np.asarray(self.plan.noise.multiplier * deviations)
 
     @property
     def error(self) -> float:
-        """Root mean square of `errors` over rounds."""
-        return float(np.sqrt(np.square(self.errors).mean()))
+        """Root mean square of `cumulative_deviations` over rounds."""
+        return float(np.sqrt(np.square(self.cumulative_deviations).mean()))
 
     @property
     def coefficients(self) -> str:
@@ -119,8 +119,10 @@ def _table(plans: Sequence[NoisePlan], title: str) -> Table:
 def _draw(plans: Sequence[NoisePlan], title: str, path: Path) -> None:
     figure, (axes,) = grid(1, 1, title=title, width=8.0, height=4.5)
     for candidate, colour in zip(plans, SERIES, strict=False):
-        rounds = np.arange(1, len(candidate.errors) + 1)
-        axes.plot(rounds, candidate.errors, label=candidate.name, **curve_style(colour))
+        rounds = np.arange(1, len(candidate.cumulative_deviations) + 1)
+        axes.plot(
+            rounds, candidate.cumulative_deviations, label=candidate.name, **curve_style(colour)
+        )
     axes.set_xlabel("round")
     axes.set_ylabel("standard deviation of the noise, over C")
     axes.set_ylim(bottom=0)

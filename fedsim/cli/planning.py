@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedsim.training.paths.choice import PathName
 
 
-CLEARLY = 1.03
+CLEAR_RATIO = 1.03
 """Ratio up to which a run's default counts as fast: repeated measurements differ by about 3 %."""
 
 
@@ -218,7 +218,7 @@ def report_timings(console: Console, timings: list[Timing], trainer: Trainer) ->
     console.print(
         f"By default: path '{trainer.path.name}', at most {trainer.block_size} clients a block."
     )
-    if default is not None and cost(default) <= CLEARLY * cost(fastest):
+    if default is not None and cost(default) <= CLEAR_RATIO * cost(fastest):
         console.print("Nothing measured here is clearly faster than that.")
         return
     console.print("Fastest here (another path changes the last digits of the results):")

@@ -163,8 +163,8 @@ def privacy(
     if noises:
         show_noises(source, set_ or [], picture)
         return
-    read = read_source(source, set_ or [], delta)
-    question = read.question
+    contents = read_source(source, set_ or [], delta)
+    question = contents.question
     if source is None:
         row = one_of("--level", level or "client", "client", "example")
         question = replace(question, level=row)
@@ -183,8 +183,8 @@ def privacy(
         },
     )
     asks = (rounds, max_epsilon, target_epsilon, over)
-    if read.ledger is not None and all(value is None for value in asks):
-        _show_spent(read, read.ledger, question.delta, as_json, prv, group)
+    if contents.ledger is not None and all(value is None for value in asks):
+        _show_spent(contents, contents.ledger, question.delta, as_json, prv, group)
         return
     if as_json:
         raise FedsimError(
@@ -199,33 +199,35 @@ def privacy(
         return
     answer = question.answer()
     console.print(_answer_table(answer, prv))
-    _print_further(console, read, answer, group, extrapolated=rounds is None)
+    _print_further(console, contents, answer, group, extrapolated=rounds is None)
 
 
 def _print_further(
-    console: Output, read: Source, answer: Answer, group: int | None, *, extrapolated: bool
+    console: Output, contents: Source, answer: Answer, group: int | None, *, extrapolated: bool
 ) -> None:
     """Print the notes after an answer: groups, extrapolation, declarations, trade-off curve."""
     question = answer.question
-    if (owned := read.group if group is None else group) != 1:
+    if (owned := contents.group if group is None else group) != 1:
         # As in `Statement.of_group`: a user's own sampler may draw rows of one owner together, so
         # that the group's cost must be that of a chain of neighbours.
-        made = () if read.ledger is None else read.ledger.charged
-        chained = read.declared_by_user or any(entry.declared_by_user for entry in made)
+        charged_entries = () if contents.ledger is None else contents.ledger.charged
+        chained = contents.declared_by_user or any(
+            entry.declared_by_user for entry in charged_entries
+        )
         cost = group_cost(answer.events, owned, question.delta, chained=chained)
         console.print(cost.sentence(question.level))
-    figure = read.extrapolated if extrapolated else None
-    for sentence in ([] if figure is None else [figure.sentence()]) + list(read.declared):
+    figure = contents.extrapolated if extrapolated else None
+    for sentence in ([] if figure is None else [figure.sentence()]) + list(contents.declared):
         console.print(sentence)
     if math.isfinite(answer.cost.epsilon):
         console.print(_tradeoff_table(tradeoff(answer.events)))
 
 
 def _show_spent(
-    read: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
+    contents: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
 ) -> None:
     """Print the statements of a run's ledgers, and a table of epsilon over rounds."""
-    statements = read.ledgers.statements(delta)
+    statements = contents.ledgers.statements(delta)
     if group is not None:
         statements = [replace(statement, group=None).of_group(group) for statement in statements]
     if as_json:
@@ -236,7 +238,7 @@ def _show_spent(
         console.print(f"{statement}\n")
         if statement.private and statement.cost.releases:
             console.print(_tradeoff_table(statement.tradeoff))
-    console.print(_history_table(ledger, delta, read.question.stopping))
+    console.print(_history_table(ledger, delta, contents.question.stopping))
     if prv:
         opinion = _prv_epsilon([entry.event for entry in ledger.charged], delta)
         console.print(f"Opacus's PRV accountant: {opinion}.")
@@ -291,8 +293,8 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
     if question.level == "example":
         table.add_row("public", "the number of each client's examples, its steps and rates")
     if others := question.further_events(question, answer.rounds):
-        made = sum(event.count for event in others)
-        table.add_row("private evaluations", f"{made:,}, counted")
+        evaluation_count = sum(event.count for event in others)
+        table.add_row("private evaluations", f"{evaluation_count:,}, counted")
     if question.past:
         table.add_row("releases before", f"{Accountant(question.past).releases:,}")
     table.add_row("accounted by", _METHODS[cost.method])

@@ -214,18 +214,18 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
     options : dict
         ``rate``, ``size``, ``population``, ``adjacency``; None keeps the question's own value.
     """
-    law, given = question.law, {name: v for name, v in options.items() if v is not None}
-    if "adjacency" in given:
-        one_of("--adjacency", given["adjacency"], *get_args(Adjacency))
-    if sampling is None and not given.keys() & {"rate", "size"}:
-        return replace(question, law=replace(law, **given))
+    law, set_options = question.law, {name: v for name, v in options.items() if v is not None}
+    if "adjacency" in set_options:
+        one_of("--adjacency", set_options["adjacency"], *get_args(Adjacency))
+    if sampling is None and not set_options.keys() & {"rate", "size"}:
+        return replace(question, law=replace(law, **set_options))
     kind = law_named(one_of("--sampling", sampling or "poisson", *simple_laws()))
     inherited = ["population", "adjacency"] if type(law) is kind else ["population"]
-    given = {name: getattr(law, name) for name in inherited} | given
+    set_options = {name: getattr(law, name) for name in inherited} | set_options
     # At example level the number of examples is public, so neighbours are zero-out.
     if question.level == "example" and "zero-out" in kind.neighbours:
-        given.setdefault("adjacency", "zero-out")
-    return replace(question, law=kind.of_options(**given))
+        set_options.setdefault("adjacency", "zero-out")
+    return replace(question, law=kind.of_options(**set_options))
 
 
 def with_plan(question: Question, changes: dict[str, Any]) -> Question:
@@ -235,15 +235,19 @@ def with_plan(question: Question, changes: dict[str, Any]) -> Question:
     other. With a budget (``max_epsilon``), a config's target first determines the noise, and the
     question is then how many rounds the budget allows with that noise.
     """
-    given = {name: value for name, value in changes.items() if value is not None}
-    if "target_epsilon" in given and "noise_multiplier" not in given:
+    set_options = {name: value for name, value in changes.items() if value is not None}
+    if "target_epsilon" in set_options and "noise_multiplier" not in set_options:
         question = replace(question, noise_multiplier=None)
-    if "noise_multiplier" in given and "target_epsilon" not in given:
+    if "noise_multiplier" in set_options and "target_epsilon" not in set_options:
         question = replace(question, target_epsilon=None)
-    if "max_epsilon" in given and "target_epsilon" not in given and question.target_epsilon:
+    if (
+        "max_epsilon" in set_options
+        and "target_epsilon" not in set_options
+        and question.target_epsilon
+    ):
         multiplier = question.answer().noise_multiplier
         question = replace(question, noise_multiplier=multiplier, target_epsilon=None)
-    return replace(question, **given)
+    return replace(question, **set_options)
 
 
 def one_of(option: str, value: str, *allowed: str) -> Any:

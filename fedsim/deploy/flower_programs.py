@@ -109,8 +109,8 @@ def run_superlink(digest_file: Path, arguments: Sequence[str]) -> None:
 
 # -- the SuperNode, which wakes the SuperExec of its app -----------------------------------------
 
-_OFTEN = 0.5
-_ANSWERED = 20.0  # polls a second, of all nodes, that take little of the SuperLink's CPU time
+_SHORTEST_POLL = 0.5
+_POLLS_PER_SECOND = 20.0  # of all nodes together, which takes little of the SuperLink's CPU time
 _PIPE = "task.pipe"
 
 
@@ -122,7 +122,7 @@ def poll_seconds(clients: int) -> float:
     >>> poll_seconds(10), poll_seconds(60), poll_seconds(1000)
     (0.5, 3.0, 3.0)
     """
-    return min(flower_replacements.FLOWERS_POLL, max(_OFTEN, clients / _ANSWERED))
+    return min(flower_replacements.FLOWERS_POLL, max(_SHORTEST_POLL, clients / _POLLS_PER_SECOND))
 
 
 def run_supernode(seconds: float, arguments: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ FLOWERS_POLL = 3.0
 """Seconds between two polls of Flower's SuperNode for messages."""
 
 _REPLY_POLL = 0.05  # seconds between polls for an app's reply, in the SuperNode's own memory
-_UNREADY = 0.1
+_RETRY_SECONDS = 0.1
 _DATABASE_WAIT = "60000"  # milliseconds
 
 SUPERNODE_LOOP = "flwr.supernode.start_client_internal"
@@ -179,7 +179,7 @@ def retry_soon() -> None:
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
         defaults = getattr(getattr(module, name, None), "__kwdefaults__", None) or {}
         if "initial_backoff" in defaults:
-            defaults["initial_backoff"] = _UNREADY
+            defaults["initial_backoff"] = _RETRY_SECONDS
 
 
 def replace_dead_actors() -> None:

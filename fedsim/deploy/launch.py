@@ -19,7 +19,7 @@ from fedsim.config.release_keys import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, federation_config
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
 from fedsim.privacy import Ledger
@@ -60,8 +60,13 @@ def run_simulation(
     """
     engine, clients = resolved.config.engine, resolved.config.partition.clients
     allowed = {allowed_code.VARIABLE: ",".join(allowed_code.current().modules)}
-    sized = resources(clients, engine.cpus_per_worker, engine.gpus_per_worker)
-    return _run_locally(resolved, out, callbacks, lambda env: Simulation(allowed | env), sized)
+    return _run_locally(
+        resolved,
+        out,
+        callbacks,
+        lambda env: Simulation(allowed | env),
+        federation_config(clients, engine.cpus_per_worker, engine.gpus_per_worker),
+    )
 
 
 def run_deployment(
@@ -99,18 +104,18 @@ def _run_locally(
     resolved: Resolved,
     out: Path | None,
     callbacks: Iterable[Callback],
-    flower: Callable[[dict[str, str]], Simulation | Rehearsal],
+    start_flower: Callable[[dict[str, str]], Simulation | Rehearsal],
     federation_config: str = "",
 ) -> RunResult:
     """Run a config in Flower processes on this machine, which end with the run.
 
-    ``flower`` prepares these processes, given environment variables for the ServerApp.
+    ``start_flower`` prepares these processes, given environment variables for the ServerApp.
     """
     config = resolved.config
     with (
         _directory(out, config) as directory,
         CallbackServer(callbacks) as server,
-        flower({OUT: str(directory), **server.variables}) as processes,
+        start_flower({OUT: str(directory), **server.variables}) as processes,
         tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
     ):
         processes.start_all()

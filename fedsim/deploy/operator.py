@@ -46,7 +46,7 @@ class Operator:
             If the SuperLink refuses one, for example because its key is registered already.
         """
         module = [sys.executable, "-m", "fedsim.deploy.operator", self.connection]
-        self._finish([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
+        self._run_to_end([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
     def nodes(self) -> list[dict[str, Any]]:
         """The registered SuperNodes."""
@@ -148,9 +148,9 @@ class Operator:
         return answer
 
     def _run(self, *arguments: str) -> str:
-        return self._finish([program("flwr"), *arguments], arguments[0])
+        return self._run_to_end([program("flwr"), *arguments], arguments[0])
 
-    def _finish(self, command: Sequence[str], name: str) -> str:
+    def _run_to_end(self, command: Sequence[str], name: str) -> str:
         process = subprocess.run(
             command,
             env=self._environment(),

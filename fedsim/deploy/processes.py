@@ -60,9 +60,9 @@ class StartedProcess:
         return "\n".join(text.splitlines()[-lines:])
 
 
-_PAUSE = 5.0
-_LASTED = 60.0
-_TRIES = 20
+_RESTART_SECONDS = 5.0
+_STABLE_SECONDS = 60.0
+_MOST_RESTARTS = 20
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,11 @@ class Processes(Closed):
         """
         for name, (service, started, failures) in list(self._services.items()):
             running = self.running[name]
-            if running.alive() or time.monotonic() - started < _PAUSE:
+            if running.alive() or time.monotonic() - started < _RESTART_SECONDS:
                 continue
             # A service that has lasted a minute was accepted: count its failures from 0 again.
-            failures = 0 if time.monotonic() - started > _LASTED else failures + 1
-            if failures > _TRIES:
+            failures = 0 if time.monotonic() - started > _STABLE_SECONDS else failures + 1
+            if failures > _MOST_RESTARTS:
                 raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
             self.stop(running)
             self._start(service, failures)

@@ -208,7 +208,7 @@ class Simulation(Processes):
             raise FedsimError(f"the SuperLink ended:\n{self._superlink.tail()}")
 
 
-def resources(clients: int, cpus: float, gpus: float) -> str:
+def federation_config(clients: int, cpus: float, gpus: float) -> str:
     """Flower's federation config for this number of virtual clients.
 
     Parameters

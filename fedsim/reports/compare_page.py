@@ -113,9 +113,11 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
     if len(records) == 1:
         return "One run."
-    said = f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
+    sentence = (
+        f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
+    )
     if many == 1:
-        said = f"{len(records)} runs of one config, which differ in their seeds only."
+        sentence = f"{len(records)} runs of one config, which differ in their seeds only."
     repeated = [
         group
         for group in groups
@@ -124,16 +126,16 @@ def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
         and group.records[0].config.get("noise.entropy") != "system"
     ]
     if repeated:
-        said += (
+        sentence += (
             f" Of {', '.join(group.label for group in repeated)} several have the same seed: they "
             "repeat one run, or differ in something outside the config, and are not replicates."
         )
     if any(_objects(group.records[0]) for group in groups):
-        said += (
+        sentence += (
             " Objects from Python are compared by class, settings and shapes, not by a model's "
             "initial values or by the examples in data."
         )
-    return said
+    return sentence
 
 
 def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:

@@ -105,12 +105,12 @@ def write(html: str, path: Path) -> None:
     """
     if path.exists():
         with open(path, "rb", opener=regular_files.opener) as file:
-            there = file.read(4096).decode(errors="replace")
-        if _GENERATOR not in there:
+            existing_page = file.read(4096).decode(errors="replace")
+        if _GENERATOR not in existing_page:
             raise FedsimError(
                 f"{path} exists and is not a page that fedsim made; choose another --out."
             )
-        before, now = _KIND.search(there), _KIND.search(html)
+        before, now = _KIND.search(existing_page), _KIND.search(html)
         if before and now and before[1] != now[1]:  # pages of earlier versions lack a kind
             raise FedsimError(
                 f"{path} exists and is a {before[1]} page, not a {now[1]} page; choose another "

@@ -80,7 +80,7 @@ def run_page(record: RunRecord) -> str:
         simulated=any(s.simulated and s.private for s in record.statements),
         statements=[statement.sentences() for statement in record.statements],
         spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.private)],
-        mistakes=_mistakes(record),
+        mistakes=_test_errors(record),
         bound=_bound(record),
         releases=release_curves(record),
         clients=_clients(record),
@@ -152,14 +152,14 @@ def _spending(record: RunRecord) -> list[Lines]:
 
 def _tradeoff(statement: Statement) -> Lines:
     """Chart of an attack's least false-negative rate, for every false-positive rate."""
-    alarms = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.1, 1, 60)[1:]])
-    missed = statement.tradeoff(alarms)
+    false_positive_rates = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.1, 1, 60)[1:]])
+    missed = statement.tradeoff(false_positive_rates)
     return Lines(
         f"Trade-off curve ({statement.level} level)",
         x="false-positive rate",
         y="least false-negative rate",
         lines=[
-            Line("this run", alarms.tolist(), missed.tolist()),
+            Line("this run", false_positive_rates.tolist(), missed.tolist()),
             Line("random guessing", [0.0, 1.0], [1.0, 0.0], reference=True),
         ],
         about=(
@@ -171,7 +171,7 @@ def _tradeoff(statement: Statement) -> Lines:
     )
 
 
-def _mistakes(record: RunRecord) -> dict[str, Any] | None:
+def _test_errors(record: RunRecord) -> dict[str, Any] | None:
     """The model's errors on test examples: a confusion matrix, or predicted against true values."""
     test = record.summary.get("test") or {}
     mistakes: dict[str, Any] = {

@@ -134,7 +134,7 @@ BROKEN = (sys.executable, "-S", "-c", "print('no such key')")
 
 @pytest.fixture
 def supervisor(monkeypatch):
-    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    monkeypatch.setattr(module, "_RESTART_SECONDS", 0.0)
     with Processes(grace=0.2) as supervising:
         yield supervising
 
@@ -171,7 +171,7 @@ def test_starting_what_is_there_ends_the_first(supervisor):
 
 
 def test_what_keeps_ending_is_reported_with_its_log(supervisor, monkeypatch):
-    monkeypatch.setattr(module, "_TRIES", 3)
+    monkeypatch.setattr(module, "_MOST_RESTARTS", 3)
     supervisor.keep_up(Service("broken", BROKEN))
 
     def tend():

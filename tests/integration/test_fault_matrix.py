@@ -16,7 +16,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, federation_config
 from fedsim.deploy.services import Node
 from fedsim.engines import LocalGrid, RayGrid
 
@@ -109,7 +109,7 @@ def test_flowers_simulation_and_clients_that_hang_or_die(tmp_path):
     with Simulation({"PYTHONPATH": os.pathsep.join([str(APP), *python_path()])}) as simulation:
         run_id = simulation.operator.submit(
             APP,
-            federation_config=resources(CLIENTS, 1, 0),
+            federation_config=federation_config(CLIENTS, 1, 0),
             run_config=f'out="{out}" schedule="{told(schedule)}" seconds={TASK_SECONDS}',
         )
         status = simulation.operator.follow(run_id)

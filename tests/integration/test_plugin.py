@@ -19,7 +19,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, federation_config
 from fedsim.engines import LocalGrid
 from fedsim.privacy import epsilon
 
@@ -61,7 +61,7 @@ def test_it_runs_as_virtual_clients(tmp_path):
     out = tmp_path / "summary.json"
     with Simulation() as simulation:
         run_id = simulation.operator.submit(
-            PLUGIN, federation_config=resources(10, 1, 0), run_config=f'out="{out}"'
+            PLUGIN, federation_config=federation_config(10, 1, 0), run_config=f'out="{out}"'
         )
         assert simulation.operator.follow(run_id) == "finished:completed", simulation.operator.log(
             run_id
