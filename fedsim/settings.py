@@ -88,16 +88,6 @@ class NamesPath:
     use: Literal["always", "training", "location", "operator"] = "always"
     is_name: Callable[[str], bool] = lambda _: False
 
-    @property
-    def is_input(self) -> bool:
-        """Whether a run's results depend on what is at the path."""
-        return self.use in ("always", "training")
-
-    @property
-    def on_nodes(self) -> bool:
-        """Whether a node of a deployment may open the path."""
-        return self.use != "operator"
-
 
 class NotAllowedError(Exception):
     """A value that a setting may not have; its message is only what is allowed, in words."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedsim import regular_files
+from fedsim.config.values import read_value
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 
@@ -145,8 +145,5 @@ def _overridden(run_config: dict[str, Scalar], overrides: Iterable[str]) -> dict
         if key not in run_config:
             known = ", ".join(sorted(run_config)) or "none"
             raise FedsimError(f"--set {override!r}: the app's config has the keys {known}.")
-        try:
-            run_config[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            run_config[key] = text
+        run_config[key] = read_value(text)
     return run_config

@@ -16,7 +16,7 @@ from fedsim.cli.console import Command, ConfigCommand, Output
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.deploy.processes import Service
+    from fedsim.deploy.processes import Processes, Service
 
 
 deploy = typer.Typer(
@@ -212,9 +212,7 @@ def up(
         console.print(f"The SuperLink is up; {federation.nodes} SuperNodes are joining.")
         rehearsal.start_all()
         console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
-        while True:
-            rehearsal.tend()
-            time.sleep(0.5)
+        _tend(rehearsal)
 
 
 def _run_services(services: Sequence[Service], logs: Path, message: str) -> None:
@@ -226,9 +224,13 @@ def _run_services(services: Sequence[Service], logs: Path, message: str) -> None
         for service in services:
             supervisor.keep_up(service)
         console.print(f"{message} Logs are in {logs}.")
-        while True:
-            supervisor.tend()
-            time.sleep(0.5)
+        _tend(supervisor)
+
+
+def _tend(processes: Processes) -> None:
+    while True:
+        processes.tend()
+        time.sleep(0.5)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import Self
 
 from rich import progress as bars
@@ -31,7 +30,7 @@ from fedsim.runs.metrics import (
     brief,
     headline_columns,
     is_share,
-    last_evaluations,
+    recent_mean,
     row_marks,
 )
 from fedsim.runs.record import RunResult
@@ -179,10 +178,9 @@ def _metrics_table(rows: Sequence[Row]) -> RenderableType:
         label = f"test {name}" if column.startswith("test-") else name
         after = f"after round {measured[-1]['round']}"
         table.add_row(label, Text(brief(values[-1], percent), "bold"), after)
-        recent = last_evaluations(rows, column)
-        if len(recent) == LAST_EVALUATIONS and not name.endswith("loss"):
-            mean = brief(fmean(recent), percent)
-            table.add_row("", mean, "mean of the last five evaluations")
+        mean = recent_mean(rows, column, least=LAST_EVALUATIONS)
+        if mean is not None and not name.endswith("loss"):
+            table.add_row("", brief(mean, percent), "mean of the last five evaluations")
     return table
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fedsim.reports.seed_groups import SeedGroup
     from fedsim.runs.callbacks import Measure
     from fedsim.runs.directory import Ending
-    from fedsim.runs.record import RunRecord
     from fedsim.runs.sweep import Halving, SweepRun
 
 
@@ -250,7 +249,7 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
     best, name = best_of(settings, measure), measure.name
     single = all(len(setting.records) == 1 for setting in settings)
     # Marks that all rows share go into the heading, so that rows fit into 80 columns.
-    marks = {_marks(record) for setting in settings for record in setting.records}
+    marks = {setting.marks for setting in settings}
     shared = marks.pop() if len(marks) == 1 else ""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -265,7 +264,7 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
     for point, setting in zip(points, settings, strict=True):
         record = max(setting.records, key=lambda record: record.last("epsilon") or 0.0)
         epsilon = record.last("epsilon")
-        cell = "-" if epsilon is None else f"{epsilon:.3g}{'' if shared else _marks(record)}"
+        cell = "-" if epsilon is None else f"{epsilon:.3g}{'' if shared else setting.marks}"
         tests = [_spread(setting, f"test-{name}", name, recent=r) for r in (False, True)]
         figures = *tests, cell, _spread(setting, "test-loss", "loss")
         ended = f"{len(setting.ended.records)} of {len(setting.records)}"
@@ -277,14 +276,6 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
 def _spread(setting: SeedGroup, column: str, name: str, *, recent: bool = False) -> str:
     spread = setting.ended.spread(column, recent=recent)
     return "-" if spread is None else spread.text(name)
-
-
-def _marks(record: RunRecord) -> str:
-    from fedsim.privacy.statement import epsilon_marks
-
-    if record.last("epsilon") is None:
-        return ""
-    return epsilon_marks(bool(record.last("simulated")), bool(record.last("declared")))
 
 
 def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measure) -> None:

@@ -92,14 +92,14 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
     yield table
 
 
-def path_keys(config: RunConfig) -> dict[str, NamesPath]:
-    """Dotted keys of a config's settings that may name a file or directory, with their marks."""
+def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
+    """Dotted keys that may name a file or directory for one of ``uses`` (or any), with marks."""
     keys = {}
     for table in _all_tables(config):
         chosen = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
         for setting in (*settings_of(type(table)), *chosen):
             for mark in setting.metadata:
-                if isinstance(mark, NamesPath):
+                if isinstance(mark, NamesPath) and (not uses or mark.use in uses):
                     keys[table.key(setting.key)] = mark
     return keys
 

@@ -199,17 +199,15 @@ class _Rows:
     ) -> None:
         self._resolved = resolved
         self._callbacks = callbacks
+        self._round, self._warned = -1, False
         self._row: Row = {}
-        self._round = -1
-        self._earlier: tuple[int, int] | None = None
+        self._version: tuple[int, int] | None = None
         if resumed is not None:
             self._round = max(Checkpoints(resumed.checkpoint).rounds(), default=-1)
-            # A resumed run writes the file again, without the rounds after its checkpoint.
-            self._earlier = self._version(resumed)
             rows = resumed.metrics_file.rows()
             self._row = next((row for row in rows if row["round"] == self._round), {})
-        self._read = self._earlier
-        self._warned = False
+            # A resumed run writes the file again, without the rounds after its checkpoint.
+            self._version = _version_of(resumed.metrics)
 
     @contextmanager
     def watch(self, directory: RunDirectory) -> Iterator[Callable[[], None]]:
@@ -223,24 +221,15 @@ class _Rows:
             self._callbacks.on_end(self._status(directory, end))
 
     def _poll(self, directory: RunDirectory) -> None:
-        version = self._version(directory)
-        if version in (None, self._read, self._earlier):
+        version = _version_of(directory.metrics)
+        if version in (None, self._version):
             return
-        self._read, self._earlier = version, None
+        self._version = version
         for row in directory.metrics_file.rows():
             if row["round"] > self._round:
                 self._round, self._row = int(row["round"]), row
                 self._callbacks.on_round(self._status(directory))
         self._warn_of_stop()
-
-    @staticmethod
-    def _version(directory: RunDirectory) -> tuple[int, int] | None:
-        """What changes if metrics.csv is written again or grows; None without the file."""
-        try:
-            about = directory.metrics.stat()
-        except OSError:
-            return None
-        return about.st_ino, about.st_size
 
     def _warn_of_stop(self) -> None:
         # Flower could stop the run at once, but the ledger would then not be charged for a decision
@@ -265,6 +254,15 @@ class _Rows:
             ended=None if end is None else end.ended,
             why="" if end is None else end.why,
         )
+
+
+def _version_of(file: Path) -> tuple[int, int] | None:
+    """What changes if a file is written again or grows; None without the file."""
+    try:
+        about = file.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_size
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:

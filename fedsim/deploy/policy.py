@@ -321,7 +321,7 @@ class Policy:
         for key, mark in path_keys(config).items():
             value = str(flat.get(key, ""))
             # Defaults are allowed: they name no private file.
-            if not mark.on_nodes or mark.is_name(value) or value in ("", defaults.get(key)):
+            if mark.use == "operator" or mark.is_name(value) or value in ("", defaults.get(key)):
                 continue
             path = Path(os.path.realpath(value))
             if not any(path.is_relative_to(directory) for directory in allowed):

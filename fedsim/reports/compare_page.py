@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import path_keys
-from fedsim.privacy.statement import epsilon_marks
 from fedsim.reports.charts import Cell, Lines, PageTable, metric_chart
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
@@ -23,8 +22,7 @@ from fedsim.runs.metrics import (
 from fedsim.runs.record import RunRecord
 
 # Keys that are ignored when runs are compared for being equal but for their seeds.
-_PATHS = tuple(key for key, mark in path_keys(RunConfig()).items() if not mark.is_input)
-_IGNORED = ("name", "title", "seed", *_PATHS)
+_IGNORED = ("name", "title", "seed", *path_keys(RunConfig(), "location", "operator"))
 _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
 _RESOLVED = ("client.path", "client.kernel", "client.block-size")
 
@@ -171,7 +169,7 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
         row: list[object] = [group.label, Cell(str(len(group.records)), len(group.records))]
         row += _metric_cells(group, metrics)
         for column in epsilons.values():
-            row.append(_spread_cell(group.spread(column), column, _marks([group])))
+            row.append(_spread_cell(group.spread(column), column, group.marks))
         row.append(_spread_cell(Spread.of([r.rounds for r in group.records]), "rounds"))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
@@ -189,15 +187,6 @@ def _metric_cells(group: SeedGroup, metrics: Mapping[str, str]) -> list[Cell]:
 
 def _spread_cell(spread: Spread | None, name: str, suffix: str = "") -> Cell:
     return Cell("–") if spread is None else Cell(spread.text(name) + suffix, spread.mean)
-
-
-def _marks(groups: Sequence[SeedGroup]) -> str:
-    """Marks that an epsilon of these runs must carry: simulated, declared."""
-    records = [record for group in groups for record in group.records]
-    simulated, declared = (
-        any(record.last(column) for record in records) for column in ("simulated", "declared")
-    )
-    return epsilon_marks(simulated, declared)
 
 
 def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
@@ -218,7 +207,8 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         about = f"The best {most} of {len(means)}." if len(means) > most else ""
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
-        after = _marks(shown) if name == "epsilon" else ""
+        shown_records = [record for group in shown for record in group.records]
+        after = SeedGroup("", {}, shown_records).marks if name == "epsilon" else ""
         chart = metric_chart(name, lines, display_name(column, title=True) + after, about=about)
         # The y axis starts at 0, so that small differences between runs do not look large.
         charts.append(replace(chart, y=display_name(name) + after, from_zero=True))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,9 @@ from fedsim.runs.metrics import (
     display_name,
     duration,
     is_share,
-    last_evaluations,
     learning_columns,
     lowest_is_best,
+    recent_mean,
     size,
 )
 from fedsim.runs.record import RunRecord
@@ -107,11 +106,10 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     ):
         column = columns.get("test") or next(iter(columns.values()))
         values = record.curve(column)[1]
-        percent, recent = is_share(name, values), last_evaluations(record.rows, column)
-        label = display_name(column)
-        if len(recent) == LAST_EVALUATIONS:
-            label += f"; last five {brief(fmean(recent), percent)}"
-        tiles.append((brief(record.last(column), percent), label))
+        percent = is_share(name, values)
+        mean = recent_mean(record.rows, column, least=LAST_EVALUATIONS)
+        recent = "" if mean is None else f"; last five {brief(mean, percent)}"
+        tiles.append((brief(record.last(column), percent), display_name(column) + recent))
     for statement in record.statements:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from fedsim.config import Scalar
+from fedsim.privacy.statement import epsilon_marks
 from fedsim.reports.charts import Line
 from fedsim.runs.metrics import brief, is_share
 from fedsim.runs.record import RunRecord
@@ -79,6 +80,12 @@ class SeedGroup:
         """The group without runs that failed, were dropped or are not finished."""
         ends = ("finished", "stopped", "budget")
         return replace(self, records=[r for r in self.records if r.ending.ended in ends])
+
+    @property
+    def marks(self) -> str:
+        """Marks that an epsilon of these runs must carry: simulated, declared."""
+        columns = ("simulated", "declared")
+        return epsilon_marks(*(any(r.last(column) for r in self.records) for column in columns))
 
     def spread(self, column: str, *, recent: bool = False) -> Spread | None:
         """A column's last value over the runs that have one, or the mean of its last five."""

@@ -308,22 +308,17 @@ LAST_EVALUATIONS = 5
 """Number of last evaluations whose mean is reported."""
 
 
-def last_evaluations(rows: Sequence[Row], column: str) -> list[float]:
-    """A column's values of the last five evaluations; fewer if there were fewer.
+def recent_mean(rows: Sequence[Row], column: str, *, least: int = 1) -> float | None:
+    """Mean of a column over the last five evaluations; None if there are fewer than ``least``.
 
     Round 0, the untrained model, counts only if no other round has a value.
 
     Examples
     --------
-    >>> last_evaluations([{"round": k, "test-loss": 3.0 - k} for k in range(3)], "test-loss")
-    [2.0, 1.0]
+    >>> recent_mean([{"round": k, "test-loss": 3.0 - k} for k in range(3)], "test-loss")
+    1.5
     """
     measured = [row for row in rows if column in row]
     trained = [row for row in measured if row["round"] > 0] or measured
-    return [float(row[column]) for row in trained[-LAST_EVALUATIONS:]]
-
-
-def recent_mean(rows: Sequence[Row], column: str) -> float | None:
-    """Mean of `last_evaluations`; None without any."""
-    values = last_evaluations(rows, column)
-    return float(np.mean(values)) if values else None
+    values = [row[column] for row in trained[-LAST_EVALUATIONS:]]
+    return float(np.mean(values)) if len(values) >= least else None

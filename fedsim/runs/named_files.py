@@ -74,9 +74,9 @@ def refuse_other_files(
 def _files(config: RunConfig) -> dict[str, Path]:
     """The files that relative paths of a config lead to from the current directory, by key."""
     flat, files = config.to_run_config(), {}
-    for key, mark in path_keys(config).items():
+    for key, mark in path_keys(config, "always", "training").items():
         name = str(flat.get(key, ""))
-        if not mark.is_input or not name or mark.is_name(name) or Path(name).is_absolute():
+        if not name or mark.is_name(name) or Path(name).is_absolute():
             continue
         folders = (".", config.data.dir) if key == "data.name" else (".",)
         paths = (Path(os.path.abspath(Path(folder) / name)) for folder in folders)

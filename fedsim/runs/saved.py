@@ -364,7 +364,7 @@ class SavedRun:
 
         The kernel is left to the rule, since this machine need not have the run's.
         """
-        files = [key for key, mark in path_keys(self.config).items() if mark.use == "training"]
+        files = path_keys(self.config, "training")
         unset = dict.fromkeys([*files, "model.weights-for", "objects"], "")
         return self.config.replace(**unset, **{"engine.device": "cpu", "client.kernel": "auto"})
 
