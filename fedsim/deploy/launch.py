@@ -245,12 +245,12 @@ class _Rows:
     def _status(self, directory: RunDirectory, end: Ending | None = None) -> RunStatus:
         return RunStatus(
             config=self._resolved.config,
-            round=max(self._round, 0),
+            round=int(self._row.get("round", 0)),
             row=self._row,
             arrays=ArrayRecord(),
             protects=self._resolved.config.protects,
             uncovered=self._resolved.uncovered,
-            directory=directory,
+            directory=directory if directory.path.is_dir() else None,
             ended=None if end is None else end.ended,
             why="" if end is None else end.why,
         )

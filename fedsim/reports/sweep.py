@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
@@ -260,13 +259,11 @@ def _numbers_of(
 ) -> list[tuple[Scalar, str, Spread]]:
     """Value on the axis, the other axes' values as text, and the metric, for each point."""
     if axis == "seed":
-        spreads = [
-            (record.config["seed"], setting.label, Spread(value, None, 1))
+        settings = [
+            replace(setting, point={**setting.point, "seed": one.config["seed"]}, records=[one])
             for setting in settings
-            for record in setting.records
-            if (value := record.recent(column)) is not None
+            for one in setting.records
         ]
-        return [entry for entry in spreads if np.isfinite(entry[2].mean)]
     return [
         (
             setting.point[axis],

@@ -25,7 +25,7 @@ from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import Ending, RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.runs.sweep import Halving, Span, SweepRun, grid_runs, parse_axes, random_runs, run_sweep
-from fedsim.tasks.class_metrics import Accuracy
+from fedsim.tasks.named_metrics import Accuracy
 
 BASE = RunConfig().replace(
     **{"rounds": 6, "partition.clients": 10, "client.batch-size": 20, "data.validation": 0.2}
