@@ -126,7 +126,7 @@ def test_a_mistake_is_one_sentence_and_status_2_and_writes_nothing(
 ) -> None:
     done = fedsim("run", "small.toml", "--set", "cohort.rate=2.0")
     assert done.returncode == 2
-    assert done.stderr.strip() == "fedsim: cohort.rate = 2.0; it must be at most 1.0."
+    assert done.stderr.strip() == "fedsim: cohort.rate = 2.0; it must be at most 1."
     assert done.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]
 
