@@ -48,7 +48,6 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     state = OwnState(model, loss, packing.slices)
     structure, read_loss = trained.reading.structure, trained.reading.loss
     methods: list[GradientMethod] = []
-    recurrent: list[GradientMethod] = []
     if structure is not None and read_loss is not None:
         module = structure.module
         if program is not None and program.by_example:
@@ -56,10 +55,10 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
         elif layers := product_layers(structure, packing):
             methods.append(Hooked(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
-            recurrent.append(Unrolled(module, packing, read_loss))
-    vmapped = Vmapped(model, packing, loss, state)
+            methods.append(Unrolled(module, packing, read_loss))
+    methods.append(Vmapped(model, packing, loss, state))
     drawing = trained.draws.training or trained.draws.evaluation
-    return [*methods, vmapped, *recurrent, OneByOne(model, packing, loss, state, drawing)]
+    return [*methods, OneByOne(model, packing, loss, state, drawing)]
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,11 @@ WAYS = {
     "transformer": (lambda: Tokens(transformer(True)), "vmapped"),
     "rnn": (lambda: Tokens(nn.RNN(4, 4, batch_first=True)), "unrolled"),
     "gru": (lambda: Tokens(nn.GRU(4, 4, batch_first=True)), "unrolled"),
+    "lstm": (lambda: Tokens(nn.LSTM(4, 4, batch_first=True)), "unrolled"),
+    "deep two-way lstm": (
+        lambda: Tokens(nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True), 8),
+        "unrolled",
+    ),
     "deep two-way rnn with relu": (
         lambda: Tokens(
             nn.RNN(4, 4, 2, nonlinearity="relu", batch_first=True, bidirectional=True), 8
@@ -221,11 +226,6 @@ def test_the_fastest_way_that_is_true_is_taken_and_all_give_the_clients_own_grad
 def test_what_lies_in_dimension_0_of_a_layer_must_be_the_example(tokens):
     trainer = private(Positional(tokens), features=60)
     assert trainer.rounds.factory.method.name == "vmapped"
-
-
-def test_an_lstm_is_trained_whichever_way_this_torch_allows():
-    trainer = private(Tokens(nn.LSTM(4, 4, batch_first=True)))
-    assert trainer.rounds.factory.method.name in ("vmapped", "one by one")
 
 
 def test_opacus_dropout_within_a_recurrent_layer_is_not_torchs_and_is_not_taken():

@@ -186,10 +186,10 @@ def is_recurrent(model: nn.Module) -> bool:
 class Unrolled(GradientMethod):
     """Per-example gradients by Opacus, on a copy of the model with Opacus's recurrent layers.
 
-    `torch.func` cannot take recurrent layers. Opacus unrolls them into linear layers, whose
-    per-example gradients it computes. It is imported at first use: only models with such layers
-    wait for it. `fedsim.training.probe` compares the copy with the model, so that Opacus's layers
-    are not merely assumed to compute what torch's do.
+    `torch.func` cannot take an RNN or a GRU, and is slow for a large LSTM. Opacus unrolls them into
+    linear layers, whose per-example gradients it computes. It is imported at first use: only models
+    with such layers wait for it. `fedsim.training.probe` compares the copy with the model, so that
+    Opacus's layers are not merely assumed to compute what torch's do.
     """
 
     name = "unrolled"
