@@ -64,7 +64,7 @@ class PersistentState:
         directory: Path | None = None,
     ) -> None:
         self.kind, self.algorithm, self.personal = kind, algorithm, personal
-        if self.required and kind != "client":
+        if kind != "client" and (personal or algorithm.evaluates or algorithm.remembers):
             raise FedsimError(
                 f"client.state is '{kind}'; it must be 'client' where clients keep "
                 "parameters to themselves (model.personal, or an algorithm with a model or a "
@@ -84,11 +84,6 @@ class PersistentState:
             self.store = ServerState({})
         else:
             self.store = StateStore()
-
-    @property
-    def required(self) -> bool:
-        """Whether the run makes sense only if each client keeps its own state."""
-        return bool(self.personal or self.algorithm.evaluates or self.algorithm.remembers)
 
     @property
     def entries(self) -> tuple[str, ...]:

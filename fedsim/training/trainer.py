@@ -265,7 +265,7 @@ class Trainer:
 
     def on(self, path: PathName, block_size: int = 0) -> Self:
         """A trainer of the same clients on another path, without their state."""
-        state: StateKind = "client" if self.client_state.required else "reset"
+        state: StateKind = "client" if self.client_state.kind == "client" else "reset"
         return self._copy(path=path, block_size=block_size, state=state)
 
     def copy_for(self, device: str) -> Self:
