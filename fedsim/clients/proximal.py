@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, RunFacts, State, Step
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.settings import Ge
@@ -44,6 +44,10 @@ class Proximal(LocalAlgorithm):
     remembers, plain_means, parts = _inner("remembers"), _inner("plain_means"), _inner("parts")
     point, phase, finish = _inner("point"), _inner("phase"), _inner("finish")
     report, send, combine = _inner("report"), _inner("send"), _inner("combine")
+
+    def for_run(self, facts: RunFacts) -> Proximal:
+        """The same pull on the wrapped algorithm, with the settings of that chosen for this run."""
+        return replace(self, algorithm=self.algorithm.for_run(facts))
 
     def numbers(self) -> dict[str, float]:
         """The wrapped algorithm's numbers, and mu."""

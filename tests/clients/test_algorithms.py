@@ -11,8 +11,18 @@ import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp
 from torch import nn
 
-from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, Proximal, RMSProp, Schedule, Step
-from fedsim.clients.base import Dense
+from fedsim.clients import (
+    SGD,
+    AdadpLR,
+    AdadpNoise,
+    Adam,
+    LocalAlgorithm,
+    Proximal,
+    RMSProp,
+    Schedule,
+    Step,
+)
+from fedsim.clients.base import Dense, RunFacts
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -90,6 +100,15 @@ def test_a_proximal_term_of_zero_changes_nothing():
         for a in (Adam(lr=0.1), Proximal(Adam(lr=0.1), mu=0.0))
     ]
     assert torch.equal(*rows)
+
+
+def test_a_proximal_algorithm_has_every_hook_of_the_one_inside():
+    facts = RunFacts(private_examples=True)
+    inner = AdadpLR(lr=0.1)
+    assert Proximal(inner, mu=0.5).for_run(facts) == Proximal(inner.for_run(facts), mu=0.5)
+    hooks = {name for name in vars(LocalAlgorithm) if not name.startswith("_")}
+    # `sample` is made of other hooks.
+    assert hooks - set(vars(Proximal)) == {"sample"}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
