@@ -192,7 +192,7 @@ def _planned_examples(config: RunConfig) -> Question:
             f"partition.clients = {config.partition.clients}; none of them has an example."
         )
     return Question(
-        noise_multiplier=privacy.made.multiplier,
+        noise_multiplier=privacy.step_noise.multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
         level="example",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,7 +345,7 @@ def example_privacy(
     delta = end.planned_delta(client.noise.delta)
     calibrated_plans = (plan.calibrated(target, delta) for plan in plans if plan is not None)
     multiplier = max((plan.noise.multiplier for plan in calibrated_plans), default=0.0)
-    return replace(unnoised, noise=unnoised.made.scaled(multiplier))
+    return unnoised.scaled(multiplier)
 
 
 def most_expensive_client(

@@ -207,10 +207,10 @@ def _multipliers(
         resolved_keys |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
         if (evaluation := evaluation_event(config)) is not None:
             resolved_keys["evaluate.multiplier"] = evaluation.noise_multiplier
-    if privacy is not None and isinstance(privacy.noise, Correlated):
-        resolved_keys["client.noise.coefficients"] = privacy.noise.coefficients
+    if privacy is not None and isinstance(privacy.step_noise, Correlated):
+        resolved_keys["client.noise.coefficients"] = privacy.step_noise.coefficients
     if privacy is not None and config.client.noise.target_epsilon is not None:
-        z = privacy.made.multiplier
+        z = privacy.step_noise.multiplier
         resolved_keys |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
     return resolved_keys
 

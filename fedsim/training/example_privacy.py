@@ -52,13 +52,14 @@ class ExamplePrivacy:
     ----------
     mechanism : Mechanism
         Bounds per-example gradients.
-    noise : Noise or float
-        Noise added to a sum; a number is the multiplier of independent noise that is not hardened.
-        Correlated noise (`LambdaCGD`, `BISR`, `Tree`) is correlated over the steps of a client's
-        round, and needs shuffled passes, all of a round in one order.
+    noise_multiplier : float, optional
+        z of independent noise: its standard deviation on a sum, divided by the clip norm.
+    hardened : bool, optional
+        Whether that noise withstands attacks on floating-point sampling; not by default.
     sampling : "poisson" or "shuffle"
         Poisson batches: each example is in a batch with probability ``|B| / N_i``, and batch sizes
-        vary. Shuffled passes: each pass is charged as one Gaussian without amplification.
+        vary. Shuffled passes: each pass is charged as one Gaussian without amplification. Batches
+        of a fixed size have replace-one neighbours, where examples have zero-out ones.
     chunk : int
         Examples that go through the model at once; 0 for a rule by the batch size. A batch of any
         size takes as many chunks as it needs, and is never truncated.
@@ -71,10 +72,15 @@ class ExamplePrivacy:
         Directory of the clients' ledgers; in memory by default.
     unprotected_metrics : bool
         Whether a client reports its un-noised training loss.
+    noise : Noise, optional
+        Noise of another kind, in place of ``noise_multiplier`` and ``hardened``. `LambdaCGD`,
+        `BISR` and `Tree` are correlated over the steps of a client's round, and need shuffled
+        passes, all of a round in one order.
     """
 
     mechanism: Mechanism
-    noise: Noise | float
+    noise_multiplier: float | None = None
+    hardened: bool | None = None
     sampling: Literal["poisson", "shuffle"] = "poisson"
     chunk: int = 0
     delta: float = 1e-5
@@ -82,21 +88,16 @@ class ExamplePrivacy:
     stopping: Stopping = FIXED
     ledger_dir: Path | None = None
     unprotected_metrics: bool = False
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling not in ("poisson", "shuffle"):
-            raise FedsimError(
-                f"client.noise.sampling is '{self.sampling}'; it must be 'poisson' or 'shuffle': "
-                "batches of a fixed size have replace-one neighbours, and examples zero-out ones."
-            )
         check_settings(self)
-        if not isinstance(self.noise, Noise):
-            if not self.noise >= 0:
-                raise FedsimError(
-                    f"client.noise.multiplier is {self.noise}; it must be at least 0."
-                )
-            object.__setattr__(self, "noise", Independent(float(self.noise), hardened=False))
-        if self.made.correlated and self.sampling != "shuffle":
+        independent = self.noise_multiplier is not None
+        if independent == (self.noise is not None) or (self.noise and self.hardened is not None):
+            raise FedsimError(
+                "ExamplePrivacy takes noise_multiplier=, and hardened= if needed, or noise= alone."
+            )
+        if self.step_noise.correlated and self.sampling != "shuffle":
             raise FedsimError(
                 f"client.noise.sampling is '{self.sampling}', and client.noise.name names noise "
                 "that is correlated over steps; it must be 'shuffle': which batches an example "
@@ -114,16 +115,20 @@ class ExamplePrivacy:
             stopping=self.stopping,
         )
 
-    @property
-    def made(self) -> Noise:
-        """The noise, made from its multiplier if that was given."""
-        assert isinstance(self.noise, Noise)
-        return self.noise
+    @cached_property
+    def step_noise(self) -> Noise:
+        """The noise that is added to the sum of a step's gradients."""
+        return self.noise or Independent(float(self.noise_multiplier or 0), bool(self.hardened))
+
+    def scaled(self, multiplier: float) -> ExamplePrivacy:
+        """A copy with the same kind of noise at another multiplier."""
+        noise = self.step_noise.scaled(multiplier)
+        return replace(self, noise_multiplier=None, hardened=None, noise=noise)
 
     @property
     def private(self) -> bool:
         """Whether any client's epsilon is finite."""
-        return self.mechanism.guarantee == "gaussian" and self.made.multiplier > 0
+        return self.mechanism.guarantee == "gaussian" and self.step_noise.multiplier > 0
 
     def fitted(self, work: LocalWork, sizes: Iterable[int]) -> ExamplePrivacy:
         """A copy whose noise has the same coefficients for clients of all these sizes.
@@ -133,11 +138,11 @@ class ExamplePrivacy:
         participations = [
             self._sampler(work, size).participation(work.steps_of(size)) for size in {*sizes} - {0}
         ]
-        if not self.made.correlated or not participations:
+        if not self.step_noise.correlated or not participations:
             return self
         steps = max(p.rounds for p in participations)
-        separation = min(p.separation for p in participations)
-        return replace(self, noise=self.made.fitted(Participation(steps, min(steps, separation))))
+        separation = min(steps, *(p.separation for p in participations))
+        return replace(self, noise=self.step_noise.fitted(Participation(steps, separation)))
 
     def plan(
         self, work: LocalWork, size: int, rounds: int | None = None
@@ -149,7 +154,7 @@ class ExamplePrivacy:
             level="example",
             sampler=self._sampler(work, size),
             bound=self.mechanism,
-            noise=self.made,
+            noise=self.step_noise,
             rounds=rounds,
             releases=work.steps_of(size),
         )
@@ -157,7 +162,7 @@ class ExamplePrivacy:
     def _sampler(self, work: LocalWork, size: int) -> Sampler:
         if self.sampling == "poisson":
             return work.poisson(size)
-        return work.passes(size, one_order=self.made.correlated)
+        return work.passes(size, one_order=self.step_noise.correlated)
 
     def batches(
         self,
@@ -176,7 +181,7 @@ class ExamplePrivacy:
         if self.sampling == "poisson":
             yield from plan_poisson(*inputs, self.chunk, widest=widest, amplified=self.private)
             return
-        for b in plan_batches(*inputs, one_order=self.made.correlated):
+        for b in plan_batches(*inputs, one_order=self.step_noise.correlated):
             yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
 
     def keyed(
@@ -189,7 +194,7 @@ class ExamplePrivacy:
             "work": work,
             "loss": loss,
             "mechanism": self.mechanism,
-            "noise": self.made,
+            "noise": self.step_noise,
             "sampling": self.sampling,
         }
         return Randomness(randomness.seed, digest_of(settings))
@@ -251,7 +256,7 @@ class ExampleReleases:
         self._data, algorithm = stepper.data, stepper.algorithm
         # In the fingerprint, since another path or method gives other bits.
         path = f"{stepper.path.name}, {method.name}"
-        bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
+        bounded = (privacy.mechanism, privacy.step_noise, privacy.sampling)
         self._settings = (algorithm, work, *bounded, path, stepper.device.type)
         self._code = (algorithm, trained.loss, privacy.mechanism, *trained.model.modules())
         self._rows = method.evidence

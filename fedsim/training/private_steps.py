@@ -107,7 +107,7 @@ class PrivateSteps(Steps):
             self.usable &= torch.from_numpy(~unusable[batches.index]).to(stepper.device)
         self.noise, plans = [], []
         for client, source in zip(clients.client_ids.tolist(), clients.randomness, strict=True):
-            self.noise.append(StepNoise(privacy.made, source, clients.round, client))
+            self.noise.append(StepNoise(privacy.step_noise, source, clients.round, client))
             plan = privacy.plan(factory.workload.work, stepper.data.size(client))
             if plan is not None:
                 plans.append(plan)

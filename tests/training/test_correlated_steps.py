@@ -32,7 +32,7 @@ WORK = LocalWork(BATCH, EPOCHS)
 
 
 def privacy_of(noise, **settings) -> ExamplePrivacy:
-    privacy = ExamplePrivacy(Clipping(1.0), noise, sampling="shuffle", **settings)
+    privacy = ExamplePrivacy(Clipping(1.0), noise=noise, sampling="shuffle", **settings)
     return privacy.fitted(WORK, [SIZE])
 
 
@@ -104,7 +104,7 @@ def test_rounds_share_no_draws():
 )
 def test_a_round_costs_one_gaussian_of_the_worst_example(noise, size, work):
     """By brute force over the places of an example in a pass, and the signs of its gradients."""
-    privacy = ExamplePrivacy(Clipping(1.0), noise, sampling="shuffle").fitted(work, [size])
+    privacy = ExamplePrivacy(Clipping(1.0), noise=noise, sampling="shuffle").fitted(work, [size])
     plan = privacy.plan(work, size, rounds=3)
     steps, apart = work.steps_of(size), -(-size // work.batch_of(size))
     matrix = np.abs(plan.noise.matrix(steps))
@@ -144,7 +144,7 @@ def test_updates_do_not_depend_on_blocks(noise):
 
 
 def test_clients_of_other_sizes_have_their_own_sensitivities():
-    privacy = ExamplePrivacy(Clipping(1.0), Tree(1.0), sampling="shuffle")
+    privacy = ExamplePrivacy(Clipping(1.0), noise=Tree(1.0), sampling="shuffle")
     sizes = [6, 12, 31]
     fitted = privacy.fitted(WORK, sizes)
     plans = [fitted.plan(WORK, size) for size in sizes]
@@ -171,16 +171,16 @@ def test_the_audit_sees_a_round_whose_passes_go_in_other_orders(monkeypatch):
 
 @pytest.mark.parametrize("noise", [Banded(1.0), BLT(1.0)], ids=repr)
 def test_noise_that_keeps_vectors_of_many_steps_is_refused(noise):
-    privacy = ExamplePrivacy(Clipping(1.0), noise, sampling="shuffle")
+    privacy = ExamplePrivacy(Clipping(1.0), noise=noise, sampling="shuffle")
     with pytest.raises(FedsimError, match=r"client\.noise\.name is '.*', which stores vectors of"):
         privacy.plan(WORK, SIZE)
 
 
 def test_poisson_batches_and_bounds_that_adapt_are_refused():
     with pytest.raises(FedsimError, match=r"client\.noise\.sampling is 'poisson'.*'shuffle'"):
-        ExamplePrivacy(Clipping(1.0), LambdaCGD(1.0))
-    adapting = ExamplePrivacy(QuantileClipping(1.0), FAMILIES[0], sampling="shuffle")
-    trainer = trainer_of(1.0, privacy=adapting)
+        ExamplePrivacy(Clipping(1.0), noise=LambdaCGD(1.0))
+    adapting = ExamplePrivacy(QuantileClipping(1.0), noise=FAMILIES[0], sampling="shuffle")
+    trainer = trainer_of(FAMILIES[0], privacy=adapting)
     with pytest.raises(FedsimError, match=r"noise is correlated over rounds .*Quantile"):
         next(trainer.train(trainer.initial(), np.arange(1), 1))
 
@@ -190,7 +190,7 @@ def test_less_noise_stands_in_an_update_at_equal_cost():
     work = LocalWork(1, 1)
     errors = {}
     for noise in (*FAMILIES, Independent(1.0)):
-        privacy = ExamplePrivacy(Clipping(1.0), noise, sampling="shuffle").fitted(work, [20])
+        privacy = ExamplePrivacy(Clipping(1.0), noise=noise, sampling="shuffle").fitted(work, [20])
         plan = privacy.plan(work, 20, rounds=1).calibrated(2.0, 1e-5)
         variances = plan.noise.variances(20)
         errors[type(plan.noise).__name__] = plan.noise.multiplier * np.sqrt(variances.mean())

@@ -14,9 +14,12 @@ from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
 from fedsim.cohorts import PoissonCohort
+from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization
 from fedsim.privacy import Ledger, epsilon
 from fedsim.privacy.local_work import LocalWork
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.noise.tree import Tree
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.packing import Packing
@@ -378,6 +381,31 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
     with pytest.raises(RuntimeError, match="on purpose"):
         final(trainer, IDS[:1])
     assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
+
+
+def test_a_noise_multiplier_gives_independent_noise_hardened_if_asked():
+    bound = Clipping(1.0)
+    assert ExamplePrivacy(bound, 2).step_noise == Independent(2.0, hardened=False)
+    privacy = ExamplePrivacy(bound, noise_multiplier=2.0, hardened=True)
+    assert privacy.step_noise == Independent(2.0, hardened=True)
+    assert privacy.scaled(3.0).step_noise == Independent(3.0, hardened=True)
+    assert repr(ExamplePrivacy(bound, 2).step_noise) == repr(Independent(2.0, hardened=False))
+    assert ExamplePrivacy(bound, noise=Tree(1.0), sampling="shuffle").step_noise == Tree(1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"hardened": True},
+        {"noise": Independent(1.0), "noise_multiplier": 1.0},
+        {"noise": Independent(1.0), "hardened": False},
+    ],
+    ids=str,
+)
+def test_noise_is_given_by_its_multiplier_or_whole(settings):
+    with pytest.raises(FedsimError, match=r"noise_multiplier=, and hardened= .* noise= alone"):
+        ExamplePrivacy(Clipping(1.0), **settings)
 
 
 def test_shuffled_passes_are_charged_without_amplification():

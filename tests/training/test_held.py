@@ -90,7 +90,7 @@ def test_a_module_that_stands_in_a_model_under_two_names_is_trained_as_one_that_
     model = Twice()
     under_two_names = nn.Sequential(model.first, model.again, model.again, model.head)
     data, rows = make_data([9, 0, 4, 7], features=6, dtype=torch.float32), []
-    protection = ExamplePrivacy(Clipping(1.0), noise=0.5, delta=1e-5)
+    protection = ExamplePrivacy(Clipping(1.0), noise_multiplier=0.5, delta=1e-5)
     for trained in (model, under_two_names):
         parameters = list(trained.parameters())
         trainer = Trainer(

@@ -184,7 +184,7 @@ def test_no_example_leaves_anything_for_another_with_example_level_privacy(
     model: type[nn.Module],
 ) -> None:
     def sums(outlier: bool) -> torch.Tensor:
-        privacy = ExamplePrivacy(Clipping(1.0), noise=1e-9)
+        privacy = ExamplePrivacy(Clipping(1.0), noise_multiplier=1e-9)
         return rows(trainer(model, outlier=outlier, privacy=privacy, batch_size=0, epochs=1), 1)
 
     moved = (sums(True) - sums(False)) * EXAMPLES / 0.5  # of sums of clipped gradients
@@ -198,7 +198,7 @@ def test_a_model_that_writes_to_trained_parameters_is_refused_where_it_is_seen_t
             self.linear.weight.data.clamp_(-0.01, 0.01)
             return super().forward(x)
 
-    privacy = ExamplePrivacy(Clipping(1.0), noise=1.0)
+    privacy = ExamplePrivacy(Clipping(1.0), noise_multiplier=1.0)
     with pytest.raises(FedsimError, match="writes to trained parameters while"):
         trainer(Clamped, outlier=False, privacy=privacy)
 
@@ -210,7 +210,7 @@ def test_a_model_that_writes_to_trained_parameters_is_refused_where_it_is_seen_t
 )
 def test_an_example_that_is_counted_once_is_one_clients_and_once(parts: list[list[int]]) -> None:
     data = ClientData(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]), [np.array(p) for p in parts])
-    privacy = ExamplePrivacy(Clipping(1.0), noise=1.0)
+    privacy = ExamplePrivacy(Clipping(1.0), noise_multiplier=1.0)
     settings = {"randomness": Randomness(1), "batch_size": 2, "epochs": 1}
     with pytest.raises(FedsimError, match="must belong to one client, once"):
         Trainer(nn.Linear(3, 2), SGD(lr=0.1), data, privacy=privacy, **settings)
