@@ -87,13 +87,10 @@ class ClientData:
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on another device."""
-        device = torch.device(device)
-        if self.x.device == device and self.y.device == device:
-            return self
-        tensors: dict[str, Any] = {
-            k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)
-        }
-        return replace(self, **tensors)
+        tensors = {k: v for k, v in vars(self).items() if torch.is_tensor(v)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors.items()}
+        is_there = all(moved[k] is tensor for k, tensor in tensors.items())
+        return self if is_there else replace(self, **moved)
 
     def require_usable(self, client_ids: Iterable[int]) -> None:
         """Raise FedsimError if a client has an unusable example."""

@@ -292,6 +292,17 @@ def test_uint8_images_are_scaled_and_normalised_when_gathered():
     assert data.x.dtype == torch.uint8
 
 
+def test_every_tensor_of_the_data_is_put_on_the_device():
+    x, y = torch.zeros(4, 2, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    data = ClientData(
+        x, y, [np.arange(4)], torch.zeros(2), torch.ones(2), torch.ones(4, dtype=torch.bool)
+    )
+    there = data.to("meta")
+    for tensor in (there.x, there.y, there.mean, there.std, there.mask):
+        assert tensor.device.type == "meta"
+    assert there.to("meta") is there
+
+
 def test_convolutions_on_a_cpu_go_one_client_at_a_time():
     data = make_data([8, 5, 9], features=36, shape=(1, 6, 6))
     plain = trainer_of("plain", model=make_cnn(), data=data, block_size=3)
