@@ -46,8 +46,8 @@ class ClientTraining:
         The clients' algorithm, if it sends or receives named vectors in addition to updates
         (SCAFFOLD's control variates), which it combines on the server.
     alternation : Alternation, optional
-        Parameters that clients train in turns (an `AlternatingTrainer`). Those that rest in a round
-        have zeros in all rows and keep their values, whatever the release and the optimiser give.
+        Parameters that clients train in turns (see `Trainer`). Those that rest in a round have
+        zeros in all rows and keep their values, whatever the release and the optimiser give.
     average_state : bool
         Whether clients report their state (ADADP's rate) and start from its mean over the last
         round: ``client.state = "server"``.

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from fedsim.runs.devices import work_counts
 from fedsim.strategies import RobustMean, ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
-from fedsim.training.alternating import AlternatingTrainer
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.paths.choice import KernelName, most_rows
 from fedsim.training.payload import Compression
@@ -224,10 +222,7 @@ class LocalTraining:
             if self.model in (model, tail):
                 model, inputs, test_inputs = self.model, data, test
             test = test_inputs
-        make: Callable[..., Trainer] = Trainer
-        if (turns := alternation(self.config, self.model)) is not None:
-            make = partial(AlternatingTrainer, alternation=turns)
-        return make(
+        return Trainer(
             model,
             algorithm(self.config),
             inputs,
@@ -250,6 +245,7 @@ class LocalTraining:
             state_dir=state_dir,
             test=test,
             personal=self.personal,
+            alternation=alternation(self.config, self.model),
         )
 
     def _cohort_block(self, data: ClientData) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Self
 
@@ -19,28 +20,20 @@ from fedsim.privacy import ClientLedgers
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.block import RUN, Block, ClientStates
-from fedsim.rows.layout import Layout
+from fedsim.rows.layout import Alternation, Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
-from fedsim.training import checks
+from fedsim.training import alternating, checks
 from fedsim.training.batches import Floats, Ints, Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy
-from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.paths.choice import (
-    KernelName,
-    Path,
-    PathName,
-    TrainedModel,
-    choose,
-    kernel_of,
-    most_clients,
-)
+from fedsim.training.parts import local_rounds
+from fedsim.training.paths.choice import KernelName, PathName, kernel_of, most_clients
 from fedsim.training.payload import Compression, Payload, Personal
-from fedsim.training.steps import RoundClients, RoundStart, Stepper
+from fedsim.training.steps import RoundClients, RoundStart
 
 
 class Trainer:
@@ -92,6 +85,9 @@ class Trainer:
         Directory for clients' state, for runtimes whose processes end with a round.
     personal : collection of str
         Names of parameters that are trained but not sent: each client keeps and evaluates its own.
+    alternation : Alternation, optional
+        Parts of the parameters that are trained in turns, one in each round. Clients then keep
+        nothing between rounds and are sent parameters alone.
 
     Notes
     -----
@@ -132,7 +128,10 @@ class Trainer:
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
+        alternation: Alternation | None = None,
     ) -> None:
+        if alternation is not None:
+            alternating.check(algorithm, state, personal)
         self.device = checks.device_of(device)
         self.model = model.to(self.device)
         private = privacy is not None
@@ -154,46 +153,34 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.compression = compression
         self.personal = Personal.of(self.model, personal)
-        personal_names = self.personal.names
-        checks.check_algorithm(algorithm, state, compression, personal=bool(personal_names))
+        self.alternation = alternation
+        checks.check_algorithm(algorithm, state, compression, personal=bool(self.personal))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
-        statistics = checks.check_statistics(self.model, algorithm, personal_names, private=private)
         self.kernel = kernel_of(kernel, self.device)
-        self.trained = TrainedModel.of(
-            self.model,
-            self.packing,
-            self.loss,
-            self.data,
-            self.kernel,
-            statistics=bool(statistics),
-            private=private,
-        )
-        self.path: Path = choose(path, self.trained, self.device)
         self.block_size = most_clients(self.model, self.packing, self.device, block_size)
-        self.stepper = Stepper(
-            self.path,
-            self.data,
-            algorithm,
-            self.packing,
-            self.client_state.entries,
-            max_grad_norm,
-            self.personal.places(statistics) if statistics else None,
+        make = partial(
+            local_rounds,
+            workload=self.workload,
+            loss=self.loss,
+            kernel=self.kernel,
+            block_size=self.block_size,
+            max_grad_norm=max_grad_norm,
+            compression=compression,
         )
-        self.stepper.captured = captured_steps(self.stepper, self.block_size)
-        self.rounds = LocalRounds(
-            self.trained,
-            self.stepper,
-            self.client_state,
-            self.payload,
-            self.workload,
-            compression,
-            privacy,
-        )
+        # With an alternation, the rounds of the whole model only serve to evaluate it.
+        releasing = privacy if alternation is None else None
+        self.rounds = make(self.model, self.client_state, self.payload, path, releasing)
+        self.trained, self.stepper = self.rounds.trained, self.rounds.stepper
+        self.path = self.stepper.path
+        self._parts = [self.rounds]
+        if alternation is not None:
+            of_part = partial(make, path=self.path.name, privacy=privacy)
+            self._parts = alternating.parts(alternation, self.rounds, of_part)
         evaluated = self.data if test is None else test.to(self.device)
         self.evaluation = Evaluation(
             self.trained, self.stepper, self.metrics, evaluated, self.client_state
@@ -208,7 +195,7 @@ class Trainer:
     def reported(self) -> tuple[str, ...]:
         """Names of the training metrics that clients report."""
         names = ["num-examples"]
-        if self.rounds.factory.reports_loss:
+        if self._parts[0].factory.reports_loss:
             names.append("loss")
         if self.client_state.kind != "reset":
             names.append("fresh-state")
@@ -225,7 +212,8 @@ class Trainer:
             If clients need the server's averaged state and it sends none; or if it sends a proximal
             coefficient, as Flower's FedProx does, to clients without a proximal term.
         """
-        self.rounds.server_numbers = server_numbers(self.algorithm, config)
+        for part in self._parts:
+            part.server_numbers = server_numbers(self.algorithm, config)
         self.client_state.receive(config)
         if isinstance(run := config.get(RUN), str):
             self.join(run)
@@ -240,8 +228,9 @@ class Trainer:
 
     def join(self, run: str) -> None:
         """Set the run's name, by which clients' ledgers recognise a round that is repeated."""
-        if self.rounds.releases is not None:
-            self.rounds.releases.run = run
+        for part in self._parts:
+            if part.releases is not None:
+                part.releases.run = run
 
     def examples(self, client: int) -> int:
         """Number of examples of a client."""
@@ -272,34 +261,19 @@ class Trainer:
         """A trainer of the same clients on another device, with the same path and block size."""
         model, state = copy.deepcopy(self.model), self.client_state.kind
         copied = self._copy(model=model, path=self.path.name, device=device, state=state)
-        copied.rounds.releases = None  # the original records its releases (`charge`)
+        for part in copied._parts:
+            part.releases = None  # the original records its releases (`charge`)
         return copied
 
     def _copy(self, **changes: Any) -> Self:
-        return type(self)(**(self._settings() | changes))
-
-    def _settings(self) -> dict[str, Any]:
-        work = self.workload.work
-        return {
-            "model": self.model,
-            "algorithm": self.algorithm,
-            "data": self.data,
-            "batch_size": work.batch_size,
-            "epochs": work.epochs,
-            "steps": work.steps,
-            "counts": self.workload.counts,
-            "loss": self.loss,
-            "metrics": self.metrics,
-            "test": self.test,
-            "randomness": self.randomness,
-            "device": self.device,
-            "kernel": self.kernel,
-            "block_size": self.block_size,  # one for all devices of a run, not the rule's for each
-            "privacy": self.privacy,
-            "max_grad_norm": self.max_grad_norm,
-            "compression": self.compression,
-            "personal": self.personal.names,
-        }
+        names = (
+            "model", "algorithm", "data", "loss", "metrics", "test", "randomness", "device",
+            "kernel", "privacy", "max_grad_norm", "compression", "alternation",
+            "block_size",  # one for all devices of a run, not the rule's for each
+        )  # fmt: skip
+        settings = {name: getattr(self, name) for name in names} | vars(self.workload.work)
+        settings |= {"counts": self.workload.counts, "personal": self.personal.names}
+        return type(self)(**(settings | changes))
 
     def initial(self) -> Tensor:
         """First vector sent to clients, ``[d]``: the model's parameters, then zero vectors."""
@@ -322,12 +296,13 @@ class Trainer:
         sizes = (self.received_layout.d,)
         checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)
-        received = self.payload.received(vector[None])
-        for clients in self.rounds.blocks(client_ids, round, self.randomness, self.block_size):
-            result = self.rounds.fit(received, clients, {})
-            rows = self.payload.rows(result.theta, result.vectors, vector)
+        part = self._part(vector, round)
+        received = part.payload.received(vector[None])
+        for clients in part.blocks(client_ids, round, self.randomness, self.block_size):
+            result = part.fit(received, clients, {})
+            rows = part.payload.rows(result.theta, result.vectors, vector)
             block = Block.sent(clients.client_ids, rows, result.metrics)
-            self.rounds.finish(result, clients)
+            part.finish(result, clients)
             # Else a generator would keep a block's parameters alive while its rows are used.
             del result, clients
             yield block
@@ -360,10 +335,14 @@ class Trainer:
             )
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.received_layout.d)
-        clients = self.rounds.one_block(client_ids, round, sources)
-        result = self.rounds.fit(self.payload.received(vectors), clients, numbers or {})
-        theta = self.payload.replies(result.theta, result.vectors, vectors)
-        self.rounds.finish(result, clients)
+        if self.alternation is not None and len(vectors) > 1:
+            inputs = (vectors, client_ids, round, numbers or {}, sources)
+            return alternating.fit_in_groups(self.fit, *inputs)
+        part = self._part(vectors[0], round)
+        clients = part.one_block(client_ids, round, sources)
+        result = part.fit(part.payload.received(vectors), clients, numbers or {})
+        theta = part.payload.replies(result.theta, result.vectors, vectors)
+        part.finish(result, clients)
         return LocalResult(theta, result.metrics)
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
@@ -377,23 +356,35 @@ class Trainer:
     @property
     def ledgers(self) -> ClientLedgers | None:
         """Privacy ledgers of the clients; None without example-level privacy."""
-        return None if self.rounds.releases is None else self.rounds.releases.ledgers
+        releases = self._parts[0].releases
+        return None if releases is None else releases.ledgers
 
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
         """Why these clients' budgets forbid a round from ``vector [d]``; None if they allow it."""
-        if (releases := self.rounds.releases) is None:
+        part = self._part(vector, round)
+        if part.releases is None:
             return None
-        return releases.exceeded(round, self._starts(vector, client_ids, round))
+        return part.releases.exceeded(round, self._starts(part, vector, client_ids, round))
 
     def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
         """Record the releases of these clients, which a copy will train from ``vector``."""
-        if self.rounds.releases is not None:
-            self.rounds.releases.record(round, self._starts(vector, client_ids, round))
+        part = self._part(vector, round)
+        if part.releases is not None:
+            part.releases.record(round, self._starts(part, vector, client_ids, round))
 
-    def _starts(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[RoundStart]:
+    def _starts(
+        self, part: LocalRounds, vector: Tensor, client_ids: Ints, round: int
+    ) -> Iterator[RoundStart]:
         carried = self.client_state.store.load(client_ids, round)
         clients = RoundClients(client_ids, round, [self.randomness] * len(client_ids), carried)
-        return self.rounds.starts(self._on_device(vector)[None], clients)
+        return part.starts(self._on_device(vector)[None], clients)
+
+    def _part(self, vector: Tensor, round: int) -> LocalRounds:
+        """What trains the parameters of a round that starts from ``vector [d]``."""
+        if self.alternation is None:
+            return self.rounds
+        vector = self._on_device(vector)
+        return alternating.part_of_round(self.alternation, self._parts, vector, round)
 
     def _on_device(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)
