@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
 
 MOST_BYTES = 2**30
-"""Most memory for the outputs of all examples; beyond it they are computed batch by batch."""
+"""Most memory for the outputs of all of a data set's examples; beyond it none are stored."""
 
+_LATEST: dict[bytes, dict[bytes, tuple[Tensor, Tensor]]] = {}
+"""Cache of the outputs of the stem that was used last: by its digest, then by the data's digest.
 
-_LATEST: dict[bytes, dict[bytes, Tensor]] = {}
-"""Cache of the outputs of the stem that was used last: by its digest, then by examples' digests.
-
-The runs of a sweep differ in the layers behind the stem and in how examples are split, and
-computing the stem's outputs may take longer than training.
+It has one row for each of the data's examples, and which of the rows have been computed. The runs
+of a sweep differ in the layers behind the stem and in how examples are split, and computing the
+stem's outputs may take longer than training.
 """
 
 # Modules whose output for an example is a function of that example alone.
@@ -52,8 +53,8 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     nn.Module
         The rest of the model; the model itself if nothing can be computed once.
     ClientData
-        The stem's outputs for the examples that some client has: floating-point numbers, which
-        are not normalised again.
+        The same clients' data with the stem's outputs as inputs, which are not normalised again;
+        those of examples that no client has are undefined.
 
     Notes
     -----
@@ -65,20 +66,16 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     children = list(model._modules.items())
     first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
     stem = nn.Sequential(*(child for _, child in children[:first]))
-    used_examples, positions = np.unique(np.concatenate(data.indices), return_inverse=True)
-    if not any(True for _ in stem.parameters()) or not len(used_examples):
+    used = torch.from_numpy(np.unique(np.concatenate(data.indices))).to(data.x.device)
+    if not any(True for _ in stem.parameters()) or not len(used):
         return model, data
-    examples = torch.from_numpy(used_examples).to(data.x.device)
-    outputs = _cached_outputs(stem.to(data.x.device), data, examples, _dtype(model))
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    with torch.no_grad(), exact(data.x.device):
+        outputs = _cached_outputs(stem.to(data.x.device), data, used, dtype)
     if outputs is None:
         return model, data
-    bounds = np.cumsum([len(indices) for indices in data.indices])[:-1]
-    indices = [client.astype(np.int64) for client in np.split(positions, bounds)]
-    trained = nn.Sequential(OrderedDict(children[first:]))
-    mask = None if data.mask is None else data.mask[examples]
-    unusable = None if data.unusable is None else data.unusable[used_examples]
-    y = data.y[examples]
-    return trained, ClientData(outputs, y, indices, mask=mask, unusable=unusable)
+    rest = nn.Sequential(OrderedDict(children[first:]))
+    return rest, replace(data, x=outputs, mean=None, std=None)
 
 
 def _fixed(module: nn.Module) -> bool:
@@ -90,34 +87,30 @@ def _fixed(module: nn.Module) -> bool:
     return type(module) in BY_EXAMPLE
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.requires_grad)
-
-
 def _cached_outputs(
-    stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
+    stem: nn.Module, data: ClientData, used: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Outputs ``[N, ...]`` of the stem, from the cache or computed; None if they are too large."""
+    """Outputs ``[N, ...]`` of which those at ``used`` are set; None if they are too large."""
+    row = stem(data.inputs(used[:1], dtype))[0]
+    size = len(data.x) * row.nbytes
+    if size > MOST_BYTES:
+        return None
     label = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
-    key = _digest(*stem.state_dict().values(), *scale, label=label)
-    if key not in _LATEST:
+    digest = _digest(*stem.state_dict().values(), *scale, label=label)
+    if digest not in _LATEST:
         _LATEST.clear()
-        _LATEST[key] = {}
-    cache = _LATEST[key]
-    digests = [_digest(example) for example in data.x[examples].cpu()]
-    # Old and new outputs together would be too large: those of earlier runs are dropped.
-    if cache and _too_many(len({*cache, *digests}), next(iter(cache.values()))):
-        cache = _LATEST[key] = {}
-    # The first of equal examples: reversed, it overwrites the later ones.
-    firsts = {digest: k for k, digest in reversed([*enumerate(digests)]) if digest not in cache}
-    if new_positions := sorted(firsts.values()):
-        with exact(data.x.device):
-            rows = _outputs(stem, data, examples[new_positions], dtype)
-        if rows is None:
-            return None
-        cache.update(zip((digests[k] for k in new_positions), rows, strict=True))
-    return torch.stack([cache[digest] for digest in digests])
+    cache = _LATEST.setdefault(digest, {})
+    digest = _digest(data.x)
+    if digest not in cache:
+        if size + sum(outputs.nbytes for outputs, _ in cache.values()) > MOST_BYTES:
+            cache.clear()
+        known = row.new_zeros(len(data.x), dtype=torch.bool)
+        cache[digest] = row.new_zeros(len(data.x), *row.shape), known
+    outputs, known = cache[digest]
+    _compute(outputs, stem, data, used[~known[used]])
+    known[used] = True
+    return outputs
 
 
 def _digest(*tensors: Tensor, label: str = "") -> bytes:
@@ -128,28 +121,15 @@ def _digest(*tensors: Tensor, label: str = "") -> bytes:
     return digest.digest()
 
 
-def _too_many(count: int, output: Tensor) -> bool:
-    return count * output.numel() * output.element_size() > MOST_BYTES
-
-
-@torch.no_grad()
-def _outputs(
-    stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """Outputs of the stem ``[N, ...]``; None if they take too much memory."""
-    count, width = len(examples), 256 if data.x.is_cuda else 1
-    outputs: Tensor | None = None
+def _compute(outputs: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> None:
+    """Write the stem's outputs for these ``examples`` into ``outputs [N, ...]``."""
+    width = 256 if data.x.is_cuda else 1
     is_reordered = not data.x.is_cuda and takes_channels_last(stem.modules())
-    for start in range(0, count, width):
+    for start in range(0, len(examples), width):
         chunk = examples[start : start + width]
         # The last chunk is padded: with fewer rows a GPU may choose another kernel.
-        x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
+        padded = torch.cat([chunk, chunk[-1:].expand(width - len(chunk))])
+        x = data.inputs(padded, outputs.dtype)
         if is_reordered and x.dim() == 4:
             x = channels_last(x)
-        features = stem(x)
-        if outputs is None:
-            if _too_many(count, features[0]):
-                return None
-            outputs = features.new_empty(count, *features.shape[1:])
-        outputs[start : start + len(chunk)] = features[: len(chunk)]
-    return outputs
+        outputs[chunk] = stem(x)[: len(chunk)]
