@@ -151,7 +151,7 @@ def measure(device: str, pairs: int) -> dict[str, list[float]]:
         seconds = in_turns(sides, pairs, first=2, clock=clock)
     for way in chosen:
         steps = None if way.trainer is None else way.trainer.stepper.captured
-        if isinstance(steps, StepGraphs) and not (steps.works and steps.graphs):
+        if isinstance(steps, StepGraphs) and not (steps.can_capture and steps.graphs):
             raise SystemExit(f"{way.name}: its steps were not captured; see the log.")
     return seconds
 

@@ -82,7 +82,7 @@ class FedNova(SGD):
         slope: Tensor = torch.ones_like(state["moved"])
         if PROXIMAL in state:
             slope = slope - state["lr"] * state[PROXIMAL] * state["moved"]
-        self.follow(state, slope, at.number(self.schedule))
+        self.add_distance(state, slope, at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
         """The parameters after the normalised update."""

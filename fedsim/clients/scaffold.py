@@ -91,7 +91,7 @@ class Scaffold(SGD):
         corrected = gradient.dense().sub_(state["variate"]).add_(state["control"])
         super().step(state, Dense(corrected), at)
         if self.control == "steps":
-            self.follow(state, 1.0, state["lr"] * at.number(self.schedule))
+            self.add_distance(state, 1.0, state["lr"] * at.number(self.schedule))
 
     def finish(self, state: State) -> Tensor:
         """The client's parameters; replaces its variate by the new one."""
@@ -184,7 +184,7 @@ class PrivateScaffold(Scaffold):
         """``c <- (1 - q) c - q Dy / (K lr)``."""
         state: State = dict.fromkeys(("moved", "speed"), torch.zeros((), dtype=torch.float64))
         for k in range(self.steps):
-            self.follow(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
+            self.add_distance(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
         control = means.received["control"] + means.update / float(state["moved"])
         return Combined(
             means.update, {"control": means.received["control"] - means.share * control}

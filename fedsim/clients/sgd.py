@@ -68,7 +68,7 @@ class SGD(LocalAlgorithm):
             g = state["velocity"].mul_(self.momentum).add_(g)
         theta.addcmul_(g, rate.unsqueeze(1), value=-1)
 
-    def follow(self, state: State, slope: Tensor | float, rate: Tensor | float) -> None:
+    def add_distance(self, state: State, slope: Tensor | float, rate: Tensor | float) -> None:
         """Add to ``moved`` the distance of this step, at ``rate``, for a gradient of ``slope``.
 
         `FedNova` and `Scaffold` normalise by it; their states have ``moved`` and ``speed``.

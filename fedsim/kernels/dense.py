@@ -85,15 +85,15 @@ class DenseKernel:
         return buffers
 
     def backward(
-        self, rows: Tensor, buffers: Tensor, delta: Tensor, *, below: bool
+        self, rows: Tensor, buffers: Tensor, delta: Tensor, *, with_inputs: bool
     ) -> Tensor | None:
         """Write gradients of all outputs to the buffers, from ``delta [n, B, out]`` of the last.
 
-        With ``below``, return the gradient of the inputs, ``[n, B, in]``.
+        With ``with_inputs``, return the gradient of the inputs, ``[n, B, in]``.
         """
         n, delta = len(buffers), delta.contiguous()
         shape = n, self.batch, self.shapes[0].inputs
-        inputs = torch.empty(shape, dtype=self.dtype) if below else None
+        inputs = torch.empty(shape, dtype=self.dtype) if with_inputs else None
         self._compiled.backward(
             self._address, n, rows.data_ptr(), rows.stride(0), buffers.data_ptr(),
             delta.data_ptr(), None if inputs is None else inputs.data_ptr(),
@@ -178,7 +178,7 @@ def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
     rates = torch.tensor([0.3, -0.7], dtype=dtype)
     kernel = DenseKernel(compiled, shapes, 12, dtype)
     buffers, updated_rows = kernel.forward(rows, x), rows.clone()
-    below = kernel.backward(rows, buffers, delta, below=True)
+    below = kernel.backward(rows, buffers, delta, with_inputs=True)
     kernel.subtract(rates, updated_rows, updated_rows, x, buffers)
     squares = kernel.inner((x, buffers), (x, buffers))
 

@@ -118,7 +118,7 @@ class PersistentState:
             return shared.expand(n, -1)
         theta = shared.repeat(n // len(shared), 1)
         initial = personal.initial[personal.positions].unsqueeze(0)
-        theta[:, personal.positions] = carried.instead_of(initial, PERSONAL)
+        theta[:, personal.positions] = carried.entry(PERSONAL, default=initial)
         return theta
 
     def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
@@ -127,7 +127,7 @@ class PersistentState:
         theta = self.personal.shared.pack(vector[None])
         if self.personal:
             theta = self.start(theta, carried)
-        return carried.instead_of(theta, self.algorithm.evaluates)
+        return carried.entry(self.algorithm.evaluates, default=theta)
 
     def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
         """State of these clients at the start of a round; without ids, what a checkpoint needs."""
@@ -162,7 +162,7 @@ class CarriedState(NamedTuple):
         index = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         return CarriedState(self.present[positions], {k: v[index] for k, v in self.rows.items()})
 
-    def instead_of(self, default: Tensor, name: str) -> Tensor:
+    def entry(self, name: str, *, default: Tensor) -> Tensor:
         """The entry ``name [n, ...]``, with ``default [1 or n, ...]`` for clients without it."""
         if name not in self.rows:
             return default

@@ -161,7 +161,7 @@ class _RestoredMetric(Metric):
 def _restored_metric(metric: Metric) -> Metric:
     owner: Any = metric.function if isinstance(metric, MeanOf) else metric
     own_state = OwnState(nn.Identity(), owner, strict=False)
-    return metric if own_state.quiet else _RestoredMetric(metric, own_state)
+    return metric if own_state.stateless else _RestoredMetric(metric, own_state)
 
 
 @torch.no_grad()
@@ -235,7 +235,7 @@ def evaluate_clients(
             for call, (x, outputs, targets) in zip(calls, results, strict=True):
                 owners = owner[call]
                 groups = np.arange(len(owners)) if by_chunk else owners
-                _take(
+                _update_metrics(
                     states, metrics, owners, groups, is_example[call], outputs.cpu(), targets.cpu()
                 )
                 call_size.learn(x, outputs)
@@ -248,7 +248,7 @@ def evaluate_clients(
     return result
 
 
-def _take(
+def _update_metrics(
     states: list[dict[str, Any]],
     metrics: Mapping[str, Metric],
     owner: npt.NDArray[np.int64],

@@ -90,7 +90,7 @@ class StepGraphs:
     def __init__(self, stepper: Stepper, recorder: GraphRecorder, block_size: int) -> None:
         self.stepper, self.recorder, self.block_size = stepper, recorder, block_size
         self.graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
-        self.works = True
+        self.can_capture = True
         self._buffers: dict[Hashable, Tensor] = {}
         self._rows = 0
 
@@ -103,7 +103,7 @@ class StepGraphs:
             self._buffers.clear()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
-        buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
+        buffered, structure = self._buffered({**state, INDEX: index, WEIGHT: weight}, rows)
         new_state, losses = self._step(buffered, structure, step, rows)
         # An algorithm may add entries and drop others: the state is what the step left.
         state.clear()
@@ -115,7 +115,7 @@ class StepGraphs:
         self, buffered: State, structure: Hashable, step: Step, rows: int
     ) -> tuple[State, Tensor]:
         """State after one step of all rows, and losses, by a graph or eagerly."""
-        phase = self.stepper.algorithm.phase(step) if self.works else None
+        phase = self.stepper.algorithm.phase(step) if self.can_capture else None
         # Two steps share a graph only if the algorithm does the same in both, on as many clients,
         # and if the same entries are in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
@@ -125,11 +125,11 @@ class StepGraphs:
             except RuntimeError as error:
                 # `_capture` has restored the state in its buffers.
                 _log.warning("a CUDA graph could not be captured (%s); training without one", error)
-                self.works = False
+                self.can_capture = False
                 self.graphs.clear()
             if len(self.graphs) > MOST_GRAPHS:
                 self.graphs.popitem(last=False)
-        if phase is None or not self.works:
+        if phase is None or not self.can_capture:
             state = _entries(buffered)
             losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], step)
             return state, losses
@@ -156,7 +156,7 @@ class StepGraphs:
             losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
-            return self._hold(state, rows)[0], losses
+            return self._buffered(state, rows)[0], losses
 
         try:
             replay, (state, losses) = self.recorder.record(lambda: clock.run(work))
@@ -165,7 +165,7 @@ class StepGraphs:
                 tensor.copy_(value)
         return _CapturedStep(replay, clock, state, losses)
 
-    def _hold(self, entries: State, rows: int) -> tuple[State, Hashable]:
+    def _buffered(self, entries: State, rows: int) -> tuple[State, Hashable]:
         """Put the entries into buffers, as ``rows`` rows; those that are elsewhere are copied.
 
         Entries that are one tensor stay one. Also returns the structure, which is the same for all

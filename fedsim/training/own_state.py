@@ -62,7 +62,7 @@ class OwnState:
 
     Attributes
     ----------
-    quiet : bool
+    stateless : bool
         Whether nothing can change, and so nothing need be restored: the model is made of torch's
         own layers without buffers, none of which writes to its parameters, and the loss is
         fedsim's own.
@@ -77,8 +77,8 @@ class OwnState:
         models = [m for m in (model, loss) if isinstance(m, nn.Module)]
         self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
         self._modules = [module for m in models for module in m.modules()]
-        self.quiet = all(_leaves_itself(owner) for _, owner in self._owners)
-        self._fixed = {} if self.quiet else _fixed(model, loss, trained)
+        self.stateless = all(_never_changes(owner) for _, owner in self._owners)
+        self._fixed = {} if self.stateless else _fixed(model, loss, trained)
         self._snapshot()
 
     def _snapshot(self) -> None:
@@ -95,7 +95,7 @@ class OwnState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore on exit what the calls within have changed."""
-        if self.quiet:
+        if self.stateless:
             yield
             return
         self._snapshot()  # every time: an attribute (the round, say) may have been set since
@@ -166,7 +166,7 @@ def _named_owners(prefix: str, owner: object) -> list[tuple[str, object]]:
     return [(prefix, owner), *_named_owners(prefix, inner)]
 
 
-def _leaves_itself(owner: object) -> bool:
+def _never_changes(owner: object) -> bool:
     """Whether an object is known to change neither its attributes nor its parameters."""
     if not isinstance(owner, nn.Module):
         return str(getattr(owner, "__module__", "")).startswith("fedsim.")

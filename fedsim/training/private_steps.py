@@ -119,7 +119,7 @@ class PrivateSteps(Steps):
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
             is_kept = self.keeps_state
             self.state[name] = (
-                clients.carried.instead_of(start, MECHANISM + name) if is_kept else start
+                clients.carried.entry(MECHANISM + name, default=start) if is_kept else start
             )
 
     def step(self, state: State, index: int, active: int) -> None:

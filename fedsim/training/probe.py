@@ -50,7 +50,7 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     methods: list[GradientMethod] = []
     if structure is not None and read_loss is not None:
         module = structure.module
-        if program is not None and program.by_example:
+        if program is not None and program.has_example_rows:
             methods.append(ProgramRows(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(Hooked(module, packing, read_loss, layers))
@@ -108,7 +108,7 @@ class Probe:
                     correct_method = method
                     break
                 last_fault = f"{method.name}: {fault}"
-            self._train(True)
+            self._set_mode(True)
         if correct_method is None:
             raise FedsimError(
                 f"the model's examples cannot be taken one at a time ({last_fault}), so that it "
@@ -120,7 +120,7 @@ class Probe:
             )
         return correct_method
 
-    def _train(self, drawing: bool) -> None:
+    def _set_mode(self, drawing: bool) -> None:
         """Set training mode, or, if not ``drawing``, a mode in which the model does not draw."""
         structure = self.trained.reading.structure
         for module in (self.trained.model, *((structure.module,) if structure else ())):
@@ -170,7 +170,7 @@ class Probe:
     @torch.no_grad()
     def _run(self, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor | None, Tensor]:
         """Outputs, if they are one tensor with a row for each example, and losses ``[B]``."""
-        self._train(drawing)
+        self._set_mode(drawing)
         theta, before = self._theta, self._theta
         named = self.trained.packing.named(theta)
         with seeded(SEED, batch.x.device):
@@ -251,7 +251,7 @@ class Probe:
     def _rows(
         self, method: GradientMethod, batch: _Batch, *, drawing: bool = True
     ) -> tuple[Tensor, Tensor]:
-        self._train(drawing)
+        self._set_mode(drawing)
         with seeded(SEED, batch.x.device):
             rows, losses = method.of_client(self._theta, batch.x.clone(), batch.y)
         return rows.dense()[0], losses

@@ -39,7 +39,7 @@ EVALUATION = 2**40
 """Part of the address of an evaluation's draws, in the place of a training step's number."""
 
 # Modules that are known neither to draw nor to change their buffers.
-QUIET = (
+DETERMINISTIC_MODULES = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
@@ -72,7 +72,7 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
         If it draws from numpy's or Python's generator, changes its buffers, or keeps any other
         state between calls that its outputs depend on.
     """
-    if all(type(module) in QUIET for module in model.modules()):
+    if all(type(module) in DETERMINISTIC_MODULES for module in model.modules()):
         return HiddenDraws(training=False, evaluation=False)
     draws_by_type = any(_known_to_draw(module) for module in model.modules())
     if x is None:
@@ -120,7 +120,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
         before = _generators(x.device)
         model(x)
         has_drawn = before != _generators(x.device)
-        remembers = _remembers(model, x)
+        remembers = _has_memory(model, x)
     changed = [
         name
         for name, buffer in model.named_buffers()
@@ -145,7 +145,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     return has_drawn
 
 
-def _remembers(model: nn.Module, x: Tensor) -> bool:
+def _has_memory(model: nn.Module, x: Tensor) -> bool:
     """Whether the same inputs, with the same draws, give other outputs after other inputs."""
     half = len(x) // 2
     outputs: list[Tensor] = []

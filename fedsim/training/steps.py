@@ -270,7 +270,7 @@ class Steps:
         state = self.stepper.algorithm.init(theta, numbers)
         for name in self.stepper.carried:
             if name in state:
-                state[name] = carried.instead_of(state[name], name)
+                state[name] = carried.entry(name, default=state[name])
         return state
 
     def step(self, state: State, index: int, active: int) -> None:

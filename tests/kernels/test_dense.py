@@ -80,7 +80,7 @@ def passed(dense_layers, rows, x, delta):
         outputs.append(of_outputs.clone())
         return delta
 
-    gradient, below = dense_layers.gradient(rows, x, deltas, below=True)
+    gradient, below = dense_layers.gradient(rows, x, deltas, with_inputs=True)
     return outputs[0], gradient, below
 
 
@@ -194,7 +194,7 @@ def test_every_width_of_registers_and_compiler_gives_the_same_bytes(
         for compiled_library in (dense._compiled(dtype), library):
             kernel = DenseKernel(compiled_library, shapes_of(layers), batch, dtype)
             buffers, inside, into = kernel.forward(rows, x), rows.clone(), other.clone()
-            below = kernel.backward(rows, buffers, delta, below=True)
+            below = kernel.backward(rows, buffers, delta, with_inputs=True)
             kernel.subtract(rates, inside, inside, x, buffers)
             kernel.subtract(rates, rows, into, x, buffers)
             parts = [
@@ -290,7 +290,7 @@ def test_any_activation_may_follow_the_last_compiled_layer(activation, dtype) ->
         return delta
 
     compiled_layers = DenseLayers(layers, packing, compiled=True)
-    together, below = compiled_layers.gradient(rows, x, deltas, below=True)
+    together, below = compiled_layers.gradient(rows, x, deltas, with_inputs=True)
     eager, _ = DenseLayers(layers, packing, compiled=False).gradient(rows, x, deltas)
     assert isinstance(together, CompiledGradient)
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
@@ -302,7 +302,7 @@ def test_any_activation_may_follow_the_last_compiled_layer(activation, dtype) ->
             rows[client].clone(),
             x[client].clone(),
             partial(deltas, delta=delta[client]),
-            below=True,
+            with_inputs=True,
         )
         assert same_bytes(alone.dense(), together[client].dense())
         assert same_bytes(own_below, below[client])

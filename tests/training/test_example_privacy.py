@@ -147,7 +147,7 @@ def test_norms_and_sums_over_positions_agree_whichever_is_written_down(
         torch.randn(2, n, positions, outputs, generator=generator, **Z64),
         bias,
     )
-    assert part.small == (positions == 9)
+    assert part.is_formed == (positions == 9)
     expected, weights = part.dense(), torch.rand(2, n, generator=generator, **Z64)
     weights[:, 0] = 0
     assert expected.shape == (2, n, part.size)

@@ -45,7 +45,7 @@ def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):
         found.append(rounds(trainer, vector, COHORTS))
         monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert trainer.stepper.captured.works
+    assert trainer.stepper.captured.can_capture
     assert tape.recordings >= len(trainer.stepper.captured.graphs) > 0
 
 
@@ -154,7 +154,7 @@ def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost
     with caplog.at_level(logging.WARNING):
         expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not tried.stepper.captured.works
+    assert not tried.stepper.captured.can_capture
     assert not tried.stepper.captured.graphs
     assert sum("training without one" in record.message for record in caplog.records) == 1
 
@@ -163,7 +163,7 @@ def test_a_step_that_reads_a_value_back_is_not_captured(taped):
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
     got, expected = (rounds(t, start(t), COHORTS) for t in (trainer, plain))
-    assert not trainer.stepper.captured.works
+    assert not trainer.stepper.captured.can_capture
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -176,7 +176,7 @@ def test_an_algorithm_that_promises_nothing_is_not_captured(taped):
     rounds(trainer, start(trainer), COHORTS)
     assert Warming(lr=0.1).phase(None) is None
     assert trainer.stepper.captured.recorder.recordings == 0
-    assert trainer.stepper.captured.works
+    assert trainer.stepper.captured.can_capture
 
 
 class Lambdas(SGD):
@@ -196,7 +196,7 @@ def test_a_number_whose_function_is_made_in_the_step_follows_the_step(eager, tap
     # A float multiplies in float32 and a tensor here in float64: the last bit may differ.
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert captured.stepper.captured.works
+    assert captured.stepper.captured.can_capture
     steps = captured.stepper.captured.graphs.values()
     assert {len(step.clock.numbers) for step in steps} == {2}
 
@@ -215,7 +215,7 @@ def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured
     runs = []
     plain, tried = eager(SGD(lr=0.1)), taped(Forgets(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
-    assert not tried.stepper.captured.works
+    assert not tried.stepper.captured.can_capture
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 

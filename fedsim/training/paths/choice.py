@@ -192,8 +192,8 @@ def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
         # Convolutions gain by what pooling discards. On a GPU this path takes them client by
         # client, and would spend its time on launches.
         pooled = any(layer.pool is not None for layer in program.convolutions)
-        wins = not program.convolutions or (device.type == "cpu" and pooled)
-        if name == "layered" or (name == "auto" and wins):
+        preferred = not program.convolutions or (device.type == "cpu" and pooled)
+        if name == "layered" or (name == "auto" and preferred):
             return program
     elif name == "layered":
         raise FedsimError(

@@ -71,7 +71,7 @@ class ConvActivations:
         Its inputs and its weight, channels last.
     convolved : torch.Size
         Shape of the convolution's outputs, before pooling.
-    places : int64 Tensor or None
+    winners : int64 Tensor or None
         Position of each window's winner (its largest output); None without pooling.
     outputs : Tensor
         After pooling and ReLU.
@@ -81,7 +81,7 @@ class ConvActivations:
     x: Tensor
     weight: Tensor
     convolved: torch.Size
-    places: Tensor | None
+    winners: Tensor | None
     outputs: Tensor
 
 
@@ -115,11 +115,11 @@ def forward(
     for layer in layers:
         weight = placed(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
-        # The places are the windows' winners, from which `_of_winners` takes the gradients.
+        # Of each pooling window, from which `_of_winners` takes the gradients.
         pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations
-        convolved, outputs, places = pooled(layer, x, weight, bias)
+        convolved, outputs, winners = pooled(layer, x, weight, bias)
         outputs = torch.relu_(outputs)
-        activations.append(ConvActivations(layer, x, weight, convolved, places, outputs))
+        activations.append(ConvActivations(layer, x, weight, convolved, winners, outputs))
         x = outputs
     return activations
 
@@ -143,8 +143,8 @@ def _pooled_by_image(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor |
     windows = Windows(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
     rows = weight.permute(0, 2, 3, 1).flatten(2)
     pooled = convolve_and_pool(images, rows, bias, patches, windows)
-    outputs, places = (images.permute(0, 3, 1, 2) for images in pooled)
-    return torch.Size((len(x), module.out_channels, *patches.places)), outputs, places
+    outputs, winners = (images.permute(0, 3, 1, 2) for images in pooled)
+    return torch.Size((len(x), module.out_channels, *patches.places)), outputs, winners
 
 
 def _operations(layer: ConvLayer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pooled:
@@ -169,37 +169,37 @@ def backward(
     the gradient of its inputs; it returns that and its result.
     """
     results = []
-    below: Tensor | None = channels_last(delta)
+    input_delta: Tensor | None = channels_last(delta)
     for number in range(len(layer_activations) - 1, -1, -1):
         activations = layer_activations[number]
-        assert below is not None
+        assert input_delta is not None
         # ReLU's mask at the pooled size: no gradient goes through an output of 0.
-        delta = torch.ops.aten.threshold_backward.default(below, activations.outputs, 0)
-        below, result = of_layer(activations, delta, number > 0)
+        delta = torch.ops.aten.threshold_backward.default(input_delta, activations.outputs, 0)
+        input_delta, result = of_layer(activations, delta, number > 0)
         results.append(result)
     return results
 
 
 def gradients_by_name(
-    activations: ConvActivations, delta: Tensor, below: bool, *, compiled: bool
+    activations: ConvActivations, delta: Tensor, with_inputs: bool, *, compiled: bool
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Gradients of a layer's inputs, if needed (``below``), and of its parameters by name."""
+    """Gradients of a layer's inputs, if needed (``with_inputs``), and of its parameters by name."""
     # Which is faster depends on how much pooling discards.
     if compiled and _sparse(activations):
-        inputs, weight, bias = _of_winners(activations, delta, below)
+        inputs, weight, bias = _of_winners(activations, delta, with_inputs)
     else:
         delta = _before_pooling(activations, delta)
-        inputs, weight, bias = _products(activations, delta, below, parameters=True)
+        inputs, weight, bias = _products(activations, delta, with_inputs, parameters=True)
     named = {f"{activations.layer.name}.weight": weight, f"{activations.layer.name}.bias": bias}
     return inputs, {name: part for name, part in named.items() if part is not None}
 
 
 def factor_of(
-    activations: ConvActivations, delta: Tensor, below: bool
+    activations: ConvActivations, delta: Tensor, with_inputs: bool
 ) -> tuple[Tensor | None, ConvFactor]:
     """Gradients of a layer's inputs, if needed, and the factors of per-example gradients."""
     delta = _before_pooling(activations, delta)
-    inputs = _products(activations, delta, below, parameters=False)[0] if below else None
+    inputs = _products(activations, delta, True, parameters=False)[0] if with_inputs else None
     return inputs, ConvFactor(activations.layer.module, activations.x, delta)
 
 
@@ -212,22 +212,22 @@ def _sparse(activations: ConvActivations) -> bool:
     return activations.convolved.numel() * kernel >= SPARSE * activations.outputs.numel()
 
 
-def _of_winners(activations: ConvActivations, delta: Tensor, below: bool) -> Gradients:
+def _of_winners(activations: ConvActivations, delta: Tensor, with_inputs: bool) -> Gradients:
     """Gradients of inputs (if needed), weight and bias, by sums over the windows' winners."""
-    module, places = activations.layer.module, activations.places
-    assert places is not None
+    module, winners = activations.layer.module, activations.winners
+    assert winners is not None
     images, patches = _images(module, activations.x)
     height, width, channels = patches.image
-    windows, places = (
-        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, places)
+    windows, winners = (
+        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, winners)
     )
-    weights = weight_gradient(images, windows, places, patches)
+    weights = weight_gradient(images, windows, winners, patches)
     weights = weights.view(-1, *patches.kernel, channels).permute(0, 3, 1, 2)
     bias = None if module.bias is None else windows.flatten(0, 1).sum(0)
-    if not below:
+    if not with_inputs:
         return None, weights, bias
     rows = activations.weight.permute(0, 2, 3, 1).flatten(2)
-    inputs = input_gradient(rows, windows, places, patches)
+    inputs = input_gradient(rows, windows, winners, patches)
     down, across = _padding(module)  # the kernels' images include it
     inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
     return inputs, weights, bias
@@ -266,13 +266,13 @@ def _before_pooling(activations: ConvActivations, delta: Tensor) -> Tensor:
         memory_format=torch.channels_last,
     )
     gradients: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(
-        delta, convolved, *_pooling(activations.layer.pool), activations.places
+        delta, convolved, *_pooling(activations.layer.pool), activations.winners
     )
     return gradients
 
 
 def _products(
-    activations: ConvActivations, delta: Tensor, below: bool, *, parameters: bool
+    activations: ConvActivations, delta: Tensor, with_inputs: bool, *, parameters: bool
 ) -> Gradients:
     """Gradients of inputs, weight and bias by products over all positions (torch's backward)."""
     module = activations.layer.module
@@ -288,7 +288,7 @@ def _products(
         False,
         [0, 0],
         module.groups,
-        [below, parameters, parameters and biased],
+        [with_inputs, parameters, parameters and biased],
     )
     return gradients
 

@@ -97,7 +97,7 @@ class DenseLayers:
     def __init__(self, layers: Sequence[DenseLayer], packing: Packing, *, compiled: bool) -> None:
         self.layers, self.packing = layers, packing
         # No gradient is needed below the first layer that is trained.
-        self.first = next(i for i, layer in enumerate(layers) if layer.weight or layer.bias)
+        self.first_trained = next(i for i, layer in enumerate(layers) if layer.weight or layer.bias)
         self._shapes = _shapes(layers) if compiled else None
         self._kernels: dict[int, DenseKernel | None] = {}
         self._viewed: tuple[Tensor, list[Parameters]] | None = None
@@ -107,16 +107,21 @@ class DenseLayers:
         return self._values(theta, x)[-1]
 
     def gradient(
-        self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], *, below: bool = False
+        self,
+        theta: Tensor,
+        x: Tensor,
+        deltas: Callable[[Tensor], Tensor],
+        *,
+        with_inputs: bool = False,
     ) -> tuple[CompiledGradient | Factored, Tensor | None]:
         """Forward and backward pass at ``theta [n, D]`` with inputs ``x [n, B, in]``.
 
         ``deltas`` maps the outputs ``[n, B, K]`` to their gradients. Returns the layers' gradients,
-        and with ``below`` those of the inputs.
+        and with ``with_inputs`` those of the inputs.
         """
         kernel = None if theta.is_cuda else self._kernel(x.shape[1], theta.dtype)
         if kernel is None or x.dtype != theta.dtype:
-            return self._eager(theta, x, deltas, below)
+            return self._eager(theta, x, deltas, with_inputs)
         if theta.stride(1) != 1:
             theta = theta.contiguous()
         if x.stride()[1:] != (x.shape[2], 1):
@@ -130,17 +135,17 @@ class DenseLayers:
             activated, behind = ACTIVATIONS[last]
             h = activated(aligned_empty(h, *h.shape).copy_(h))
             delta = behind(deltas(h), h)
-        inputs = kernel.backward(theta, buffers, delta, below=below)
+        inputs = kernel.backward(theta, buffers, delta, with_inputs=with_inputs)
         return CompiledGradient(self, kernel, x, buffers), inputs
 
     def _eager(
-        self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], below: bool
+        self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], with_inputs: bool
     ) -> tuple[Factored, Tensor | None]:
         """`gradient` by batched products over the clients."""
         values = self._values(theta, x)
         delta = deltas(values[-1])
         factors: list[Factor] = []
-        first = 0 if below else self.first
+        first = 0 if with_inputs else self.first_trained
         inputs: Tensor | None = None
         for i in range(len(self.layers) - 1, first - 1, -1):
             layer = self.layers[i]
@@ -151,10 +156,10 @@ class DenseLayers:
             # from the weights in one operation (`Factored`); other steps multiply it out.
             if layer.weight is not None or layer.bias is not None:
                 factors.append(Factor(values[i], delta, layer.weight, layer.bias))
-            if i > first or below:
+            if i > first or with_inputs:
                 inputs = aligned_empty(delta, *values[i].shape)
                 delta = torch.bmm(delta, self._parameters(theta)[i][0], out=inputs)
-        return Factored(factors, self.packing), inputs if below else None
+        return Factored(factors, self.packing), inputs if with_inputs else None
 
     def _values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
         """Inputs of every layer, and the outputs, each ``[n, B, width]``."""

@@ -96,14 +96,14 @@ class PositionsPart(LinearPart):
         return self.x.shape[-3]
 
     @property
-    def small(self) -> bool:
-        """Whether a gradient is smaller than the Gram matrix of its positions."""
+    def is_formed(self) -> bool:
+        """Whether rows are formed: a gradient is smaller than the Gram matrix of its positions."""
         return bool(self.size <= self.x.shape[-2] ** 2)
 
     @property
     def cancels(self) -> bool:
         """Whether terms of a squared norm may cancel; those of a row that is formed cannot."""
-        return not self.small
+        return not self.is_formed
 
     @property
     def depth(self) -> int:
@@ -114,7 +114,7 @@ class PositionsPart(LinearPart):
         """Squared norms of the rows, by Gram matrices of the positions where those are smaller."""
         if scale is not None or center is not None:
             return self._whitened_squares(scale, center)
-        if self.small:
+        if self.is_formed:
             return Squares(self._dense_rows.square().sum(-1))
         x, delta = self._doubles
         inputs = (x @ x.mT).add_(float(self.bias))
@@ -127,8 +127,8 @@ class PositionsPart(LinearPart):
     def _whitened_squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
         """Squared norms of centred and scaled rows, which are formed as precisely as in `sums`."""
         x, delta = self._doubles
-        rows = self._dense_rows if self.small else self._multiplied_out(x, delta)
-        magnitudes = rows if self.small else self._multiplied_out(x.abs(), delta.abs())
+        rows = self._dense_rows if self.is_formed else self._multiplied_out(x, delta)
+        magnitudes = rows if self.is_formed else self._multiplied_out(x.abs(), delta.abs())
         factor = rows.new_ones(()) if scale is None else scale.unsqueeze(-2)
         shifted = rows if center is None else rows - center.unsqueeze(-2)
         sizes = (magnitudes * factor).square_().sum(-1)
@@ -142,7 +142,7 @@ class PositionsPart(LinearPart):
         # Zero times NaN is NaN, so rows of weight 0 are wiped. On a GPU always: reading back
         # whether there are any would wait for it.
         wipe = weights.is_cuda or bool(absent.any())
-        if self.small:
+        if self.is_formed:
             rows = self._dense_rows
             rows = rows.masked_fill(absent[..., None], 0.0) if wipe else rows
             return [(weights.unsqueeze(-2) @ rows).squeeze(-2)]

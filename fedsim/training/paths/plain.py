@@ -202,7 +202,7 @@ class PlainPath:
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
             examples = inputs if counts is None else inputs[: counts[k]]
             # A model that writes to its parameters must not write to those that are evaluated.
-            point = point if self.state.quiet else point.clone()
+            point = point if self.state.stateless else point.clone()
             with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
                 values = call_with(self.model, self._named(point), self._aligned(examples))
             padding = values.new_zeros(len(inputs) - len(examples), *values.shape[1:])

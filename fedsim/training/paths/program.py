@@ -177,7 +177,7 @@ class Program:
         return not on_gpu and (bool(self.convolutions) or large)
 
     @property
-    def by_example(self) -> bool:
+    def has_example_rows(self) -> bool:
         """Whether the layers' factors, in order, make up per-example rows.
 
         They do if every trained layer trains its weight, layers are in the layout's order, and no
@@ -238,7 +238,7 @@ class Program:
     def example_factors(
         self, theta: Tensor, x: Tensor, losses: BatchLosses
     ) -> tuple[Sequence[ConvFactor], Sequence[Factor]]:
-        """Factors of per-example gradients, layer by layer; `by_example` must be true.
+        """Factors of per-example gradients, layer by layer; `has_example_rows` must be true.
 
         They are of the first ``n`` batches of these losses, whose weights are 1; with convolutions
         ``n`` is 1.
@@ -265,7 +265,9 @@ class Program:
         activations = forward(self.convolutions, theta[0], x, compiled=self.compiled)
         features = activations[-1].outputs
         deltas = partial(losses.deltas, first=batch)
-        dense, delta = self.dense.gradient(theta, features.flatten(1)[None], deltas, below=True)
+        dense, delta = self.dense.gradient(
+            theta, features.flatten(1)[None], deltas, with_inputs=True
+        )
         assert delta is not None
         return dense, backward(activations, delta.view(features.shape), of_layer)
 

@@ -120,7 +120,7 @@ def unsqueeze(call: NodeCall) -> Batched:
     return call.same_axis(call.results)
 
 
-def moved(call: NodeCall, order: list[int]) -> Batched:
+def permuted(call: NodeCall, order: list[int]) -> Batched:
     """Axes in another order; the examples' axis may move."""
     value = call.args[0]
     return Batched(call.results, order.index(value.axis), value.shared)
@@ -132,13 +132,13 @@ def transpose(call: NodeCall) -> Batched:
     one, two = (d % rank for d in (call.argument(1, "dim0"), call.argument(2, "dim1")))
     order = list(range(rank))
     order[one], order[two] = two, one
-    return moved(call, order)
+    return permuted(call, order)
 
 
 def permute(call: NodeCall) -> Batched:
     """All axes in a given order."""
     rank = call.args[0].like.dim()
-    return moved(call, [d % rank for d in _sizes(call)])
+    return permuted(call, [d % rank for d in _sizes(call)])
 
 
 def attribute(call: NodeCall) -> Batched:
@@ -147,7 +147,7 @@ def attribute(call: NodeCall) -> Batched:
     rank = value.like.dim() if isinstance(value, Batched) else 0
     is_transpose = (name == "mT" and rank >= 2) or (name == "T" and rank == 2)
     call.need(is_transpose, f"of '{name}' is not known")
-    return moved(call, [*range(rank - 2), rank - 1, rank - 2])
+    return permuted(call, [*range(rank - 2), rank - 1, rank - 2])
 
 
 def expand(call: NodeCall) -> Batched:
@@ -196,7 +196,7 @@ def getitem(call: NodeCall) -> Any:
     return call.same_axis(call.results)
 
 
-def together(call: NodeCall) -> Batched:
+def concatenation(call: NodeCall) -> Batched:
     """Batches joined along a dimension that is not the examples'."""
     tensors: Any = call.args[0] if call.args else call.kwargs.get("tensors")
     call.need(isinstance(tensors, tuple | list) and bool(tensors), "has no tensors")
@@ -323,7 +323,7 @@ def loss_of_each(classes: bool) -> Rule:
     return rule
 
 
-def new(call: NodeCall) -> Batched:
+def filled(call: NodeCall) -> Batched:
     """A new tensor filled with one number, with a row for each example."""
     sizes = _sizes(call)
     call.need(bool(sizes) and isinstance(sizes[0], BatchSize), "is not one for each example")
@@ -337,5 +337,5 @@ def size(call: NodeCall) -> Any:
     return SIZE
 
 
-SIZED = (reshape, expand, new)
+SIZED = (reshape, expand, filled)
 """Rules of the functions that may be given the number of examples."""

@@ -20,16 +20,17 @@ from fedsim.training.structure.functions import (
     along,
     attention,
     attribute,
+    concatenation,
     einsum,
     elementwise,
     embedding,
     expand,
+    filled,
     getitem,
     images,
     layer_norm,
     loss_of_each,
     matmul,
-    new,
     one_hot,
     pad,
     permute,
@@ -37,7 +38,6 @@ from fedsim.training.structure.functions import (
     reshape,
     rows,
     size,
-    together,
     transpose,
     unsqueeze,
 )
@@ -87,7 +87,7 @@ NAMED: dict[str, Rule] = {
     "permute": permute,
     "matmul": matmul,
     "bmm": matmul,
-    **_each(("cat", "stack", "concat"), together),
+    **_each(("cat", "stack", "concat"), concatenation),
     **_each(("triu", "tril"), rows(3)),  # of each matrix
 }
 """Rules by the names that torch's functions and tensors' methods have in common."""
@@ -107,7 +107,7 @@ METHODS: dict[str, Rule] = {
     "view": reshape,
     "expand": expand,
     "size": size,
-    **_each(("new_zeros", "new_ones", "new_full"), new),
+    **_each(("new_zeros", "new_ones", "new_full"), filled),
 }
 
 _ACTIVATIONS = (
