@@ -292,7 +292,7 @@ class Bound(Mechanism):
     - if it releases numbers in addition to the vector, `scalars` and `split`: these, their noise;
     - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, the
       divisor of the mean, the weights of rows, and that there is no bound on norms;
-    - for speed, `scaled` and `implicit`: the same without copies of rows, or without rows;
+    - for speed, `keeps_rows`: that `shape_` changes no row (see also `ScalingBound`);
     - for a report, `info`; for clients that make shares, `needs`.
 
     Tensors are of one sum, or of n owners' sums with a leading ``n`` (``...`` below). Only `info`
@@ -305,6 +305,8 @@ class Bound(Mechanism):
     """Scalars that `shape_` computes from rows, and whose noisy means are released."""
     free: ClassVar[bool] = False
     """Whether the radius is infinite: the grid of the sum then has a fixed unit."""
+    keeps_rows: ClassVar[bool] = False
+    """Whether `shape_` only returns factors, and never changes the rows that it is given."""
 
     @property
     def bare_sums(self) -> Mapping[str, BareSum]:
@@ -330,22 +332,6 @@ class Bound(Mechanism):
     @abstractmethod
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Bound float64 rows ``y [..., c, d]``: change them in place, up to the returned factor."""
-
-    def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
-        """Result of `shape_` for rows ``[c, d]`` on a CPU, if it only multiplies; none is changed.
-
-        None, the default, if a row needs more than a factor.
-        """
-        return None
-
-    def implicit(
-        self, rows: Rows, ready: State, unit: Number, weights: Tensor
-    ) -> tuple[Shaped, Tensor] | None:
-        """Result of `shape_` for factored rows, and their bounded sum ``[..., d]``.
-
-        The sum is in units of a grid, not yet rounded. None if the bound needs dense rows.
-        """
-        return None
 
     def restore(self, w: Tensor, ready: State) -> Tensor:
         """Rows or a mean ``w [..., d]``, mapped back to the parameters' coordinates."""

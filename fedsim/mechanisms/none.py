@@ -41,6 +41,7 @@ class NoPrivacy(Bound):
 
     guarantee: ClassVar[Guarantee] = "none"
     free: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = True
     bare_sums: ClassVar[Mapping[str, BareSum]] = {
         "weight": BareSum(WEIGHT_UNIT),
         "reach": BareSum(REACH_UNIT),  # weight times norm
@@ -69,11 +70,7 @@ class NoPrivacy(Bound):
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Factor 1 for all rows, NaN for one that has diverged."""
-        return self.scaled(y, ready)
-
-    def scaled(self, rows: Tensor, ready: State) -> Shaped:
-        """Factor 1 for all rows, NaN for one that has diverged."""
-        norms = norms_of(rows)
+        norms = norms_of(y)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)

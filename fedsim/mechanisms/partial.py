@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.kernels.rows import is_supported
-from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
+from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_, per_row
+from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
@@ -28,6 +29,10 @@ from fedsim.rows.exact import (
     RowMasks,
     grid_unit,
 )
+from fedsim.rows.norms import in_safe_range, norms_of, round_up
+
+MEASURED_MARGIN = 2.0**-19
+"""Relative margin on norms from factors, whose error is below 2^-20 (`MeasuredRows`)."""
 
 
 @dataclass(frozen=True)
@@ -254,17 +259,11 @@ class SegmentSum:
         masks: RowMasks | None,
     ) -> None:
         """Add whole rows, of which the segment takes its columns; ``counts``: None for one sum."""
-        rows, bound, vector = self.segment.part_of(rows), self.segment.bound, self.grids["sum"]
+        rows, vector = self.segment.part_of(rows), self.grids["sum"]
         # In order of speed: factored rows are measured and summed by their factors; dense rows that
         # are only multiplied are added by a compiled function in one pass; all others are copied in
         # chunks that fit the cache, bounded there and added.
-        implicit = None
-        if not isinstance(rows, DenseRows):
-            implicit = bound.implicit(rows, *self._ready_of(owners), weights)
-        if implicit is not None:
-            shaped, total = implicit
-            vector.add_sum_(total, owners)
-            self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
+        if not isinstance(rows, DenseRows) and self._add_measured(rows, weights, owners, masks):
             return
         if counts is None:
             rows = dense = DenseRows(rows.dense())
@@ -273,19 +272,37 @@ class SegmentSum:
         for chunk_owners, index, y in self._chunks.of_owners(rows, counts, owners, vector.coarse):
             ready, unit = self._ready_of(chunk_owners)
             weight = weights[index]
-            shaped, bad = bounded_(bound, y, ready, unit, weight)
+            shaped, bad = bounded_(self.segment.bound, y, ready, unit, weight)
             vector.add_(y, chunk_owners)
             self._note(shaped, bad, weight, chunk_owners, index, masks)
+
+    def _add_measured(
+        self, rows: Rows, weights: Tensor, owners: Owners, masks: RowMasks | None
+    ) -> bool:
+        """Add factored rows by their norms and one weighted sum; False if they must be dense."""
+        bound, (ready, unit) = self.segment.bound, self._ready_of(owners)
+        if not (isinstance(bound, ScalingBound) and bound.only_scales):
+            return False
+        measured = rows.measure(*bound.whitening(ready))
+        if measured is None:
+            return False
+        # The margin covers the rounding of the formula for norms, and of the sum to the grid.
+        longest = measured.norms * (1 + MEASURED_MARGIN)
+        shaped = bound.factors(measured.norms, longest, ready, self.segment.layout.d)
+        weight = shaped.factor.nan_to_num(nan=0.0) / per_row(unit) * weights
+        self.grids["sum"].add_sum_(measured.sum(weight), owners)
+        self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
+        return True
 
     def _add_scaled(self, rows: Tensor, weights: Tensor, masks: RowMasks | None) -> bool:
         """Add rows that only need a factor, by compiled functions.
 
         False if that is not possible; nothing has been added then.
         """
-        bound, vector = self.segment.bound, self.grids["sum"]
+        vector = self.grids["sum"]
         if not (vector.exact and is_supported(rows)):
             return False
-        shaped = bound.scaled(rows, self.ready)
+        shaped = self._factors(rows)
         if shaped is None:
             return False
         factors = shaped.factor / vector.unit * weights
@@ -297,6 +314,20 @@ class SegmentSum:
         vector.add_scaled_(rows, factors)
         self._note(shaped, bad, weights, EVERYBODY, EVERYBODY, masks)
         return True
+
+    def _factors(self, rows: Tensor) -> Shaped | None:
+        """Factors of unchanged rows ``[c, d]``; None if a row needs more than a factor."""
+        bound, ready = self.segment.bound, self.ready
+        if bound.keeps_rows:
+            return bound.shape_(rows, ready)
+        if not (isinstance(bound, ScalingBound) and bound.only_scales):
+            return None
+        if any(vector is not None for vector in bound.whitening(ready)):
+            return None
+        norms, d = norms_of(rows), rows.shape[1]
+        if not in_safe_range(norms):  # extreme rows are rescaled first
+            return None
+        return bound.factors(norms, round_up(norms, d), ready, d)
 
     def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
         """`Bound.ready` and the units of the sums, for these owners."""

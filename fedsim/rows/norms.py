@@ -23,7 +23,7 @@ def norms_of(y: Tensor) -> Tensor:
     return squares.sqrt_().view(y.shape[:-1])
 
 
-def usual(norms: Tensor) -> bool:
+def in_safe_range(norms: Tensor) -> bool:
     """Whether all norms are finite numbers whose squares neither overflowed nor underflowed."""
     if not norms.numel():
         return True
@@ -50,12 +50,12 @@ def norms_(y: Tensor) -> tuple[Tensor, Tensor | float]:
         Power of two by which each row was divided: the original row is ``unit * y``.
     """
     norms = norms_of(y)
-    if not y.is_cuda and usual(norms):
+    if not y.is_cuda and in_safe_range(norms):
         return norms, 1.0
-    unharmed = (norms > SMALL) & (norms < LARGE)
+    is_safe = (norms > SMALL) & (norms < LARGE)
     peak = torch.linalg.vector_norm(y, float("inf"), dim=-1)
     finite = torch.isfinite(peak)
-    exponent = torch.where(unharmed | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(
+    exponent = torch.where(is_safe | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(
         torch.float64
     )
     # In two steps, since 2^-exponent may overflow. Powers of two lose no digits.

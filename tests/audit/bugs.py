@@ -144,7 +144,6 @@ def _after() -> Iterator[None]:
 
     with (
         patch.object(Normalization, "shape_", unbounded),
-        patch.object(Normalization, "scaled", lambda *_: None),
         patch.object(Releaser, "noised", clipped),
     ):
         yield
@@ -167,7 +166,7 @@ def _layer() -> Iterator[None]:
 
     with (
         patch.object(scaling, "norms_", partial),
-        patch.object(Normalization, "scaled", lambda *_: None),
+        patch.object(Normalization, "only_scales", False),
     ):
         yield
 
@@ -456,10 +455,7 @@ def _layers() -> Iterator[None]:
         factor = torch.ones_like(y[..., 0]).masked_fill_(bad, torch.nan)
         return shape_(self, y.clone(), ready)._replace(factor=factor)
 
-    with (
-        patch.object(Normalization, "shape_", layered),
-        patch.object(Normalization, "scaled", lambda *_: None),
-    ):
+    with patch.object(Normalization, "shape_", layered):
         yield
 
 
@@ -473,7 +469,7 @@ def _largest() -> Iterator[None]:
 
     with (
         patch.object(scaling, "norms_", largest),
-        patch.object(Normalization, "scaled", lambda *_: None),
+        patch.object(Normalization, "only_scales", False),
     ):
         yield
 

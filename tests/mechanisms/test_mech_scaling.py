@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip, Clipping, Normalization, NormBound
 from fedsim.mechanisms.base import Shaped, State
 from fedsim.mechanisms.scaling import ScalingBound
-from fedsim.rows import DenseRows, Layout
+from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 
 NAN, INF = float("nan"), float("inf")
 FLOATS32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -199,3 +200,27 @@ def test_a_sum_of_rows_of_any_length_is_that_of_the_bounded_rows(
         wanted = mechanism.bound(rows, state, layout).mean(0)
         assert torch.allclose(release.mean, wanted, rtol=1e-9, atol=1e-12)
         state = {**release.state, "s": torch.linspace(0.1, 2.0, d).double()} if state else {}
+
+
+@dataclass(frozen=True)
+class AsWideAsRows(ScalingBound):
+    """Rows of any length up to the root of their width."""
+
+    def radius(self, ready: State, d: int) -> float:
+        return d**0.5
+
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+        return torch.ones_like(norms) * unit
+
+
+def test_a_bound_that_depends_on_the_width_of_rows_is_the_same_for_factored_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, delta = (torch.randn(5, size, generator=generator) for size in (7, 4))
+    rows = OuterRows((LinearPart(x, delta * torch.tensor([[0.5], [1], [2], [3], [9]])),))
+    means = []
+    for form in (rows, DenseRows(rows.dense())):
+        summing = releaser(AsWideAsRows(), layout_of_rows(rows.dense()), 0.0, 5.0)
+        total = summing.start({})
+        total.add(form)
+        means.append(summing.release(total).mean)
+    torch.testing.assert_close(*means, rtol=1e-5, atol=1e-6)
