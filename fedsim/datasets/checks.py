@@ -141,8 +141,8 @@ def _mask(key: str, array: Array, y: Array, where: str, protected: bool) -> Arra
     low, high = (0, 1) if protected or array.dtype.kind not in "bui" else _extremes(array, None)
     if not fits or array.dtype.kind not in "bui" or high > 1:
         raise FedsimError(
-            f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; it must hold "
-            f"booleans, one for each target of an example, for these targets {y.shape}."
+            f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; the "
+            f"targets have shape {y.shape}; it must hold one boolean for each target of an example."
         )
     if low < 0:
         raise FedsimError(f"{where} has numbers below 0 in {key}; it must hold booleans.")
@@ -333,11 +333,15 @@ def statistics(
         return None, None
     normal = inputs.ndim in (2, 4) and inputs.dtype.kind != "i"
     channels = inputs.shape[1]
-    given = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
+    given = [
+        np.asarray(() if numbers is None else numbers, dtype=np.float64) for numbers in (mean, std)
+    ]
     # Within [1e-20, 1e20], so that float32 holds them and the normalised inputs.
-    usable = all(one.shape == (channels,) and (abs(one) <= 1 / TINY).all() for one in given)
+    usable = all(
+        numbers.shape == (channels,) and (abs(numbers) <= 1 / TINY).all() for numbers in given
+    )
     if not normal or not usable or not (given[1] >= TINY).all():
-        shown = [None if one is None else list(one)[:8] for one in (mean, std)]
+        shown = [None if numbers is None else list(numbers)[:8] for numbers in (mean, std)]
         raise FedsimError(
             f"{where} has mean {shown[0]} and std {shown[1]}; normalising needs images or features "
             f"[N, d], and, in both, one number for each of the {channels} channels or features, of "

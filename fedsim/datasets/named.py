@@ -51,7 +51,7 @@ class Digits:
         return Dataset.of("digits", train, test, classes=10, source=_SOURCE)
 
 
-Split = dict[str, npt.NDArray[Any]]
+SplitArrays = dict[str, npt.NDArray[Any]]
 
 
 class Published:
@@ -103,7 +103,7 @@ class Published:
             protected=protected,
         )
 
-    def _read(self, directory: Path, download: bool, train: bool) -> Split:
+    def _read(self, directory: Path, download: bool, train: bool) -> SplitArrays:
         from torchvision import datasets  # seconds to import, and most runs need none of it
 
         kind = getattr(datasets, self.torchvision)

@@ -38,7 +38,7 @@ _log = logging.getLogger("fedsim")
 TEST_EVERY = 5
 """Every fifth row of a table without a test table is a test example."""
 
-WILD = 10.0
+LARGE_SCALE = 10.0
 """Root mean square of an input above which training at usual learning rates diverges."""
 
 Table = Mapping[str, Column]
@@ -135,7 +135,7 @@ def arrays_of_tables(
         if any(kinds[name].free for name in roles.inputs):
             found_in["mean"] = "train"
     elif not protected:
-        reader.warn_of_wild_scales(arrays["x"])
+        reader.warn_of_large_scales(arrays["x"])
     target = kinds[roles.target]
     names = target.values if isinstance(target, CategoryType) else ()
     tests = reader.arrays(test, "test", False)
@@ -253,21 +253,21 @@ class _Reader:
                 self.where, f"{classes - 1:,}", name, f"{classes:,}", name,
             )  # fmt: skip
 
-    def warn_of_wild_scales(self, x: npt.NDArray[Any]) -> None:
+    def warn_of_large_scales(self, x: npt.NDArray[Any]) -> None:
         """Warn of numbers so large that steps of a usual size diverge."""
-        start, wild = 0, []
+        start, unscaled = 0, []
         for name, kind in self._input_types():
             values = x[:, start].astype(np.float64)
-            if kind.free and len(x) and np.sqrt(np.mean(values**2)) > WILD:
-                wild.append((name, values.min(), values.max()))
+            if kind.free and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE:
+                unscaled.append((name, values.min(), values.max()))
             start += kind.width
-        if wild:
-            name, low, high = wild[0]
+        if unscaled:
+            name, low, high = unscaled[0]
             _log.warning(
                 "%s has numbers of a typical size above %g in %s, on which usual steps diverge: "
                 "set data.normalize = true (normalize=True of from_table), or declare a range, as "
                 "in data.types = '%s=%g:%g'.",
-                self.where, WILD, ", ".join(name for name, _, _ in wild), name,
+                self.where, LARGE_SCALE, ", ".join(name for name, _, _ in unscaled), name,
                 low, high if high > low else low + 1,
             )  # fmt: skip
 

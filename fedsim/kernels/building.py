@@ -61,9 +61,9 @@ def library(
     if os.environ.get(DISABLED) == "0":
         return None
     try:
-        loaded = ctypes.CDLL(str(built(Path(__file__).with_name(source), archives, flags)))
-        if self_test(loaded):
-            return loaded
+        compiled = ctypes.CDLL(str(built(Path(__file__).with_name(source), archives, flags)))
+        if self_test(compiled):
+            return compiled
         _log.warning("compiled, %s gives wrong results; it is not used", source)
     # No compiler, or it does not know the flags; no cache directory (RuntimeError if the user has
     # no home); a missing symbol.

@@ -20,7 +20,7 @@ from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_, per_r
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
-    EVERYBODY,
+    ALL_OWNERS,
     FREE_ROWS,
     MAX_ROWS,
     GridSum,
@@ -36,7 +36,7 @@ MEASURED_MARGIN = 2.0**-19
 
 
 @dataclass(frozen=True)
-class Terms:
+class SumDefinition:
     """Definition of a sum, the same for all workers that contribute to it.
 
     Attributes
@@ -87,7 +87,7 @@ class PartialSum(GridSums):
     round, from which the next one is computed; ``ready`` is each bound's `Bound.ready` of it.
     """
 
-    def __init__(self, terms: Terms, before: State, ready: Sequence[State]) -> None:
+    def __init__(self, terms: SumDefinition, before: State, ready: Sequence[State]) -> None:
         self.terms, self.before = terms, before
         chunks, zeros = Chunks(), terms.zeros
         self.segments = [
@@ -129,9 +129,9 @@ class PartialSum(GridSums):
             checked = [
                 segment.bound.weights(weights, count, device) for segment in self.terms.segments
             ]
-            self._add(rows, checked, None, EVERYBODY, masks)
+            self._add(rows, checked, None, ALL_OWNERS, masks)
             self.note(masks)
-            self._add_sides(sides, masks.usable, EVERYBODY)
+            self._add_sides(sides, masks.usable, ALL_OWNERS)
         return masks.usable
 
     def add_owners(
@@ -139,7 +139,7 @@ class PartialSum(GridSums):
         rows: BlockRows,
         weights: Tensor,
         counts: Sequence[int],
-        owners: Owners = EVERYBODY,
+        owners: Owners = ALL_OWNERS,
         *,
         sides: Mapping[str, Weights] | None = None,
         masks: RowMasks | None = None,
@@ -233,7 +233,9 @@ def _bytes(tensor: Tensor) -> bytes:
 class SegmentSum:
     """Sums of one segment: its vector, called ``sum``, and its bound's scalars and bare sums."""
 
-    def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
+    def __init__(
+        self, segment: Segment, ready: State, terms: SumDefinition, chunks: Chunks
+    ) -> None:
         self.segment, self.ready, self._chunks = segment, ready, chunks
         bound, d, zeros = segment.bound, segment.layout.d, terms.zeros
         if bound.free:
@@ -291,7 +293,7 @@ class SegmentSum:
         shaped = bound.factors(measured.norms, longest, ready, self.segment.layout.d)
         weight = shaped.factor.nan_to_num(nan=0.0) / per_row(unit) * weights
         self.grids["sum"].add_sum_(measured.sum(weight), owners)
-        self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
+        self._note(shaped, shaped.factor.isnan(), weights, owners, ALL_OWNERS, masks)
         return True
 
     def _add_scaled(self, rows: Tensor, weights: Tensor, masks: RowMasks | None) -> bool:
@@ -312,7 +314,7 @@ class SegmentSum:
         if bool(bad.any()):
             return False
         vector.add_scaled_(rows, factors)
-        self._note(shaped, bad, weights, EVERYBODY, EVERYBODY, masks)
+        self._note(shaped, bad, weights, ALL_OWNERS, ALL_OWNERS, masks)
         return True
 
     def _factors(self, rows: Tensor) -> Shaped | None:
@@ -332,7 +334,7 @@ class SegmentSum:
     def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
         """`Bound.ready` and the units of the sums, for these owners."""
         unit = self.grids["sum"].unit
-        if owners is EVERYBODY:
+        if owners is ALL_OWNERS:
             return self.ready, unit
         return {name: tensor[owners] for name, tensor in self.ready.items()}, unit[owners]
 

@@ -35,7 +35,7 @@ from fedsim.mechanisms.base import (
     State,
     state_on,
 )
-from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
+from fedsim.mechanisms.partial import PartialSum, SegmentSum, SumDefinition
 from fedsim.privacy.noise import Noise, NoiseDraws, NoiseState, check_split, top_up_multiplier
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
@@ -136,7 +136,7 @@ class Releaser:
             vectors = [f"{segment.prefix}sum" for segment in segments]
             check_split(noise.multiplier, split, vectors, mechanism)
         self._splits = [splits[r] for r in numbers]
-        self._terms = Terms(
+        self._terms = SumDefinition(
             segments=segments,
             sides=mechanism.sides,
             split=self._splits[0],
@@ -192,13 +192,11 @@ class Releaser:
             For a sum of noisy shares: the number of clients asked for one. The server then adds
             only the noise of the missing shares.
         """
-        change = None
+        drawn_multiplier = None
         if asked is not None:
-            change = partial(top_up_multiplier, asked=asked, usable=total.count)
-        units, noise_state = self.noised(total, sources, change)
-        state: dict[str, Tensor] = {
-            NOISE_PREFIX + name: tensor for name, tensor in noise_state.items()
-        }
+            drawn_multiplier = partial(top_up_multiplier, asked=asked, usable=total.count)
+        units, noise_state = self.noised(total, sources, drawn_multiplier)
+        state: dict[str, Tensor] = {NOISE_PREFIX + k: tensor for k, tensor in noise_state.items()}
         info: dict[str, float] = {}
         means, sides = [], self._noisy_sides(total, units)
         for summed in total.segments:
@@ -250,7 +248,7 @@ class Releaser:
         self,
         total: PartialSum,
         sources: Sequence[NoiseSource],
-        change: Callable[[float], float] | None = None,
+        drawn_multiplier: Callable[[float], float] | None = None,
     ) -> tuple[dict[str, Tensor], NoiseState]:
         """Every noisy sum in units of its grid, and the noise's next state.
 
@@ -260,7 +258,7 @@ class Releaser:
 
         Parameters
         ----------
-        change : callable, optional
+        drawn_multiplier : callable, optional
             Maps each noise multiplier to the one to draw at: that of a share, or of a top-up.
         """
         grids, split, multipliers = total.grids, self._splits[0], self._multipliers
@@ -269,8 +267,8 @@ class Releaser:
             for name, tensor in total.before.items()
             if name.startswith(NOISE_PREFIX)
         }
-        if change is not None:
-            splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
+        if drawn_multiplier is not None:
+            splits = [{k: drawn_multiplier(z) for k, z in split.items()} for split in self._splits]
             split, multipliers = splits[0], self._multipliers_by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         sizes = _noise_sizes(split, grids)
@@ -326,23 +324,25 @@ class NoiseSource:
         from one means inverting that sum.
     round : int
         Number of the round of the draws, from 1 on.
-    elsewhere : callable ``(age, number) -> generator``, optional
+    other_generator : callable ``(age, number) -> generator``, optional
         Generators of earlier rounds (``age`` rounds ago), and of further draws of a round.
     """
 
     generator: np.random.Generator
     hardened: bool = False
     round: int = 1
-    elsewhere: Callable[[int, int], np.random.Generator] | None = field(default=None, repr=False)
+    other_generator: Callable[[int, int], np.random.Generator] | None = field(
+        default=None, repr=False
+    )
 
     def at(self, age: int, number: int) -> NoiseSource:
         """Source of the draws ``age`` rounds ago, or of draws ``number`` of a round."""
         if not (age or number):
             return self
-        if self.elsewhere is None:
+        if self.other_generator is None:
             raise FedsimError("noise correlated over rounds needs the draws of other rounds.")
-        generator = self.elsewhere(age, number)
-        return NoiseSource(generator, self.hardened, self.round - age, self.elsewhere)
+        generator = self.other_generator(age, number)
+        return NoiseSource(generator, self.hardened, self.round - age, self.other_generator)
 
     def normal(self, size: int) -> Array:
         """Standard normal draws, float64 ``[size]``."""

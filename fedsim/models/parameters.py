@@ -134,7 +134,7 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
                 f"{where} has shape {tuple(found[name].shape)} for {name}; it must be "
                 f"{tuple(own[name].shape)}."
             )
-        if _sort(found[name]) != _sort(own[name]):
+        if _number_kind(found[name]) != _number_kind(own[name]):
             raise FedsimError(
                 f"{where} has dtype {found[name].dtype} for {name}; it must be one that fits "
                 f"{own[name].dtype}."
@@ -167,7 +167,7 @@ def require_finite(where: str, name: str, tensor: Tensor, dtype: torch.dtype) ->
         )
 
 
-def _sort(tensor: Tensor) -> str:
+def _number_kind(tensor: Tensor) -> str:
     """Kind of numbers that a tensor holds; only tensors of the same kind are cast."""
     if tensor.is_complex():
         return "complex"

@@ -83,7 +83,7 @@ class ByOwner(Partition):
         """See `Partition`; None if test examples have no column of owners."""
         if self.column not in test_columns:
             return None
-        return self._of(self.owners(columns), test_columns[self.column])
+        return self._positions_by_owner(self.owners(columns), test_columns[self.column])
 
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Positions of each owner's examples."""
@@ -95,9 +95,11 @@ class ByOwner(Partition):
                 "the last %s clients have no examples.",
                 self.clients, len(owners), self.column, self.clients - len(owners),
             )  # fmt: skip
-        return self._of(owners, column)
+        return self._positions_by_owner(owners, column)
 
-    def _of(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Indices]:
+    def _positions_by_owner(
+        self, owners: npt.NDArray[Any], column: npt.NDArray[Any]
+    ) -> list[Indices]:
         """Positions of each owner in ``column``; empty for clients beyond the owners."""
         if (owners.dtype.kind in "US") != (column.dtype.kind in "US"):
             raise FedsimError(

@@ -189,23 +189,23 @@ class InterpolatedPathological(Partition):
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Positions of each client's examples: its group's classes, a fraction exchanged."""
         labels = examples.labels
-        by_class = self._pathological(labels, generator)
+        by_client = self._pathological(labels, generator)
         # Places within each client's own array, not positions in the data set.
-        given_up = [
+        exchanged = [
             np.sort(
                 generator.choice(len(indices), round(self.randomness * len(indices)), replace=False)
             )
-            for indices in by_class
+            for indices in by_client
         ]
         pool = generator.permutation(
             np.concatenate(
-                [indices[give] for indices, give in zip(by_class, given_up, strict=True)]
+                [indices[places] for indices, places in zip(by_client, exchanged, strict=True)]
             )
         )
-        dealt = np.split(pool, np.cumsum([len(give) for give in given_up])[:-1])
+        dealt = np.split(pool, np.cumsum([len(places) for places in exchanged])[:-1])
         return [
-            np.concatenate([np.delete(indices, give), back])
-            for indices, give, back in zip(by_class, given_up, dealt, strict=True)
+            np.concatenate([np.delete(indices, places), received])
+            for indices, places, received in zip(by_client, exchanged, dealt, strict=True)
         ]
 
     def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:
@@ -215,10 +215,10 @@ class InterpolatedPathological(Partition):
             group_of[list(classes)] = group
         groups = group_of[labels]
         if (groups < 0).any():
-            homeless = np.unique(labels[groups < 0])
+            ungrouped = np.unique(labels[groups < 0])
             raise FedsimError(
-                f"partition.groups lack the class{'es' * (len(homeless) > 1)} "
-                f"{', '.join(map(str, homeless))}; every class of the data must be in one."
+                f"partition.groups lack the class{'es' * (len(ungrouped) > 1)} "
+                f"{', '.join(map(str, ungrouped))}; every class of the data must be in one."
             )
         parts: list[Indices] = []
         for group, members in enumerate(np.array_split(np.arange(self.clients), len(self.groups))):

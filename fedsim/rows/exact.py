@@ -34,7 +34,7 @@ FEW_ROWS = 4
 Owners: TypeAlias = "slice | Tensor"
 """Indices of some of n sums: a slice, or an int64 tensor."""
 
-EVERYBODY = slice(None)
+ALL_OWNERS = slice(None)
 
 Rounding = Literal["all", "rows", "none"]
 """What is rounded before it is added: rows and sums of rows, only rows, or nothing."""
@@ -122,7 +122,7 @@ class GridSum:
         """Whether sums merge exactly."""
         return self._rounding == "all"
 
-    def add_(self, y: Tensor, owners: Owners = EVERYBODY) -> None:
+    def add_(self, y: Tensor, owners: Owners = ALL_OWNERS) -> None:
         """Add rows ``y [..., c, size]`` of some owners, in units; ``y`` is overwritten."""
         # Both the remainder and its product with a power of two are exact, so that the second
         # rounding is the only one in the fine sum.
@@ -150,7 +150,7 @@ class GridSum:
         """
         add_rounded(rows, factors, self.coarse, self.fine, self._fine_scale)
 
-    def add_sum_(self, total: Tensor, owners: Owners = EVERYBODY) -> None:
+    def add_sum_(self, total: Tensor, owners: Owners = ALL_OWNERS) -> None:
         """Add a sum of rows ``total [..., size]``, in units, that is not rounded yet."""
         if self._rounding == "all":
             self.add_(total.unsqueeze(-2).clone(), owners)
@@ -287,7 +287,7 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
     """Add rows ``y [..., c, d]`` to these owners' sums, ``total [..., d]``, in place."""
-    owner_totals = total if owners is EVERYBODY else total[owners]
+    owner_totals = total if owners is ALL_OWNERS else total[owners]
     if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
         for row in y.unbind(-2):
             owner_totals += row

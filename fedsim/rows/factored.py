@@ -80,7 +80,7 @@ class LinearPart:
 
     @property
     def cancels(self) -> bool:
-        """Whether a row is itself a sum whose terms may cancel (not for a linear layer)."""
+        """False: a linear layer's row is one product, whose terms cannot cancel."""
         return False
 
     def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:

@@ -87,29 +87,29 @@ class Packing:
         return -(-stop // self.per_line) * self.per_line
 
     @cached_property
-    def runs(self) -> tuple[tuple[slice, slice], ...]:
+    def gapless_slices(self) -> tuple[tuple[slice, slice], ...]:
         """(slice of a row, slice of a packed row) for each maximal run without a gap."""
-        runs: list[tuple[slice, slice]] = []
+        slices: list[tuple[slice, slice]] = []
         for entry in self.layout.entries:
             packed = self.slices[entry.name]
-            if runs and runs[-1][1].stop == packed.start:
-                row, before = runs.pop()
-                runs.append((slice(row.start, entry.stop), slice(before.start, packed.stop)))
+            if slices and slices[-1][1].stop == packed.start:
+                row, before = slices.pop()
+                slices.append((slice(row.start, entry.stop), slice(before.start, packed.stop)))
             else:
-                runs.append((slice(entry.start, entry.stop), packed))
-        return tuple(runs)
+                slices.append((slice(entry.start, entry.stop), packed))
+        return tuple(slices)
 
     def pack(self, rows: Tensor) -> Tensor:
         """Rows ``[n, d]`` as ``[n, D]`` of the layout's dtype, zeros in the gaps."""
         packed = rows.new_zeros(len(rows), self.width, dtype=self.layout.dtype)
-        for row, columns in self.runs:
+        for row, columns in self.gapless_slices:
             packed[:, columns] = rows[:, row]
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed rows ``[n, D]`` as ``[n, d]``."""
         rows = packed.new_empty(len(packed), self.layout.d)
-        for row, columns in self.runs:
+        for row, columns in self.gapless_slices:
             rows[:, row] = packed[:, columns]
         return rows
 
@@ -119,11 +119,11 @@ class Packing:
         If there is no gap, ``packed`` is overwritten and the result is a view of it; otherwise the
         result is a new tensor.
         """
-        if len(self.runs) == 1:
-            ((row, columns),) = self.runs
+        if len(self.gapless_slices) == 1:
+            ((row, columns),) = self.gapless_slices
             return packed[:, columns].sub_(vector[row])
         rows = packed.new_empty(len(packed), self.layout.d)
-        for row, columns in self.runs:
+        for row, columns in self.gapless_slices:
             torch.sub(packed[:, columns], vector[row], out=rows[:, row])
         return rows
 

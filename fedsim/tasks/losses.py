@@ -52,8 +52,8 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
         other = ""
         if targets.is_floating_point():
             other = (
-                " Numbers are compared by task.loss = 'squared-error' and task.metrics = 'rmse', "
-                "say (both compare classes by default); classes must be whole numbers: "
+                " For numbers set, for example, task.loss = 'squared-error' and task.metrics = "
+                "'rmse' (the defaults are for classes); classes must be whole numbers: "
                 "y.astype('int64'), also of booleans."
             )
         if targets.dim() > 1:

@@ -185,10 +185,10 @@ def test_what_the_mask_leaves_out_is_not_looked_at(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "mask of another shape": ({"mask_train": np.ones((8, 4), bool)}, "one for each target"),
-    "mask of one axis": ({"mask_train": np.ones(8, bool)}, "one for each target"),
-    "mask of numbers": ({"mask_train": np.full((8, 5), 2)}, "must hold booleans"),
-    "mask of floats": ({"mask_train": np.ones((8, 5))}, "must hold booleans"),
+    "mask of another shape": ({"mask_train": np.ones((8, 4), bool)}, "one boolean for each target"),
+    "mask of one axis": ({"mask_train": np.ones(8, bool)}, "one boolean for each target"),
+    "mask of numbers": ({"mask_train": np.full((8, 5), 2)}, "must hold one boolean"),
+    "mask of floats": ({"mask_train": np.ones((8, 5))}, "must hold one boolean"),
     "mask of nothing": (
         {"mask_train": np.zeros((8, 5), bool), "mask_test": np.zeros((4, 5), bool)},
         "leaves out every label",
