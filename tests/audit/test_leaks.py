@@ -259,6 +259,14 @@ def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
     assert (broken.p_value, honest.p_value) == (0, 1)
 
 
+def test_a_run_that_cannot_be_resumed_is_not_tested_and_ends_no_audit() -> None:
+    with BUGS["the exact sum stays in the mechanism's state"]():
+        runs = ClientEvidence(target_of(Normalization(1.0), 6), 3)
+        (check,) = findings(runs.checks(), "resume")
+    assert not check.tested
+    assert check.measured.startswith("the run cannot be resumed: state= holds sum")
+
+
 def test_a_limit_is_the_value_beyond_which_a_test_detects() -> None:
     checks = noise_tests(Normalization(1.0), 20)
     for check in checks:
