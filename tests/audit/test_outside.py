@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from fedsim.audit.outside import (
     audit_target,
     open_target,
 )
+from fedsim.audit.outside import audit as outside_audit
 from fedsim.audit.outside.attacks import Target, even_unit_vector
+from fedsim.audit.outside.audit import TargetError
 from fedsim.audit.outside.claims import EpsilonClaim
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
-from fedsim.privacy.losses import bisected, gaussian_epsilon
+from fedsim.privacy.losses import gaussian_mu
 
 DECLARED = 20
 
@@ -249,6 +252,40 @@ def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: st
             audit_target(target, claim, runs=30)
 
 
+def test_a_process_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, popen = [], subprocess.Popen
+
+    def opened(*command: Any, **settings: Any) -> Any:
+        processes.append(popen(*command, **settings))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", opened)
+    monkeypatch.setattr(outside_audit, "SECONDS_TO_END", 0.1)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import threading, time\n"
+        "def target(federation):\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    return [0 * federation.rows[0]]\n"
+    )
+    with open_target(f"{path}:target", sys.executable) as target:
+        target(SyntheticFederation(np.zeros((3, 64)), np.ones(3), rounds=1, seed=1))
+    assert processes[0].returncode is not None
+
+
+def test_the_reason_is_told_if_a_target_fails_on_rows_of_zeros_only() -> None:
+    def failing(federation: SyntheticFederation) -> TargetRelease:
+        if not federation.rows.any():
+            raise TargetError("mine.py:train", "ZeroDivisionError: by a row's length")
+        return loop()(federation)
+
+    verdict = audit_target(failing, claim_of(rounds=2), runs=30)
+    (found,) = [finding for finding in verdict.checks if finding.name == "rows of zeros"]
+    assert (found.measured, found.p_value) == ("ZeroDivisionError: by a row's length", 0.0)
+
+
 def test_both_ways_of_running_a_target_release_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,7 +406,7 @@ def test_an_opacus_loop_is_audited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("epsilon", "part"), [(0.5, 1.0), (3.0, 1.0), (3.0, 0.8)])
 def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: float) -> None:
     """Noise of the exact Gaussian mechanism, or a part of it."""
-    _, mu = bisected(lambda mu: gaussian_epsilon(mu, 1e-5) > epsilon, 1e-9)
+    mu = gaussian_mu(epsilon, 1e-5)
 
     def noisy(f: SyntheticFederation) -> TargetRelease:
         draws = np.random.default_rng(f.seed)

@@ -11,7 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +46,6 @@ from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import TwoWorlds, distinguish
 from fedsim.audit.verdict import Verdict, risk_of_attack
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
 MOST_OVERRUN = 100
@@ -48,6 +53,8 @@ MOST_OVERRUN = 100
 MOST_SILENT = 64
 """Number of rounds of silent federations for checks of noise, which compare all pairs."""
 
+SECONDS_TO_END = 30.0
+"""Time that a target's process has to end by itself."""
 LOOKS_GAUSSIAN = 0.01
 """p-value of the distribution's check above which noise is assumed to be Gaussian."""
 
@@ -56,6 +63,14 @@ _NOISE = (
     *(noise.round_pairs, noise.round_pairs_without_signs, noise.coordinate_pairs),
 )
 _GAUSSIAN = (noise.extremes, noise.shape)
+
+
+class TargetError(FedsimError):
+    """A target could not be run; ``reason`` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"--target {name} could not be run: {reason.rstrip('.')}.")
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -137,8 +152,8 @@ class TargetAudit:
             released = self.target(zeros.federation(self.claim, True, self.seed))
             if not np.isfinite(released.models).all():
                 broken = "a model that is not finite"
-        except FedsimError as error:
-            broken = str(error).rpartition("could not be run: ")[2]
+        except TargetError as error:
+            broken = error.reason
         finding = invariant("one run of rows of zeros", broken, "a release like any other")
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
@@ -243,7 +258,7 @@ class TargetAudit:
         claim = self.claim
         if claim.epsilon is None or claim.noise_multiplier is None:
             return []
-        cost = Accountant(claim.claim.events).epsilon(claim.delta)
+        cost = claim.claim.epsilon
         broken = None if cost <= claim.epsilon * (1 + 1e-3) else f"epsilon {cost:.4g}"
         finding = invariant(
             f"{claim.rounds} rounds of multiplier {claim.noise_multiplier:g}",
@@ -311,12 +326,8 @@ def _local_target(name: str) -> Target:
             # What a target prints must not be mixed with the verdict.
             with redirect_stdout(sys.stderr):
                 return TargetRelease.of(call(federation), federation)
-        except FedsimError:
-            raise
         except (Exception, SystemExit) as error:
-            raise FedsimError(
-                f"--target {name} could not be run: {type(error).__name__}: {error}"
-            ) from error
+            raise TargetError(name, f"{type(error).__name__}: {error}") from error
 
     return target
 
@@ -351,12 +362,18 @@ def _remote_target(name: str, python: str) -> Iterator[Target]:
                 line = ""
             answer = json.loads(line) if line else {"error": "its process has ended"}
             if "error" in answer:
-                raise FedsimError(f"--target {name} could not be run: {answer['error']}.")
+                raise TargetError(name, answer["error"])
             answer["models"] = np.load(answer["models"])
             return TargetRelease.of(answer, federation)
 
         try:
             yield target
         finally:
-            sends.close()
-            process.wait(timeout=30)
+            # If the process has ended, closing the pipe writes what it did not read, and fails.
+            with suppress(BrokenPipeError):
+                sends.close()
+            try:
+                process.wait(timeout=SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

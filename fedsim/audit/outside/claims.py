@@ -20,7 +20,7 @@ from fedsim.privacy.laws import Sampler
 from fedsim.privacy.laws.fixed import FixedSize
 from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import Poisson
-from fedsim.privacy.losses import bisected, gaussian_epsilon
+from fedsim.privacy.losses import gaussian_mu
 from fedsim.settings import Doc, Ge, Gt, Le, Lt, read_settings, settings_of
 
 
@@ -127,9 +127,7 @@ class TargetClaim:
         if self.delta == 0:
             return None
         assert self.epsilon is not None
-        claimed, delta = self.epsilon, self.delta
-        _, mu = bisected(lambda mu: gaussian_epsilon(mu, delta) > claimed, 1e-9)
-        return mu / math.sqrt(self.rounds)
+        return gaussian_mu(self.epsilon, self.delta) / math.sqrt(self.rounds)
 
     @property
     def claim(self) -> Claim:
