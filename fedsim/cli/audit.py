@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click import get_current_context
+from click.core import ParameterSource
 from rich.progress import Progress
 
 from fedsim.cli.console import CONFIG_ARGUMENT, Output, Overrides, check_out, panel_option
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 _target = partial(panel_option, "Code that is not fedsim's")
 _claim = partial(panel_option, "Its claims, in place of a file")
+
+_OF_CONFIGS = ("set_", "allow_code", "canaries", "deep")
+_OF_TARGETS = (
+    *("claim", "python", "seconds", "noise_multiplier", "clip_norm", "rate"),
+    *("epsilon", "delta", "adjacency"),
+)
 
 
 def audit(
@@ -93,8 +101,10 @@ def audit(
 
         fedsim audit run.toml --runs 2000
 
-    The data, the model and the client algorithm are not used: the claim must be true of any update
-    that a client may send.
+    Clients are made up, since the claim must be true of any update that a client may send. Only
+    two tests use the config's data, model and client algorithm: two rounds of the run itself, in
+    which no random number may be used twice, and with example-level privacy a few examples, none
+    of which may move a sum by more than its bound.
 
     Code that is not fedsim's is audited by what it releases on a synthetic federation:
 
@@ -111,6 +121,7 @@ def audit(
         "epsilon": epsilon, "delta": delta, "adjacency": adjacency, "rounds": rounds,
     }  # fmt: skip
     if target and config is None:
+        _refuse_given(_OF_CONFIGS, "a config; this audit is of a --target")
         if rate is not None and rate < 1:
             plain["sampling"] = "fixed" if adjacency == "replace-one" else "poisson"
         name = target.rpartition(":")[2]
@@ -121,7 +132,7 @@ def audit(
         }  # fmt: skip
         verdict, assumptions = _audit_target(target, python, claim, plain, options)
     elif config is not None and not target:
-        _refuse_claims(plain | {"claim": claim, "rounds": None})
+        _refuse_given(_OF_TARGETS, "--target; a config states its own claims")
         settings = RunConfig.load(config, set_ or [])
         name, path = settings.name, out or Path("runs") / f"{settings.name}-audit.png"
         check_out(path, ".png")
@@ -142,10 +153,13 @@ def audit(
         raise typer.Exit(1)
 
 
-def _refuse_claims(plain: Mapping[str, object]) -> None:
-    for key, value in plain.items():
-        if value is not None:
-            raise FedsimError(f"--{key} belongs to --target; a config states its own claims.")
+def _refuse_given(names: Sequence[str], place: str) -> None:
+    """Refuse options of the other kind of audit, which would be ignored."""
+    context = get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if option.name in names and given:
+            raise FedsimError(f"{option.opts[0]} belongs to {place}.")
 
 
 def _audit_config(

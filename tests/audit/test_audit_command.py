@@ -158,10 +158,19 @@ def test_a_target_that_breaks_its_claim_ends_with_status_1_and_a_picture(tmp_pat
     assert json.loads(output)["violations"][0]["likely-cause"] == "noise is left out"
 
 
+def test_a_target_whose_process_has_ended_is_an_error_and_no_violation(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match=r"could not be run: its process has ended\.$"):
+        target(tmp_path, "--noise-multiplier", "1.0", "--python", "/bin/false")
+
+
 def test_what_is_audited_is_named_once(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="there is nothing to audit"):
         target(tmp_path)
-    with pytest.raises(FedsimError, match=r"belongs to --target"):
-        invoke(tmp_path, "--epsilon", "1.0")
+    for option, value in (("--epsilon", "1.0"), ("--python", "python3"), ("--seconds", "25.0")):
+        with pytest.raises(FedsimError, match=rf"{option} belongs to --target"):
+            invoke(tmp_path, option, value)
+    for option, *value in (("--deep",), ("--canaries", "512"), ("--set", "rounds=2")):
+        with pytest.raises(FedsimError, match=rf"{option} belongs to a config"):
+            target(tmp_path, "--noise-multiplier", "1.0", option, *value)
     result = CliRunner().invoke(app, [])
     assert isinstance(result.exception, FedsimError)
