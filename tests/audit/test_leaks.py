@@ -13,7 +13,7 @@ from leaks import OF_BUDGETS
 from planted import strategies
 from slow_cases import slow_but
 
-from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit
+from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit, evidence
 from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import ConfigEvidence
 from fedsim.audit.evidence import ClientEvidence
@@ -27,7 +27,7 @@ from fedsim.audit.plan_checks import (
 )
 from fedsim.audit.target import parameters
 from fedsim.audit.verdict import silenced_logs
-from fedsim.cohorts import PoissonCohort
+from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.mechanisms import (
     AdaClip,
@@ -105,8 +105,8 @@ def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> No
 
 def bounds_of(rounds: int = 60) -> list[Finding]:
     """The tests of several clients at once."""
-    evidence = ClientEvidence(target_of(Normalization(1.0), rounds), 3)
-    return findings(evidence.checks(), "what several clients add", "several fail at once")
+    runs = ClientEvidence(target_of(Normalization(1.0), rounds), 3)
+    return findings(runs.checks(), "what several clients add", "several fail at once")
 
 
 def test_honest_bounds_pass_with_several_clients_at_once() -> None:
@@ -130,8 +130,8 @@ def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
 
 
 def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
-    evidence = ClientEvidence(target_of(AdaClip(), 3), 3)
-    (check,) = findings(evidence.checks(), "several fail at once")
+    runs = ClientEvidence(target_of(AdaClip(), 3), 3)
+    (check,) = findings(runs.checks(), "several fail at once")
     assert check.p_value == 1
     assert "in 3 ways" in check.looked_at
 
@@ -265,6 +265,20 @@ def test_a_run_that_cannot_be_resumed_is_not_tested_and_ends_no_audit() -> None:
         (check,) = findings(runs.checks(), "resume")
     assert not check.tested
     assert check.measured.startswith("the run cannot be resumed: state= holds sum")
+
+
+def test_a_canary_of_a_rare_cohort_is_found_or_its_tests_are_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = StrategyTarget(strategies(Clipping(1.0), FixedCohort(1, 1000), z=2.0), rounds=3)
+    names = ("traces", "what one client moves", "what else leaves a round")
+    few, seed = ClientEvidence(target, 64)._canary_round or (target, -1)
+    assert 999 in few.observe(few.silent_clients(), seed).sampled[-1]
+    monkeypatch.setattr(evidence, "SEEDS_TRIED", 50)
+    checks = findings(ClientEvidence(target, 64).checks(), *names)
+    assert [check.name for check in checks] == list(names)
+    assert not any(check.tested for check in checks)
+    assert "is never sampled" in checks[0].measured
 
 
 def test_a_limit_is_the_value_beyond_which_a_test_detects() -> None:
