@@ -13,9 +13,8 @@ from __future__ import annotations
 from fedsim.audit.checks import Check, Finding
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import ALONE, OPPOSED, RARE, WORLDS, World
-from fedsim.audit.one_run import OneRun
 from fedsim.audit.target import StrategyTarget, Target
-from fedsim.audit.two_world import TwoWorlds
+from fedsim.audit.two_world import Attack
 from fedsim.audit.verdict import Verdict, audit
 
 __all__ = [
@@ -23,13 +22,12 @@ __all__ = [
     "OPPOSED",
     "RARE",
     "WORLDS",
+    "Attack",
     "Check",
     "Claim",
     "Finding",
-    "OneRun",
     "StrategyTarget",
     "Target",
-    "TwoWorlds",
     "Verdict",
     "World",
     "audit",

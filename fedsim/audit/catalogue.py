@@ -5,7 +5,8 @@ Checks of the same sample are grouped; `fedsim.audit.evidence` gathers the sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fedsim.audit import claim as ledger
 from fedsim.audit import noise_checks as noise
@@ -13,7 +14,8 @@ from fedsim.audit import plan_checks as plan
 from fedsim.audit import sampling_checks as sampling
 from fedsim.audit.checks import Check, Finding, Gathered, Part, checks_of, invariant
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.two_world import errors_allowed
+from fedsim.audit.target import Observation
+from fedsim.privacy.plan import ReleasePlan
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"
@@ -37,6 +39,22 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
         return lambda runs: invariant(runs.looked_at, runs.faults.get(name), expected)
 
     return tuple(Check(part, name, test(name, words), cause) for name, words, cause in rows)
+
+
+def _run_faults(
+    part: Part, *rows: tuple[str, Callable[..., str | None], str, str]
+) -> tuple[Check, ...]:
+    """Checks that no run has a fault, from rows of name, fault, expectation and cause."""
+
+    def test(fault: Callable[..., str | None], expected: str) -> Test:
+        def test_runs(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
+            looked = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
+            found = next((words for run in runs if (words := fault(run, planned))), None)
+            return invariant(looked, found, expected)
+
+        return test_runs
+
+    return tuple(Check(part, name, test(fault, words), cause) for name, fault, words, cause in rows)
 
 
 # fmt: off
@@ -107,7 +125,7 @@ NOTHING_BUT_SUMS = checks_of("plan",
     ("nothing but the sum", plan.nothing_but_sums, "something is released beside the sum"))
 LEAVES = checks_of("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
 TOGETHER = bound("what one client moves, released scalars included")
-TWO_WORLDS = checks_of("plan", ("two worlds", errors_allowed, "noise is too small"))
+TWO_WORLDS = checks_of("plan", ("two worlds", lambda found: found, "noise is too small"))
 
 CANARIES = (
     *_faults("noise", ("earlier rounds", "the same in rounds without the canary",
@@ -126,11 +144,15 @@ REPORTS = _faults("plan",
     ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
 
 LINES = (
-    *checks_of("plan", ("rounds", ledger.rounds_as_planned, "data decide when a run ends")),
-    *checks_of("ledger",
-        ("a line for every release", ledger.line_for_every_release, "a release is not charged"),
-        ("what a line says", ledger.event_of_every_line, "another event is charged"),
-        ("one line, one release", ledger.one_line_each, "a release is charged twice")),
+    *_run_faults("plan",
+        ("rounds", ledger.missing_round, "as many as planned", "data decide when a run ends")),
+    *_run_faults("ledger",
+        ("a line for every release", ledger.uncharged_release,
+         "one, written before the release is seen", "a release is not charged"),
+        ("what a line says", ledger.other_event,
+         "what the sampler and the noise multiplier give", "another event is charged"),
+        ("one line, one release", ledger.second_line,
+         "no round twice", "a release is charged twice")),
 )
 CLAIM = checks_of("ledger",
     ("epsilon of the events", ledger.accounting, "the accountant counts too little"))

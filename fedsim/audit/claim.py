@@ -9,7 +9,7 @@ claimed curve must allow its errors: this tests the accounting alone, not the st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,7 @@ LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 
 @dataclass(frozen=True)
 class Claim:
-    """What a ledger claims about the releases of one run.
+    """What a ledger, or its author, claims about the releases of one run.
 
     If the claim is true, any attack that distinguishes two neighbouring federations at a false
     positive rate ``a`` has a false negative rate of at least ``curve(a)``.
@@ -48,10 +48,13 @@ class Claim:
         Events of the releases.
     delta : float
         Delta at which epsilon is reported.
+    declared_epsilon : float, optional
+        Epsilon of all releases, claimed without events: the noise is not known.
     """
 
     events: tuple[Event, ...]
     delta: float = 1e-5
+    declared_epsilon: float | None = None
     _accountant: Accountant = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,8 @@ class Claim:
     @cached_property
     def epsilon(self) -> float:
         """Epsilon at `delta`; infinite if nothing is claimed."""
+        if self.declared_epsilon is not None:
+            return self.declared_epsilon
         return self._accountant.epsilon(self.delta)
 
     @property
@@ -95,6 +100,9 @@ class Claim:
             raise FedsimError(
                 "epsilon is infinite by the ledger itself: there is no claim to audit."
             )
+        if self.declared_epsilon is not None:
+            # The one pair that is known: the curve of any such mechanism.
+            return TradeOff(np.array([self.epsilon]), np.array([self.delta]))
         return tradeoff(self._accountant)
 
     def curve(self, false_positives: npt.ArrayLike) -> Floats:
@@ -189,67 +197,38 @@ def epsilon_bound(
         return np.asarray(np.log(np.maximum(ratio, 1.0)))
 
 
-def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) -> int:
-    """Fewest false negatives that, with these false positives, do not refute a claim."""
-    p_values = box_p_value(false_positives, np.arange(trials), trials, claim)
-    return int((p_values <= risk).sum())
+def uncharged_release(run: Observation, planned: ReleasePlan[Any]) -> str | None:
+    """A release that has no line in the ledger, or was visible before its line was written."""
+    lines = {entry.round for entry in run.entries}
+    for index in np.flatnonzero((run.moves != 0).any(1)).tolist():
+        if index + 1 not in lines:
+            return f"round {index + 1} moved the model and has no line"
+        if index < len(run.charged) and run.charged[index] <= index:
+            return f"round {index + 1} was seen before its line was written"
+    return None
 
 
-def line_for_every_release(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether every release has a line in the ledger, written before the release is visible."""
-
-    def uncharged(run: Observation) -> str | None:
-        lines = {entry.round for entry in run.entries}
-        for index in np.flatnonzero((run.moves != 0).any(1)).tolist():
-            if index + 1 not in lines:
-                return f"round {index + 1} moved the model and has no line"
-            if index < len(run.charged) and run.charged[index] <= index:
-                return f"round {index + 1} was seen before its line was written"
-        return None
-
-    return _of_runs(runs, uncharged, "one, written before the release is seen")
+def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
+    """A line with another event than the plan charges."""
+    for entry in run.entries:
+        expected = planned.charge(entry.round or 0)
+        if entry.event != expected:
+            return f"round {entry.round} says {_words(entry.event)}, not {_words(expected)}"
+    return None
 
 
-def event_of_every_line(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether every line has the event that the plan charges."""
-
-    def other(run: Observation) -> str | None:
-        for entry in run.entries:
-            expected = planned.charge(entry.round or 0)
-            if entry.event != expected:
-                return f"round {entry.round} says {_words(entry.event)}, not {_words(expected)}"
-        return None
-
-    return _of_runs(runs, other, "what the sampler and the noise multiplier give")
+def second_line(run: Observation, planned: ReleasePlan[Any]) -> str | None:
+    """A round with more than one line."""
+    rounds = [entry.round for entry in run.entries]
+    return "a round has two lines" if len(set(rounds)) != len(rounds) else None
 
 
-def one_line_each(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether each round has at most one line."""
-
-    def twice(run: Observation) -> str | None:
-        rounds = [entry.round for entry in run.entries]
-        return "a round has two lines" if len(set(rounds)) != len(rounds) else None
-
-    return _of_runs(runs, twice, "no round twice")
-
-
-def rounds_as_planned(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-    """Whether runs release all planned rounds."""
-
-    def fewer(run: Observation) -> str | None:
-        if run.ended:
-            return f"a run ended early: {run.ended}"
-        few = run.released != len(run.moves)
-        return f"{run.released} of {len(run.moves)} rounds moved the model" if few else None
-
-    return _of_runs(runs, fewer, "as many as planned")
-
-
-def _of_runs(
-    runs: Sequence[Observation], find: Callable[[Observation], str | None], expected: str
-) -> Finding:
-    looked = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
-    return invariant(looked, next((wrong for run in runs if (wrong := find(run))), None), expected)
+def missing_round(run: Observation, planned: ReleasePlan[Any]) -> str | None:
+    """A planned round that was not released."""
+    if run.ended:
+        return f"a run ended early: {run.ended}"
+    few = run.released != len(run.moves)
+    return f"{run.released} of {len(run.moves)} rounds moved the model" if few else None
 
 
 def _words(event: Event) -> str:

@@ -129,7 +129,7 @@ def audit_config(
         )
     if verdict.one_run is not None:
         assumptions["one run"] = (
-            f"{verdict.one_run.canaries} canaries, each in or out by a coin, {_rounds(many)} at "
+            f"{verdict.one_run.finding.looked_at}, {_rounds(many)} at "
             f"noise multiplier {many.plan.noise.multiplier:.4g}: epsilon "
             f"{verdict.one_run.claim.epsilon:.4g}"
         )

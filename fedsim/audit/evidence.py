@@ -34,8 +34,7 @@ RUNS = 2
 MORE_DRAWS, FEW_PARAMETERS = 4, 8
 FEWEST_RELEASES = 4 * FEW_PARAMETERS
 """With fewer releases the likelihood ratio of a small model is not yet a chi-square."""
-VALUES = 2**18
-SMALL, LARGE = 512, 2048
+SMALL = 512
 FEW = 3
 TURNS = 20
 RESUMED = 6
@@ -397,13 +396,3 @@ class ClientEvidence(Evidence):
         """Runs of two federations with different rows and the same sums."""
         target, seed = self._canary_round or (self._few, self.seed)
         return equal_sum_runs(target.with_rounds(target.rounds + 1), seed)
-
-
-def with_whole_model(target: StrategyTarget) -> StrategyTarget:
-    """The target with as many parameters as whole runs can afford, to see more noise."""
-    target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
-    states = target.at_most(FEW).observe(target.silent_clients(), 1).states
-    # Shares of noise are drawn for each client, and changing units computed in each round.
-    slow = target.shares or shaped(states)
-    size = SMALL if slow or target.rounds > VALUES // LARGE else LARGE
-    return target.with_model(parameters(size))

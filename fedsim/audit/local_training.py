@@ -26,7 +26,7 @@ from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
 from fedsim.audit.neighbouring_runs import Neighbours
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, Target, parameters
-from fedsim.audit.two_world import TwoWorlds, distinguish
+from fedsim.audit.two_world import distinguish
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Entry
@@ -337,7 +337,7 @@ class ExampleEvidence(Evidence):
         return neighbours
 
     @property
-    def worlds(self) -> tuple[TwoWorlds, str]:
+    def worlds(self) -> Finding:
         """Attack in two worlds, in which each client is a run; half of them have the canary."""
         runs, steps = self.worlds_of, self.target.steps
         rounds = max(1, min(self.rounds, WORLD_RELEASES // steps))
@@ -352,7 +352,8 @@ class ExampleEvidence(Evidence):
             f"epsilon {claim.epsilon:.3g}"
         )
         direction = np.ones(target.layout.d)
-        return distinguish("example", moves[:runs], moves[runs:], direction, claim, RISK), looked
+        attacked = distinguish("", moves[:runs], moves[runs:], direction, claim, RISK)
+        return replace(attacked.finding, looked_at=looked)
 
 
 def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:

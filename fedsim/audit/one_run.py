@@ -9,10 +9,9 @@ recursion decides whether c can occur with a given probability (Mahloujifar, Mel
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,11 @@ from scipy.linalg import hadamard
 from scipy.stats import binom
 from torch import Tensor
 
-from fedsim.audit.checks import Floats
+from fedsim.audit.checks import Floats, Statistic, statistical
 from fedsim.audit.claim import LEAST_P, Claim, common_claim
 from fedsim.audit.clients import EXAMPLES, Canaries, reach
 from fedsim.audit.target import Target
+from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
@@ -35,38 +35,7 @@ HALVINGS = 20
 EPSILON_HALVINGS = 30
 
 
-@dataclass(frozen=True)
-class OneRun:
-    """Result of guessing the coins of one run.
-
-    Attributes
-    ----------
-    claim : Claim
-        The run's claim.
-    canaries, guesses, correct : int
-        Numbers of canaries, of guesses, and of correct guesses.
-    p_value : float
-        Bound on the probability of this many correct guesses, if the claim is true.
-    epsilon_bound : float
-        Lower bound on epsilon at the claim's delta.
-    """
-
-    claim: Claim
-    canaries: int
-    guesses: int
-    correct: int
-    p_value: float
-    epsilon_bound: float
-    name: ClassVar[str] = "one run"
-
-    def errors(self, risk: float) -> tuple[str, str, str]:
-        """An empty string, the wrong guesses, and those that ``risk`` allows, in words."""
-        most = most_correct(self.canaries, self.guesses, risk, self.claim)
-        wrong = f"{self.guesses - self.correct} of {self.guesses} wrong"
-        return "", wrong, f"{self.guesses - most} or more"
-
-
-def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun:
+def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> Attack:
     """Choose the number of guesses with a first run, and count correct ones in a second.
 
     Parameters
@@ -91,9 +60,12 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun
         ),
     )
     guesses, correct = _guess(fresh, fresh_coins, share)
-    p_value = refuted_p_value(canaries, guesses, correct, claim)
+    found = statistical(
+        f"{canaries} canaries, each in or out by a coin",
+        wrong_guesses(canaries, guesses, guesses - correct, claim),
+    )
     bound = guesses_epsilon_bound(canaries, *_guess(fresh, fresh_coins, widest), risk, claim.delta)
-    return OneRun(claim, canaries, guesses, correct, p_value, bound)
+    return Attack(replace(found, name="one run"), claim, bound)
 
 
 def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
@@ -189,14 +161,18 @@ def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> 
     return math.exp(high)
 
 
-def most_correct(canaries: int, guesses: int, risk: float, claim: Claim) -> int:
-    """Largest number of correct guesses that does not refute the claim at ``risk``."""
-    more = range(guesses // 2 + 1, guesses + 1)
+def wrong_guesses(canaries: int, guesses: int, wrong: int, claim: Claim) -> Statistic:
+    """Statistic of the number of wrong guesses: how few the claim allows."""
 
-    def refutes(correct: int) -> bool:
-        return refuted_p_value(canaries, guesses, correct, claim) <= risk
+    @cache
+    def p_of(count: int) -> float:  # slow, and a limit asks for the same few counts again
+        return refuted_p_value(canaries, guesses, guesses - count, claim)
 
-    return guesses // 2 + bisect_left(more, True, key=refutes)
+    def p(counts: Floats, _: object) -> Floats:
+        return np.array([p_of(int(count)) for count in counts])
+
+    values = np.array([wrong], dtype=np.float64)
+    return Statistic(f"{{}} of {guesses} wrong", values, p, float(guesses), whole=True)
 
 
 def guesses_p_value(

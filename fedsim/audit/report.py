@@ -17,7 +17,7 @@ from rich.text import Text
 from fedsim.audit.checks import Finding, Part
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import WORLDS
-from fedsim.audit.two_world import TwoWorlds, noticeable
+from fedsim.audit.two_world import Attack, noticeable
 from fedsim.audit.verdict import Verdict
 from fedsim.reports.plots import INK, SERIES, dress
 
@@ -35,9 +35,10 @@ def tabulate(
     """
     facts = Table.grid(padding=(0, 2))
     for attack in verdict.two_worlds:
-        sentences = [words] if (words := _SENTENCES.get(attack.name)) else []
+        name = attack.finding.name
+        sentences = [words] if (words := _SENTENCES.get(name)) else []
         sentence = "; ".join([*sentences, f"best score: {attack.score}"])
-        assumptions = {**assumptions, attack.name: sentence}
+        assumptions = {**assumptions, name: sentence}
     for name, sentence in assumptions.items():
         facts.add_row(Text(name, style="dim"), sentence)
     parts: list[RenderableType] = [facts, Text()]
@@ -97,10 +98,12 @@ def _parts(verdict: Verdict) -> Table:
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
     """Sentence on the smallest violation that this number of runs detects."""
-    if not verdict.two_worlds:
+    box, claim = next((attack.box for attack in verdict.two_worlds), None), verdict.claim
+    # No Gaussian is (epsilon, 0)-private.
+    if box is None or (claim.declared_epsilon is not None and claim.delta == 0):
         return ""
-    runs = 2 * verdict.two_worlds[0].box.trials
-    factor = noticeable(verdict.claim, runs, verdict.risk, seed)
+    runs = 2 * box.trials
+    factor = noticeable(claim, runs, verdict.risk, seed)
     if factor is None:
         return f"{runs} runs do not detect noise that is ten times too small: use more (--runs)."
     return f"{runs} runs detect noise that is {factor:g} times too small, or a violation as large."
@@ -138,10 +141,11 @@ def _attacks(verdict: Verdict) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for attack in verdict.attacks:
+        found = attack.finding
         table.add_row(
-            *(attack.name, *attack.errors(verdict.risk), _p(attack.p_value)),
+            *(found.name, *attack.errors, found.limit(verdict.risk), _p(found.p_value)),
             *(f"{attack.epsilon_bound:.2f}", f"{attack.claim.epsilon:.2f}"),
-            "violation" if attack.p_value <= verdict.risk else "ok",
+            "violation" if found.refutes(verdict.risk) else "ok",
         )
     return table
 
@@ -208,12 +212,12 @@ def _bars(axes: Axes, verdict: Verdict) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _box(axes: Axes, attack: TwoWorlds, colour: str, low: float) -> None:
+def _box(axes: Axes, attack: Attack, colour: str, low: float) -> None:
+    assert attack.box is not None
     (x, y), (x_bound, y_bound) = (
         np.maximum(corner, low) for corner in (attack.box.rates, attack.box.bounds)
     )
     axes.add_patch(Rectangle((x, y), x_bound - x, y_bound - y, color=colour, alpha=0.25, lw=0))
     axes.plot([x], [y], marker="o", ms=4, color=colour, ls="", clip_on=False)
-    axes.plot(
-        [x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=attack.name
-    )
+    label = attack.finding.name
+    axes.plot([x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=label)

@@ -21,13 +21,13 @@ from fedsim.audit.claim import (
     box_p_value,
     common_claim,
     epsilon_bound,
-    fewest_misses,
     missed_statistic,
 )
 from fedsim.audit.clients import World
 from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
+from fedsim.privacy.losses import gaussian_mu
 from fedsim.randomness import Purpose, Randomness
 
 Counts = npt.NDArray[np.int64]
@@ -44,49 +44,42 @@ TRIALS = 3
 
 
 @dataclass(frozen=True)
-class TwoWorlds:
-    """How well an attack distinguished runs with the canary from runs without it.
+class Attack:
+    """An attack on a claim, and how well it did.
 
     Attributes
     ----------
-    name : str
-        Name of the world.
+    finding : Finding
+        The attack's name, its errors, and whether the claim allows them.
     claim : Claim
-        Claim of each run.
-    score : str
-        Name of the score that was best on the first half of the runs.
-    box : Box
-        Error rates on the second half.
-    p_value : float
-        Bound on the probability of a box this far below the claim's curve, if the claim is true.
+        Claim of each of its runs.
     epsilon_bound : float
         Lower bound on epsilon at the claim's delta, from a test chosen for it.
+    box : Box or None
+        Error rates, if the attack makes runs with and runs without a canary.
+    score : str
+        Name of the score that was best on the first half of these runs.
     moves : float64 ``[runs, rounds, d]``
-        Releases of all runs.
+        Releases of all these runs.
     """
 
-    name: str
+    finding: Finding
     claim: Claim
-    score: str
-    box: Box
-    p_value: float
     epsilon_bound: float
+    box: Box | None = None
+    score: str = ""
     moves: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)), repr=False, compare=False)
 
-    def errors(self, risk: float) -> tuple[str, str, str]:
-        """False positives, false negatives, and the false negatives allowed at ``risk``."""
-        counts, trials = self.box, self.box.trials
-        fewest = fewest_misses(counts.false_positives, trials, self.claim, risk)
-        return (
-            f"{counts.false_positives} of {trials}",
-            f"{counts.false_negatives} of {trials}",
-            f"{fewest} or more",
-        )
+    @property
+    def errors(self) -> tuple[str, str]:
+        """False positives and false negatives, in words; in one run all errors are the latter."""
+        if self.box is None:
+            return "", self.finding.measured
+        counts = (self.box.false_positives, self.box.false_negatives)
+        return f"{counts[0]} of {self.box.trials}", f"{counts[1]} of {self.box.trials}"
 
 
-def attack(
-    target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick
-) -> TwoWorlds:
+def attack(target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick) -> Attack:
     """Make ``runs`` runs without and ``runs`` runs with the canary, and test between them.
 
     Parameters
@@ -115,14 +108,6 @@ def attack(
     return replace(result, moves=shown[:, :, :d])
 
 
-def errors_allowed(attacked: TwoWorlds, looked_at: str) -> Finding:
-    """Whether the claim's trade-off curve allows an attack's error rates."""
-    box, score = attacked.box, f", by {attacked.score}"
-    alarms, missed = (np.array([n]) for n in (box.false_positives, box.false_negatives))
-    allowed = missed_statistic(alarms, missed, box.trials, attacked.claim, score)
-    return statistical(looked_at, allowed)
-
-
 def _stacked(tables: list[Floats]) -> Floats:
     """Stack tables to ``[runs, rounds, width]``; runs without a successful round are padded."""
     width = max(table.shape[1] for table in tables)
@@ -131,7 +116,7 @@ def _stacked(tables: list[Floats]) -> Floats:
 
 def distinguish(
     name: str, without: Floats, present: Floats, direction: Floats, claim: Claim, risk: float
-) -> TwoWorlds:
+) -> Attack:
     """Choose score and thresholds on the first half of the runs, and count errors on the second.
 
     Parameters
@@ -143,7 +128,7 @@ def distinguish(
     half = len(without) // 2
     if half < 1 or len(without) != len(present):
         raise FedsimError(f"runs is {len(without)} and {len(present)}; each needs at least 2.")
-    rate = claim.events[0].law.rate
+    rate = claim.events[0].law.rate if claim.events else 1.0
     scores = fitted_scores(without[:half], present[:half], direction, rate)
     against_curve, for_epsilon = _choose(scores, without[:half], present[:half], claim, risk)
     fresh = len(without) - half
@@ -153,10 +138,14 @@ def distinguish(
         return _errors(score(without[half:]), score(present[half:]), np.array([test.threshold]))
 
     fp, fn = count(against_curve)
-    box = Box(int(fp[0]), int(fn[0]), fresh, risk)
-    p_value = float(box_p_value(box.false_positives, box.false_negatives, fresh, claim))
+    best = against_curve.score
+    found = statistical(
+        f"{fresh:,} runs without and {fresh:,} with the canary",
+        missed_statistic(fp, fn, fresh, claim, f", by {best}"),
+    )
     bound = float(epsilon_bound(*count(for_epsilon), fresh, risk, claim.delta)[0])
-    return TwoWorlds(name, claim, against_curve.score, box, p_value, bound)
+    box = Box(int(fp[0]), int(fn[0]), fresh, risk)
+    return Attack(replace(found, name=name), claim, bound, box, best)
 
 
 @dataclass(frozen=True)
@@ -208,8 +197,9 @@ def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:
 def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
     """Smallest of `FACTORS` such that noise too small by this factor is always detected.
 
-    Found by auditing an ideal canary on the claimed Gaussians with less noise, a few times. None
-    if even the largest factor is not detected.
+    Found by auditing an ideal canary on the claimed Gaussians with less noise, a few times; on the
+    one that is just private enough, if only epsilon is claimed. None if even the largest factor is
+    not detected.
     """
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=9)
     return next(
@@ -225,14 +215,21 @@ def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
 def _caught(
     claim: Claim, factor: float, runs: int, risk: float, draws: np.random.Generator
 ) -> bool:
-    events = [event for event in claim.events for _ in range(event.count)]
-    std = np.array([event.total_noise_multiplier for event in events]) / factor
-    shift = std * factor * [_sensitivity(event) for event in events]
-    without = std * draws.standard_normal((runs, len(events)))
-    takes_part = draws.random((runs, len(events))) < [event.law.rate for event in events]
-    present = shift * takes_part + std * draws.standard_normal((runs, len(events)))
+    shifts, rates = np.array(_gaussians(claim)).T
+    without = draws.standard_normal((runs, len(shifts)))
+    takes_part = draws.random(without.shape) < rates
+    present = factor * shifts * takes_part + draws.standard_normal(without.shape)
     result = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
-    return result.p_value <= risk
+    return result.finding.refutes(risk)
+
+
+def _gaussians(claim: Claim) -> list[tuple[float, float]]:
+    """How far a sampled row moves each release, in stds of the noise, and its sampling rate."""
+    if claim.declared_epsilon is not None:
+        return [(gaussian_mu(claim.declared_epsilon, claim.delta), 1.0)]
+    return [
+        (_sensitivity(event), event.law.rate) for event in claim.events for _ in range(event.count)
+    ]
 
 
 def _sensitivity(event: Event) -> float:

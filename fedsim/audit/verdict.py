@@ -14,18 +14,21 @@ import torch
 
 from fedsim.arguments import check_arguments
 from fedsim.audit import catalogue
+from fedsim.audit.bound_checks import shaped
 from fedsim.audit.checks import Finding, Floats, findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import WORLDS, World
-from fedsim.audit.evidence import ClientEvidence, with_whole_model
-from fedsim.audit.one_run import OneRun, guess_coins
-from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget
-from fedsim.audit.two_world import TwoWorlds, attack
+from fedsim.audit.evidence import FEW, MOST_ROUNDS, SMALL, ClientEvidence
+from fedsim.audit.one_run import guess_coins
+from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget, parameters
+from fedsim.audit.two_world import Attack, attack
 from fedsim.errors import FedsimError
 
 # Checks get a small share: where there is a violation, their exact p-values are far below it.
 # Attacks need more, as their bounds are conservative.
 SHARE_OF_CHECKS = 0.1
+LARGE, MOST_VALUES = 2048, 2**18
+"""Parameters of the model in whole runs, and the most values of one run that they may give."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +39,24 @@ class Verdict:
     ----------
     claim : Claim
         Claim of the first attack's runs.
-    two_worlds : tuple of TwoWorlds
+    two_worlds : tuple of Attack
         Attacks in two worlds.
     checks : tuple of Finding
         Checks of whole runs: noise, sampling, one client's influence, charges.
     confidence : float
         Lower bound on the probability that a true claim is accepted.
-    one_run : OneRun or None
+    one_run : Attack or None
         The attack in one run.
     """
 
     claim: Claim
-    two_worlds: tuple[TwoWorlds, ...]
+    two_worlds: tuple[Attack, ...]
     checks: tuple[Finding, ...]
     confidence: float
-    one_run: OneRun | None = None
+    one_run: Attack | None = None
 
     @property
-    def attacks(self) -> tuple[TwoWorlds | OneRun, ...]:
+    def attacks(self) -> tuple[Attack, ...]:
         """All attacks."""
         return self.two_worlds if self.one_run is None else (*self.two_worlds, self.one_run)
 
@@ -71,7 +74,8 @@ class Verdict:
     @property
     def refuting(self) -> tuple[str, ...]:
         """Names of the attacks and checks that detected a violation."""
-        names = [attack.name for attack in self.attacks if attack.p_value <= self.risk]
+        attacks = [attack.finding for attack in self.attacks]
+        names = [finding.name for finding in attacks if finding.refutes(self.risk)]
         return (*names, *map(str, self.failed))
 
     @property
@@ -104,8 +108,8 @@ class Verdict:
                 for f in self.failed
             ],
             "attacks": [
-                {"name": attack.name, "p": attack.p_value, "violation": attack.p_value <= self.risk}
-                for attack in self.attacks
+                {"name": f.name, "p": f.p_value, "violation": f.refutes(self.risk)}
+                for f in (attack.finding for attack in self.attacks)
             ],
             "tests": len(self.checks),
         }  # fmt: skip
@@ -194,15 +198,15 @@ def audit(
         )
     risk = risk_of_attack(confidence, number, checks or bool(extra))
     target = StrategyTarget(strategy, rounds=rounds)
-    attacks: list[TwoWorlds] = []
-    guessed: OneRun | None = None
+    attacks: list[Attack] = []
+    guessed: Attack | None = None
     with silenced_logs():
         results = list(extra)
         if checks:
             evidence = ClientEvidence(full or target, seed, deep)
             # Raises before any run if there is no claim to check.
             evidence.claim.curve(0.5)
-            whole = replace(evidence, target=with_whole_model(evidence.target))
+            whole = replace(evidence, target=_with_whole_model(evidence.target))
             results += findings(whole.checks())
         for index, world in enumerate(worlds):
             attacks.append(attack(target, world, runs, risk, seed + index, tick))
@@ -218,7 +222,17 @@ def audit(
     return Verdict(claim, tuple(attacks), tuple(results), confidence, guessed)
 
 
-def _differences(target: StrategyTarget, worlds: Sequence[TwoWorlds]) -> tuple[Floats, str]:
+def _with_whole_model(target: StrategyTarget) -> StrategyTarget:
+    """The target with as many parameters as whole runs can afford, to see more noise."""
+    target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
+    states = target.at_most(FEW).observe(target.silent_clients(), 1).states
+    # Shares of noise are drawn for each client, and changing units computed in each round.
+    slow = target.shares or shaped(states)
+    size = SMALL if slow or target.rounds > MOST_VALUES // LARGE else LARGE
+    return target.with_model(parameters(size))
+
+
+def _differences(target: StrategyTarget, worlds: Sequence[Attack]) -> tuple[Floats, str]:
     """Differences of neighbouring coordinates of the first layer, and a description.
 
     A world's rows are equal along these, so that the differences are noise alone. Each run has

@@ -31,6 +31,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.privacy.losses import gaussian_mu
 from fedsim.strategies import DPFedAvg
 
 POISSON = PoissonCohort(0.5, 20)
@@ -200,7 +201,7 @@ def test_the_one_run_may_be_another_plan() -> None:
         checks=False,
     )
     assert verdict.one_run is not None
-    assert verdict.one_run.canaries == 64
+    assert verdict.one_run.finding.looked_at == "64 canaries, each in or out by a coin"
     assert (verdict.claim.releases, verdict.one_run.claim.releases) == (1, 10)
 
 
@@ -210,7 +211,7 @@ def test_ideal_attacks_at_the_claim_raise_no_false_alarm_and_beyond_it_are_caugh
     def p_value(mu: float) -> float:
         present = mu + rng.standard_normal((1000, 1, 1))
         without = rng.standard_normal((1000, 1, 1))
-        return distinguish("", without, present, np.ones(1), claim, 0.01).p_value
+        return distinguish("", without, present, np.ones(1), claim, 0.01).finding.p_value
 
     assert sum(p_value(1.25) <= 0.01 for _ in range(20)) == 0
     assert sum(p_value(2.5) <= 0.01 for _ in range(20)) == 20
@@ -220,7 +221,9 @@ def test_runs_in_which_every_round_failed_are_seen_too() -> None:
     # A cohort of the canary alone, which is not there: the model stays as it is.
     strategy = strategies(Clipping(1.0), PoissonCohort(0.5, 2))
     verdict = audit(strategy, rounds=2, runs=30, worlds=(ALONE,), canaries=0, checks=False)
-    assert verdict.two_worlds[0].box.trials == 15
+    box = verdict.two_worlds[0].box
+    assert box is not None
+    assert box.trials == 15
 
 
 def test_the_same_seed_gives_the_same_verdict() -> None:
@@ -239,6 +242,14 @@ def test_more_runs_notice_smaller_bugs() -> None:
     assert many is not None
     assert many <= 1.5
     assert few is None or few > many
+
+
+def test_a_claim_of_epsilon_alone_is_held_against_its_own_gaussian() -> None:
+    # One pair allows more than the whole curve of a Gaussian that satisfies it.
+    pair, whole = Claim((), 1e-5, 0.5), Claim.gaussian(gaussian_mu(0.5, 1e-5))
+    factors = [noticeable(claim, 200, 0.01, seed=1) for claim in (pair, whole)]
+    assert None not in factors
+    assert factors[0] >= factors[1] > 3
 
 
 def test_canaries_send_the_same_rows_in_any_block() -> None:

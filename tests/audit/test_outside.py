@@ -24,10 +24,8 @@ from fedsim.audit.outside import (
 from fedsim.audit.outside import audit as outside_audit
 from fedsim.audit.outside.attacks import Target, even_unit_vector
 from fedsim.audit.outside.audit import TargetError
-from fedsim.audit.outside.claims import EpsilonClaim
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event
 from fedsim.privacy.losses import gaussian_mu
 
 DECLARED = 20
@@ -174,7 +172,7 @@ def test_a_clip_norm_that_adapts_must_follow_the_rows_before_its_noise() -> None
 
 
 def test_an_epsilon_alone_has_the_curve_of_randomised_response() -> None:
-    curve = EpsilonClaim((Event(noise_multiplier=1.0),), 1e-3, claimed_epsilon=math.log(3)).curve
+    curve = TargetClaim(epsilon=math.log(3), delta=1e-3).claim.curve
     for a in (0.0, 0.1, 0.2497, 0.5, 1.0):
         expected = max(0.0, 1 - 1e-3 - 3 * a, (1 - 1e-3 - a) / 3)
         assert float(curve(a)) == pytest.approx(expected, abs=1e-12)

@@ -43,7 +43,7 @@ from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.two_world import TwoWorlds, distinguish
+from fedsim.audit.two_world import distinguish
 from fedsim.audit.verdict import Verdict, risk_of_attack
 from fedsim.errors import FedsimError
 
@@ -111,7 +111,7 @@ class TargetAudit:
         silent = self._silent_runs()
         risk = risk_of_attack(confidence, len(attacks), checked=True)
         results: list[AttackResult] = []
-        two_worlds: list[TwoWorlds] = []
+        two_worlds = []
         for number, attack in enumerate(attacks, start=1):
             result = self._attack_runs(attack, runs, number)
             results.append(result)

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from fedsim import regular_files
-from fedsim.audit.checks import Floats
 from fedsim.audit.claim import Claim
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
@@ -133,10 +129,7 @@ class TargetClaim:
     def claim(self) -> Claim:
         """The claim with its trade-off curve: of the Gaussians, or of (epsilon, delta)-privacy."""
         if self.noise_multiplier is None:
-            assert self.epsilon is not None
-            return EpsilonClaim(
-                (Event(noise_multiplier=1.0),), self.delta, claimed_epsilon=self.epsilon
-            )
+            return Claim((), self.delta, self.epsilon)
         event = Event.of(self.sampler, self.noise_multiplier)
         return Claim((event.times(self.rounds),), self.delta)
 
@@ -153,21 +146,3 @@ class TargetClaim:
             **({"source": self.source} if self.source else {}),
             "federation": f"{self.population} {self.row}s whose rows are made up",
         }
-
-
-@dataclass(frozen=True)
-class EpsilonClaim(Claim):
-    """Claim that all releases together are (epsilon, delta)-private; its event has no meaning."""
-
-    claimed_epsilon: float = math.inf
-
-    @property
-    def epsilon(self) -> float:
-        """The claimed epsilon."""
-        return self.claimed_epsilon
-
-    def curve(self, false_positives: npt.ArrayLike) -> Floats:
-        """Least false negative rate of any such mechanism (Kairouz, Oh and Viswanath 2015)."""
-        a, grown = np.asarray(false_positives, dtype=np.float64), math.exp(self.claimed_epsilon)
-        left = np.maximum(1 - self.delta - grown * a, (1 - self.delta - a) / grown)
-        return np.asarray(np.maximum(left, 0.0))
