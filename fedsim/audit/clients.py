@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer, Ids, Reason
 
+Bools = npt.NDArray[np.bool_]
 LENGTH = 1e3
 """Length of a canary's row over its bounded row's: every coordinate and layer is clipped."""
 EXAMPLES = 1000.0
@@ -68,7 +70,7 @@ class Canaries(_SyntheticClients):
     """
 
     rows: Tensor
-    ok: npt.NDArray[np.bool_]
+    ok: Bools
     metrics: Mapping[str, Floats]
     silent: int = 0
     raises: bool = False
@@ -149,9 +151,7 @@ def _metrics(m: int, names: Iterable[str], examples: float = 1.0) -> dict[str, F
     return {**{name: np.zeros(m) for name in names}, "num-examples": np.full(m, examples)}
 
 
-def _block(
-    ids: Ids, rows: Tensor, metrics: Mapping[str, Floats], ok: npt.NDArray[np.bool_]
-) -> Block:
+def _block(ids: Ids, rows: Tensor, metrics: Mapping[str, Floats], ok: Bools) -> Block:
     reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
     return Block(ids, rows, metrics, ok, reasons)
 
@@ -179,6 +179,24 @@ def longest_row(mechanism: Mechanism, layout: Layout) -> Tensor:
     """A row ``[d]`` whose length is exactly its bound, or each of its bounds."""
     huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
     return mechanism.bound(huge, layout=layout)[0]
+
+
+class Absence(NamedTuple):
+    """Which clients are replaced by a counterpart, fail, or do not exist: bool ``[n]`` each."""
+
+    replaced: Bools
+    failing: Bools
+    removed: Bools
+
+
+def absence(absent: Bools, adjacency: str) -> Absence:
+    """What it means that these clients, bool ``[n]``, are absent.
+
+    Under "replace-one" adjacency another client is in their place; under "zero-out" they are
+    sampled and fail; under "add-remove" there are no such clients.
+    """
+    kinds = ("replace-one", "zero-out", "add-remove")
+    return Absence(*(absent & (adjacency == kind) for kind in kinds))
 
 
 @dataclass(frozen=True)
@@ -220,22 +238,19 @@ class World:
         present : bool
             Whether the canary takes part.
         neighbour : "add-remove", "zero-out" or "replace-one"
-            What its absence means: there is no such client; it is sampled and fails; it sends
-            its counterpart.
+            What its absence means; see `absence`. Its counterpart may replace it.
         sides : tuple of str
             Names of scalars that clients also report; the canary's are huge.
         """
+        is_last = np.arange(population) == population - 1
+        absent = absence(is_last & (not present), neighbour)
         rows = scale * self.others(d).expand(population, d).clone()
-        replaced = not present and neighbour == "replace-one"
-        rows[-1] = scale * (self.counterpart(d) if replaced else self.canary(d))
-        ok = np.ones(population, dtype=np.bool_)
-        ok[-1] = present or replaced
-        is_canary = np.zeros(population)
-        is_canary[-1] = not replaced
-        senders = population - (not present and neighbour == "add-remove")
+        rows[-1] = scale * (self.counterpart(d) if absent.replaced[-1] else self.canary(d))
+        is_canary = (is_last & ~absent.replaced).astype(np.float64)
         metrics = {"num-examples": 1 + (EXAMPLES - 1) * is_canary}
         metrics |= dict.fromkeys(sides, 1e9 * is_canary)
-        return Canaries(rows[:senders], ok[:senders], metrics)
+        stays = ~absent.removed
+        return Canaries(rows[torch.from_numpy(stays)], ~absent.failing[stays], metrics)
 
 
 def _ones(d: int, last: float = 1.0) -> Tensor:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.linalg import hadamard
 from scipy.stats import binom
@@ -22,13 +21,11 @@ from torch import Tensor
 
 from fedsim.audit.checks import Floats, Statistic, statistical
 from fedsim.audit.claim import LEAST_P, Claim, common_claim
-from fedsim.audit.clients import EXAMPLES, Canaries, reach
+from fedsim.audit.clients import EXAMPLES, Bools, Canaries, absence, reach
 from fedsim.audit.target import Target
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
-
-Coins = npt.NDArray[np.bool_]
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 HALVINGS = 20
@@ -68,18 +65,18 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> Attack
     return Attack(replace(found, name="one run"), claim, bound)
 
 
-def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
+def _guess(scores: Floats, coins: Bools, share: float) -> tuple[int, int]:
     """Guess "in" for the highest scores, "out" for the lowest: guesses made, and correct ones."""
     half = max(1, round(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
 
 
-def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Coins, Claim]:
+def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Bools, Claim]:
     """Make a run; return the canaries' scores and coins, both ``[canaries]``, and the claim."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
-    layout, population, adjacency = target.layout, target.population, target.adjacency
+    layout, population = target.layout, target.population
     if canaries > min(population, layout.d):
         raise FedsimError(
             f"canaries is {canaries}; it must be at most the population, {population}, and the "
@@ -91,17 +88,13 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, C
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
     rows = reach(target.mechanism, layout) * directions
-    ok = np.ones(canaries, dtype=np.bool_)
-    senders = canaries
-    if adjacency == "replace-one":
-        rows[torch.from_numpy(~coins)] *= -1
-    elif adjacency == "zero-out":
-        ok = coins
-    else:
-        senders = int(coins.sum())
+    absent = absence(~coins, target.adjacency)
+    rows[torch.from_numpy(absent.replaced)] *= -1
+    stays = ~absent.removed
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
-    trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
+    rows, ok = rows[torch.from_numpy(stays)], ~absent.failing[stays]
+    trainer = Canaries(rows, ok, metrics, silent=population - canaries)
     observed = target.observe(trainer, run_seed)
     moved = torch.from_numpy(observed.moves.sum(0))
     return (directions @ moved).numpy(), coins, Claim.of(observed.entries, observed.delta)

@@ -17,6 +17,7 @@ import numpy as np
 from scipy.special import bdtr, gammaln, log_ndtr
 
 from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical, untested
+from fedsim.audit.clients import absence
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
 
@@ -62,7 +63,7 @@ def even_unit_vector() -> Floats:
 
 
 @dataclass(frozen=True)
-class Attack:
+class TargetWorld:
     """A federation with one client, the canary, that takes part or not.
 
     Attributes
@@ -75,7 +76,9 @@ class Attack:
     examples : float
         Number of examples that the canary reports; others report one.
     cause : str
-        Most likely cause if a target withstands all earlier attacks but not this one.
+        Most likely cause if a target withstands all earlier worlds but not this one.
+    in_all_arrays : bool
+        Whether the canary's row is as long in all arrays; otherwise it has one entry.
     zero_norm : float
         Length of a row that stands for zero, in units of C.
     other_direction : float64 ``[d]``, optional
@@ -88,6 +91,7 @@ class Attack:
     canary_norm: float
     cause: str
     examples: float = 1.0
+    in_all_arrays: bool = False
     zero_norm: float = 0.0
     other_direction: Floats | None = None
 
@@ -95,20 +99,18 @@ class Attack:
         """Make the federation with the canary, or its neighbour without."""
         n, c = claim.population, claim.clip_norm
         lengths, examples = np.full(n, self.other_norm), np.ones(n)
-        lengths[-1], examples[-1] = self.canary_norm, self.examples
-        if not present and claim.adjacency == "replace-one":
-            lengths[-1], examples[-1] = -self.canary_norm, 1.0
-        elif not present and claim.adjacency == "zero-out":
-            lengths[-1], examples[-1] = 0.0, 1.0
+        lengths[-1], examples[-1] = self.canary_norm, self.examples if present else 1.0
+        absent = absence((np.arange(n) == n - 1) & (not present), claim.adjacency)
+        lengths[absent.replaced] *= -1
+        lengths[absent.failing] = 0.0  # a row of zeros has the same effect as a failure
         lengths = c * np.where(lengths == 0, self.zero_norm, lengths)
         rows = lengths[:, None] * self.direction
         if self.other_direction is not None:
             signs = np.where(np.arange(n - 1) % 2, -1.0, 1.0)
             rows[:-1] = (signs * lengths[:-1])[:, None] * self.other_direction
-        count = n - (not present and claim.adjacency == "add-remove")
         return SyntheticFederation(
-            rows=rows[:count],
-            examples=examples[:count],
+            rows=rows[~absent.removed],
+            examples=examples[~absent.removed],
             rounds=claim.rounds,
             seed=seed,
             rate=claim.rate,
@@ -117,23 +119,26 @@ class Attack:
         )
 
 
-ATTACKS = (
-    Attack("a row of length C", unit_vector(0), 0.0, 1.0, TOO_LITTLE_NOISE),
-    Attack("a longer row", unit_vector(40), 0.0, LONG_NORM, UNCLIPPED_ROWS),
-    Attack("a longer row in all arrays", even_unit_vector(), 0.0, LONG_NORM, CLIPPED_ARRAYS),
-    Attack("a row of zeros among others", unit_vector(1), 1.0, 0.0, COUNTED_DENOMINATOR),
-    Attack("a row against all others", unit_vector(2), 1.0, -1.0, COUNTED_DENOMINATOR),
-    Attack("a longer row against all others", unit_vector(6), 1.0, -LONG_NORM, CLIPPED_SUM),
-    Attack(
+TARGET_WORLDS = (
+    TargetWorld("a row of length C", unit_vector(0), 0.0, 1.0, TOO_LITTLE_NOISE),
+    TargetWorld("a longer row", unit_vector(40), 0.0, LONG_NORM, UNCLIPPED_ROWS),
+    TargetWorld(
+        "a longer row in all arrays", even_unit_vector(), 0.0, LONG_NORM, CLIPPED_ARRAYS,
+        in_all_arrays=True,
+    ),
+    TargetWorld("a row of zeros among others", unit_vector(1), 1.0, 0.0, COUNTED_DENOMINATOR),
+    TargetWorld("a row against all others", unit_vector(2), 1.0, -1.0, COUNTED_DENOMINATOR),
+    TargetWorld("a longer row against all others", unit_vector(6), 1.0, -LONG_NORM, CLIPPED_SUM),
+    TargetWorld(
         "a row of many examples", unit_vector(3), 0.0, 1.0,
         "rows are weighted by numbers that clients report", examples=MANY_EXAMPLES,
     ),
 )  # fmt: skip
 
 
-ADAPTIVE_ATTACKS = (
-    *(attack for attack in ATTACKS if not attack.other_norm),
-    Attack(
+ADAPTIVE_WORLDS = (
+    *(world for world in TARGET_WORLDS if not world.other_norm),
+    TargetWorld(
         "a row among long rows",
         unit_vector(4),
         LONG_NORM,
@@ -142,7 +147,7 @@ ADAPTIVE_ATTACKS = (
         other_direction=unit_vector(5),
     ),
 )
-"""Attacks for adaptive clip norms, which rise or fall in every round here.
+"""Worlds for adaptive clip norms, which rise or fall in every round here.
 
 A row may move such a C, which is charged, and thereby scale what the others add. So the others'
 rows are zero, or cancel and are orthogonal.
@@ -189,9 +194,9 @@ class Observations:
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
-    """An attack and its runs, without and with the canary."""
+    """A world and its runs, without and with the canary."""
 
-    attack: Attack
+    world: TargetWorld
     claim: TargetClaim
     without: Observations
     present: Observations
@@ -199,12 +204,12 @@ class AttackResult:
     @cached_property
     def _lengths(self) -> tuple[Floats, Floats]:
         """Moves along the direction, in standard deviations of the noise: ``[runs, rounds]``."""
-        u = self.attack.direction
+        u = self.world.direction
         along = [side.moves @ u for side in (self.without, self.present)]
         moves = np.concatenate([self.without.moves, self.present.moves])
         across = moves - np.concatenate(along)[..., None] * u
         degrees = len(u) - 1
-        if (v := self.attack.other_direction) is not None:
+        if (v := self.world.other_direction) is not None:
             across -= (across @ v)[..., None] * v
             degrees -= 1
         variances = np.square(across).sum(-1) / degrees

@@ -29,14 +29,13 @@ from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.outside import causes
 from fedsim.audit.outside.attacks import (
-    ADAPTIVE_ATTACKS,
-    ATTACKS,
-    CLIPPED_ARRAYS,
+    ADAPTIVE_WORLDS,
     NEARLY_ZERO_NORM,
-    Attack,
+    TARGET_WORLDS,
     AttackResult,
     Observations,
     Target,
+    TargetWorld,
     follows_rows,
 )
 from fedsim.audit.outside.causes import RowCauses
@@ -106,21 +105,21 @@ class TargetAudit:
         """
         zero_rows = self._zero_rows()
         self._zero_norm = 0.0 if zero_rows.p_value else NEARLY_ZERO_NORM
-        attacks = self._attacks()
-        runs = self.runs or self._affordable_runs(2 * len(attacks))
+        worlds = self._worlds()
+        runs = self.runs or self._affordable_runs(2 * len(worlds))
         silent = self._silent_runs()
-        risk = risk_of_attack(confidence, len(attacks), checked=True)
+        risk = risk_of_attack(confidence, len(worlds), checked=True)
         results: list[AttackResult] = []
         two_worlds = []
-        for number, attack in enumerate(attacks, start=1):
-            result = self._attack_runs(attack, runs, number)
+        for number, world in enumerate(worlds, start=1):
+            result = self._runs_of(world, runs, number)
             results.append(result)
             two_worlds.append(
                 distinguish(
-                    attack.name,
+                    world.name,
                     result.without.table,
                     result.present.table,
-                    attack.direction,
+                    world.direction,
                     self.claim.claim,
                     risk,
                 )
@@ -131,22 +130,22 @@ class TargetAudit:
         findings += [zero_rows, *self._epsilon_findings()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
 
-    def _attacks(self) -> list[Attack]:
-        """Attacks for the claim. A canary of zeros is only visible under add-remove adjacency."""
+    def _worlds(self) -> list[TargetWorld]:
+        """Worlds for the claim. A canary of zeros is only visible under add-remove adjacency."""
         add_remove = self.claim.adjacency == "add-remove"
-        chosen = [attack for attack in ATTACKS if attack.canary_norm or add_remove]
+        chosen = [world for world in TARGET_WORLDS if world.canary_norm or add_remove]
         if self.claim.adaptive:
-            chosen = list(ADAPTIVE_ATTACKS)
-        return [replace(attack, zero_norm=self._zero_norm) for attack in chosen]
+            chosen = list(ADAPTIVE_WORLDS)
+        return [replace(world, zero_norm=self._zero_norm) for world in chosen]
 
     def _silent_federation(self, seed: int) -> SyntheticFederation:
         """A federation in which all rows are zero."""
-        silent = replace(ATTACKS[0], canary_norm=0.0, zero_norm=self._zero_norm)
+        silent = replace(TARGET_WORLDS[0], canary_norm=0.0, zero_norm=self._zero_norm)
         return silent.federation(self.claim, True, seed)
 
     def _zero_rows(self) -> Finding:
         """Check that rows of zeros are released like any others."""
-        zeros = replace(ATTACKS[0], canary_norm=0.0)
+        zeros = replace(TARGET_WORLDS[0], canary_norm=0.0)
         broken = None
         try:
             released = self.target(zeros.federation(self.claim, True, self.seed))
@@ -180,16 +179,16 @@ class TargetAudit:
             raise FedsimError("for short rows the target released a model that is not finite.")
         return silent
 
-    def _attack_runs(self, attack: Attack, runs: int, number: int) -> AttackResult:
+    def _runs_of(self, world: TargetWorld, runs: int, number: int) -> AttackResult:
         first = self.seed + 10_000_000 * number
         sides = (
             Observations.of(
                 self.target,
-                [attack.federation(self.claim, present, first + k) for k in range(runs)],
+                [world.federation(self.claim, present, first + k) for k in range(runs)],
             )
             for present in (False, True)
         )
-        return AttackResult(attack, self.claim, *sides)
+        return AttackResult(world, self.claim, *sides)
 
     def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
@@ -231,16 +230,14 @@ class TargetAudit:
         row_causes = RowCauses(results, causes.oversampling(samples), without_noise)
         for result in results:
             if measured:
-                yield _named(
-                    result.finding(), "bound", result.attack.name, row_causes.cause(result)
-                )
-            if result.attack.cause == CLIPPED_ARRAYS and not self.claim.adaptive:
+                yield _named(result.finding(), "bound", result.world.name, row_causes.cause(result))
+            if result.world.in_all_arrays and not self.claim.adaptive:
                 yield _named(result.grid(), "noise", "low bits", "noise has too few values")
             if result.present.statistics.shape[-1]:
                 broken = "a released number shows it" if result.without_noise else None
                 finding = invariant("numbers released beside", broken, "no number shows it")
                 cause = "statistics are released without noise"
-                yield _named(finding, "plan", f"what else leaves, {result.attack.name}", cause)
+                yield _named(finding, "plan", f"what else leaves, {result.world.name}", cause)
 
     def _samples(self, observations: list[Observations]) -> Sampled | None:
         """All cohorts as a sample; None if they are not visible, or nothing is claimed of them."""

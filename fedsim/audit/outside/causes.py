@@ -17,7 +17,6 @@ from fedsim.audit.catalogue import of_draws
 from fedsim.audit.checks import Check, Finding, Floats
 from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.outside.attacks import (
-    CLIPPED_ARRAYS,
     CLIPPED_SUM,
     COUNTED_DENOMINATOR,
     OTHER_CLIP_NORM,
@@ -114,12 +113,12 @@ class RowCauses:
 
     def cause(self, result: AttackResult) -> str:
         """Likely cause if this attack's finding is a violation."""
-        usual, moved, cause = self.results[0].shift, result.shift, result.attack.cause
+        usual, moved, cause = self.results[0].shift, result.shift, result.world.cause
         # If a row of length C moves it as far, the bound is not the cause.
         if usual > CLEAR_EXCESS * result.claimed_shift and moved < SAME_SHIFT * usual:
             return self._excess_cause(usual / result.claimed_shift)
         unclipped = self._shift(UNCLIPPED_ROWS) > SAME_SHIFT * usual
-        if cause == CLIPPED_ARRAYS:
+        if result.world.in_all_arrays:
             arrays = math.sqrt(len(SHAPES))
             if unclipped:
                 return UNCLIPPED_ROWS
@@ -139,7 +138,7 @@ class RowCauses:
         )
 
     def _shift(self, cause: str) -> float:
-        return max((one.shift for one in self.results if one.attack.cause == cause), default=0.0)
+        return max((one.shift for one in self.results if one.world.cause == cause), default=0.0)
 
     def _excess_cause(self, factor: float) -> str:
         """Likely cause if a row of length C moves a release too far by this factor."""
