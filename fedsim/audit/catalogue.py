@@ -5,15 +5,14 @@ Checks of the same sample are grouped; `fedsim.audit.evidence` gathers the sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedsim.audit import claim as ledger
 from fedsim.audit import noise_checks as noise
 from fedsim.audit import plan_checks as plan
 from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.checks import Check, Finding, Gathered, Part, checks_of, invariant
-from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.checks import Check, Finding, Part, checks_of, invariant
 from fedsim.audit.target import Observation
 from fedsim.privacy.plan import ReleasePlan
 
@@ -79,11 +78,13 @@ NOISE = checks_of("noise",
 )
 FEW_COORDINATES = checks_of("noise",
     ("size in any direction", noise.covariance, "a direction without noise"))
-ROUNDING = checks_of("noise", ("rounding to the grid", noise.rounding, "low bits show the sum"))
-LOW_BITS = checks_of("noise",
-    ("equal values", noise.equal_values, "noise has too few values"),
-    ("low bits", noise.low_bits, "low bits show the sum"),
-    ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
+LOW_BITS = (
+    *checks_of("noise", ("rounding to the grid", noise.rounding, "low bits show the sum")),
+    *checks_of("noise",
+        ("equal values", noise.equal_values, "noise has too few values"),
+        ("low bits", noise.low_bits, "low bits show the sum"),
+        ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
+        fits=lambda grid: grid.on_grid),
 )
 SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
 SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
@@ -94,23 +95,29 @@ RESUME = checks_of("noise",
 ADDRESSES = checks_of("noise",
     ("addresses of draws", plan.addresses_once, "a random number is used twice"))
 
-IDS = checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement"))
-RATES = checks_of("sampler",
-    ("charged rate", sampling.charged_rate, "more is sampled than charged"))
-SIZES = checks_of("sampler", ("sizes", sampling.sizes, "another sampler, or rate"))
-FREQUENCIES = checks_of("sampler",
-    ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
-    ("pairs sampled together", sampling.together, "rows are not drawn independently"),
-    ("overlap of rounds", sampling.overlaps, "a draw is used again"),
+DRAWS = (
+    *checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
+    *checks_of("sampler",
+        ("charged rate", sampling.charged_rate, "more is sampled than charged"),
+        fits=lambda sampled: sampled.own_rates),
+    *checks_of("sampler",
+        ("sizes", sampling.sizes, "another sampler, or rate"),
+        fits=lambda sampled: sampled.has_law),
+    *checks_of("sampler",
+        ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
+        ("pairs sampled together", sampling.together, "rows are not drawn independently"),
+        ("overlap of rounds", sampling.overlaps, "a draw is used again"),
+        fits=lambda sampled: sampled.at_random),
+    *checks_of("sampler",
+        ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
+        ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
+        ("periodicity", sampling.periodicity, "rounds are not drawn independently"),
+        fits=lambda sampled: sampled.equal_rates),
+    *checks_of("plan",
+        ("rounds of each client", plan.participations,
+         "rows are in more rounds than the plan counts on"),
+        fits=lambda sampled: sampled.limited),
 )
-ROUNDS_ALIKE = checks_of("sampler",
-    ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
-    ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
-    ("periodicity", sampling.periodicity, "rounds are not drawn independently"),
-)
-PARTICIPATIONS = checks_of("plan",
-    ("rounds of each client", plan.participations,
-     "rows are in more rounds than the plan counts on"))
 DECLARED_LAW = checks_of("sampler",
     ("declared inclusion probabilities", sampling.declared_law,
      "the sampler does not follow its own law"))
@@ -160,17 +167,3 @@ PROMISE = checks_of("ledger", ("epsilon of the run", ledger.promise, "another ev
 BUDGET = checks_of("ledger",
     ("budget", ledger.budget, "a budget does not stop the run in time"))
 # fmt: on
-
-
-def of_draws(gather: Callable[[], Sampled | None]) -> Iterator[Gathered]:
-    """Checks of sampled cohorts; each is applied only to the cohorts that it fits."""
-
-    def where(about: Callable[[Sampled], Sampled | None]) -> Callable[[], Sampled | None]:
-        return lambda: None if (sampled := gather()) is None else about(sampled)
-
-    yield gather, IDS
-    yield where(lambda sampled: sampled.unequal), RATES
-    yield where(lambda sampled: sampled.known), SIZES
-    yield where(lambda sampled: sampled.at_random), FREQUENCIES
-    yield where(lambda sampled: sampled.alike), ROUNDS_ALIKE
-    yield where(lambda sampled: sampled.planned), PARTICIPATIONS

@@ -73,21 +73,28 @@ class Check:
         Function from a sample to a finding; its docstring says what is tested.
     cause : str
         Most likely cause of a violation.
+    fits : callable
+        Whether the test applies to a sample; others are left out.
     """
 
     part: Part
     name: str
     test: Callable[..., Finding]
     cause: str
+    fits: Callable[..., bool] = lambda *_: True
 
     def find(self, *sample: Any) -> Finding:
         """Run the test, and label its finding with this check's part, name and cause."""
         return replace(self.test(*sample), part=self.part, name=self.name, cause=self.cause)
 
 
-def checks_of(part: Part, *rows: tuple[str, Callable[..., Finding], str]) -> tuple[Check, ...]:
-    """Make checks of one part from rows of name, test and cause."""
-    return tuple(Check(part, *row) for row in rows)
+def checks_of(
+    part: Part,
+    *rows: tuple[str, Callable[..., Finding], str],
+    fits: Callable[..., bool] = Check.fits,
+) -> tuple[Check, ...]:
+    """Make checks of one part, and of the samples that ``fits``, from rows of name, test, cause."""
+    return tuple(Check(part, *row, fits) for row in rows)
 
 
 Gathered = tuple[Callable[[], Any], Iterable[Check]]
@@ -102,7 +109,7 @@ def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
         sample = gather() if chosen else None
         if sample is not None:
             sample = sample if isinstance(sample, tuple) else (sample,)
-            found += [check.find(*sample) for check in chosen]
+            found += [check.find(*sample) for check in chosen if check.fits(*sample)]
     return found
 
 

@@ -74,8 +74,7 @@ class Evidence:
             yield lambda: self.noise, catalogue.NOISE
             yield lambda: self.small_noise, catalogue.FEW_COORDINATES
         if self.alone and self.in_layers:
-            yield lambda: self.grid, catalogue.ROUNDING
-            yield lambda: self.grid and self.grid.on_grid, catalogue.LOW_BITS
+            yield lambda: self.grid, catalogue.LOW_BITS
         yield lambda: self.system_noise, catalogue.SYSTEM_NOISE
         yield lambda: self.added, catalogue.bound(f"what each {row} adds")
         yield lambda: self.several, catalogue.bound(f"what several {row}s add")
@@ -275,7 +274,7 @@ class ClientEvidence(Evidence):
         yield lambda: ([*self.runs, *self.moving], self.target.plan), catalogue.LINES
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
         if self.present:
-            yield from catalogue.of_draws(lambda: self.sampled)
+            yield lambda: self.sampled, catalogue.DRAWS
             yield lambda: self.resumed, catalogue.RESUME
             yield lambda: self.declared_law, catalogue.DECLARED_LAW
             # Two runs of one seed, whose clients send different rows.

@@ -260,7 +260,7 @@ class ExampleEvidence(Evidence):
         yield lambda: self.budget, catalogue.BUDGET
         yield lambda: self.worlds, catalogue.TWO_WORLDS
         if self.present:
-            yield from catalogue.of_draws(lambda: self.sampled)
+            yield lambda: self.sampled, catalogue.DRAWS
             yield lambda: self.passes, _PASSES
         if self.in_layers:
             yield lambda: self.reports, catalogue.REPORTS

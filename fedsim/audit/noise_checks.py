@@ -81,9 +81,9 @@ class NoiseSample:
         return self.z.reshape(-1, self.z.shape[-1])
 
     @property
-    def on_grid(self) -> NoiseSample | None:
-        """Itself if ``z``, which is in grid steps, lies on the grid; else None."""
-        return self if off_grid(self) <= OFF_GRID else None
+    def on_grid(self) -> bool:
+        """Whether ``z``, in grid steps, lies on the grid."""
+        return off_grid(self) <= OFF_GRID
 
 
 def presence(units: Floats) -> Finding:
@@ -341,7 +341,7 @@ def off_grid(grid: NoiseSample) -> float:
 def rounding(grid: NoiseSample) -> Finding:
     """Whether releases are whole numbers of grid steps."""
     off = off_grid(grid)
-    broken = f"values that are {off:.2g} of a step off the grid" if off > OFF_GRID else None
+    broken = None if grid.on_grid else f"values that are {off:.2g} of a step off the grid"
     return invariant(grid.looked_at, broken, "every value a whole number of grid steps")
 
 

@@ -112,37 +112,36 @@ class Sampled:
         return cls(membership, lengths, event, looked, broken, law, probabilities, participation)
 
     @property
-    def planned(self) -> Sampled | None:
-        """Itself if the plan limits the rounds that a row can be in; else None."""
+    def limited(self) -> bool:
+        """Whether the plan limits the rounds that a row can be in."""
         plan = self.participation
-        limited = plan is not None and plan.participations < plan.rounds
-        return self if limited and not self.broken else None
+        return not self.broken and plan is not None and plan.participations < plan.rounds
 
     @property
-    def known(self) -> Sampled | None:
-        """Itself if there is a law or there are probabilities to test; else None."""
-        silent = self.law is None and self.probabilities is None
-        return None if self.broken or silent or not len(self.membership) else self
+    def own_rates(self) -> bool:
+        """Whether each client has its own probability."""
+        return self.probabilities is not None
 
     @property
-    def at_random(self) -> Sampled | None:
-        """Itself unless all clients are sampled in every round; else None."""
-        everyone = self.probabilities is None and self.law is not None and self.law.one == 1
-        return None if everyone else self.known
+    def has_law(self) -> bool:
+        """Whether there is a law, or there are probabilities, to test."""
+        known = self.law is not None or self.own_rates
+        return known and not self.broken and len(self.membership) > 0
 
     @property
-    def alike(self) -> Sampled | None:
-        """Itself if all clients have the same probability; else None."""
-        return self.at_random if self.probabilities is None else None
+    def at_random(self) -> bool:
+        """Whether there is a law, and not all clients are sampled in every round."""
+        everyone = not self.own_rates and self.law is not None and self.law.one == 1
+        return self.has_law and not everyone
 
     @property
-    def unequal(self) -> Sampled | None:
-        """Itself if each client has its own probability; else None."""
-        return None if self.probabilities is None else self
+    def equal_rates(self) -> bool:
+        """Whether all clients have the same probability."""
+        return self.at_random and not self.own_rates
 
     @property
     def inclusion(self) -> Inclusion:
-        """The law of `alike` rounds."""
+        """The law of rounds without own rates."""
         assert self.law is not None
         return self.law
 

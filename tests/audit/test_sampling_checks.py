@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.catalogue import of_draws
+from fedsim.audit.catalogue import DRAWS
 from fedsim.audit.checks import Finding, findings
 from fedsim.audit.sampling_checks import Sampled, declared_law
 from fedsim.cohorts import Cohort, InclusionSampler
@@ -35,7 +35,7 @@ def draw_checks(
     probabilities: npt.NDArray[np.float64] | None = None,
 ) -> list[Finding]:
     sampled = Sampled.of(runs, event, population, probabilities=probabilities)
-    return findings(of_draws(lambda: sampled))
+    return findings([(lambda: sampled, DRAWS)])
 
 
 def refuted(runs: list[Run], event: Event) -> set[str]:

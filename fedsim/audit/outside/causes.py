@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedsim.audit.catalogue import of_draws
+from fedsim.audit.catalogue import DRAWS
 from fedsim.audit.checks import Check, Finding, Floats
 from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.outside.attacks import (
@@ -166,12 +166,7 @@ def oversampling(samples: Sampled | None) -> float:
 
 def sample_causes(samples: Sampled) -> Iterable[Finding]:
     """Findings of checks of sampling, with common causes."""
-    results = {
-        check.test: check.find(evidence)
-        for gather, checks in of_draws(lambda: samples)
-        if (evidence := gather()) is not None
-        for check in checks
-    }
+    results = {check.test: check.find(samples) for check in DRAWS if check.fits(samples)}
     failing = {test for test, finding in results.items() if finding.p_value <= CHANCE}
     law, (rounds, n) = samples.law, samples.membership.shape
     if failing and not samples.broken and law is not None and law.size is None:
