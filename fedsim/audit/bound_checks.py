@@ -6,38 +6,29 @@ row can reach along each coordinate; in that unit, noise must have the same size
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from scipy.special import chdtr
 from torch import Tensor
 
-from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical
+from fedsim.audit.checks import Finding, Floats, Statistic, statistical
 from fedsim.audit.target import Observation, Target
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import Gradient, Step
 from fedsim.clients.base import State as ClientState
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Event
-from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.dense import scatter
 from fedsim.rows.exact import grid_unit
-from fedsim.runs import factories
-from fedsim.runs.resolve import Resolved
-from fedsim.training import ClientData, Trainer
 
 SLACK = 1e-6
 """Relative tolerance for rounding to the grid, and of differences of parameters."""
 COARSE = 2.0**44
 """Numbers of more grid steps are too large for float64 to resolve a step."""
-OWN_EXAMPLES, OWN_SLACK = 8, 1e-2
-"""Number of the config's examples next to the canary, and the tolerance for their gradients."""
-FAINT = 1e-3
-"""A noise multiplier so small that rounding errors of the noise do not matter."""
 
 
 @dataclass(frozen=True)
@@ -227,75 +218,3 @@ class GradientRecorder(LocalAlgorithm):
     def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
         """Record the round, the step and the gradient."""
         self.gradients.append((step.round, step.index, gradient.dense().clone()))
-
-
-def own_examples(resolved: Resolved) -> Finding:
-    """How far one example moves a client's noisy sum, with the config's own model and data."""
-    privacy = resolved.local.privacy
-    assert privacy is not None
-    data = resolved.trainer.data
-    largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
-    x, y = data.x[largest], data.y[largest]
-    without = _sum(resolved, x[:-1], y[:-1])
-    longest, name, broken = 0.0, "none", None
-    for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
-        with_one = torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]])
-        length = float(np.linalg.norm(_sum(resolved, *with_one) - without))
-        if not np.isfinite(length):
-            broken = f"a gradient that is not finite, with an example that {what}"
-        elif length > longest:
-            longest, name = length, what
-    # In units of the bounds, each of which allows a length of one.
-    allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
-    if longest > allowed * (1 + OWN_SLACK):
-        broken = f"{longest:.4g} bounds, with an example that {name}"
-    looked = f"{len(largest) - 1} examples of one client, with and without another"
-    return invariant(looked, broken, f"{allowed:.4g} bounds at most")
-
-
-def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Features and target of canary examples, by what is special about each."""
-    canaries = {"is one of the client's": (x, y)}
-    others = targets[(targets != y).reshape(len(targets), -1).any(1)]
-    if len(others):
-        canaries["is mislabelled"] = (x, others[0])
-    if x.is_floating_point():
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
-        canaries |= {
-            "is noise": (noise, y),
-            "is a hundred times as large": (100 * x, y),
-            "is huge": (torch.full_like(x, 1e15), y),
-            "is NaN": (torch.full_like(x, torch.nan), y),
-        }
-    return canaries
-
-
-def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
-    """First noisy sum of a client with these examples, in units of the bounds, ``[d]``.
-
-    All examples are in the batch. The noise depends on the seed only, and cancels in a difference.
-    """
-    privacy = resolved.local.privacy
-    assert privacy is not None
-    recorder = GradientRecorder()
-    source = resolved.trainer.data
-    trainer = Trainer(
-        resolved.trainer.model,
-        recorder,
-        ClientData(x, y, [np.arange(len(y))], source.mean, source.std),
-        batch_size=0,
-        steps=1,
-        loss=factories.loss(resolved.config),
-        metrics={},
-        path=resolved.config.client.path,
-        kernel=resolved.config.client.kernel,
-        randomness=Randomness(1, "audit"),
-        device=resolved.trainer.device,
-        privacy=replace(privacy.scaled(FAINT), ledger_dir=None, max_epsilon=None),
-    )
-    for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
-        pass
-    ((_, _, gradient),) = recorder.gradients
-    mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
-    scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
-    return np.asarray((mean - scale.center) * len(y) / scale.half)

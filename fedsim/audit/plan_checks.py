@@ -8,10 +8,8 @@ released parameters if all clients send zeros must be the same function with a c
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,17 +21,8 @@ from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
 from fedsim.audit.noise_checks import repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, StrategyTarget, parameters
-from fedsim.config import RunConfig
-from fedsim.config.plan import cohort
-from fedsim.engines import LocalGrid
-from fedsim.errors import FedsimError
-from fedsim.randomness import Address, Randomness
-from fedsim.runs.resolve import resolve
-from fedsim.runs.runner import drive
+from fedsim.randomness import Address
 
-_log = logging.getLogger("fedsim")
-
-OWN_ROUNDS, OWN_STEPS = 2, 2
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
 FUNCTION = 1e-8
@@ -320,42 +309,3 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
         )
     looked = f"{len(addresses):,} addresses of {rounds} rounds"
     return invariant(looked, broken, "each used once")
-
-
-@contextmanager
-def watched() -> Iterator[list[Address]]:
-    """Record the addresses of random draws made in this context, without intended repeats."""
-    addresses: list[Address] = []
-    before = Randomness.watch
-    Randomness.watch = addresses.append
-    try:
-        yield addresses
-    finally:
-        Randomness.watch = before
-
-
-def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
-    """Addresses that a run's first rounds draw from, and their number; nothing is written."""
-    # With random allocation in blocks, rounds must be a multiple of a block.
-    participations = cohort(config).gaussians(1)
-    changes: dict[str, str | int] = {
-        "rounds": min(participations * -(-OWN_ROUNDS // participations), config.rounds),
-        "client.state-dir": "",
-        "client.noise.max-epsilon": "",
-        "engine.name": "local",
-        "evaluate.every": 0,
-        "noise.entropy": "config",
-        "noise.max-epsilon": "",
-    }
-    changes |= {"client.steps": OWN_STEPS} if config.client.steps else {"client.epochs": 1}
-    short = config.replace(**changes)
-    with watched() as addresses:
-        resolved = resolve(short)
-        try:
-            drive(resolved, LocalGrid(resolved.trainer))
-        except FedsimError:
-            raise
-        except Exception as error:
-            # What a failure reveals is judged by the runs with canaries, which observe it.
-            _log.warning("the config's own run ended with %s: %s", type(error).__name__, error)
-    return addresses, short.rounds

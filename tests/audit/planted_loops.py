@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from opacus import PrivacyEngine
 
-from fedsim.audit.adapters.arrays import aggregation_target
+from fedsim.audit.adapters import aggregation_target
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.adapters.opacus import loop_target
 from fedsim.audit.outside import SyntheticFederation, TargetRelease

@@ -9,7 +9,7 @@ import pytest
 
 from fedsim import RunConfig
 from fedsim.audit.checks import Finding, findings
-from fedsim.audit.config_audit import ConfigEvidence
+from fedsim.audit.config_evidence import ConfigEvidence
 from fedsim.audit.evidence import ClientEvidence
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness

@@ -15,14 +15,13 @@ from slow_cases import slow_but
 
 from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit, evidence
 from fedsim.audit.checks import findings
-from fedsim.audit.config_audit import ConfigEvidence
+from fedsim.audit.config_evidence import ConfigEvidence, own_addresses
 from fedsim.audit.evidence import ClientEvidence
 from fedsim.audit.neighbouring_runs import ClientNeighbours
 from fedsim.audit.plan_checks import (
     NoiseOnly,
     equal_sum_runs,
     nothing_but_sums,
-    own_addresses,
     what_leaves,
 )
 from fedsim.audit.target import parameters

@@ -10,7 +10,7 @@ from slow_cases import slow_but
 
 from fedsim import RunConfig
 from fedsim.audit.checks import findings
-from fedsim.audit.config_audit import evaluating
+from fedsim.audit.config_evidence import evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics

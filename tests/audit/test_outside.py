@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from slow_cases import slow_but
 
-from fedsim.audit.adapters.arrays import aggregation_target
+from fedsim.audit.adapters import aggregation_target
 from fedsim.audit.outside import (
     SyntheticFederation,
     TargetClaim,

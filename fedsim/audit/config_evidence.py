@@ -1,0 +1,362 @@
+"""Evidence and checks of a config: its own run and examples, and smaller federations like it.
+
+Two checks use the config's own data and model: a few rounds of the run, in which every address of
+random draws is recorded; and gradients of its own examples, good and bad, through its model, loss
+and path. All others use strategies like the config's, with synthetic clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.audit import catalogue
+from fedsim.audit.bound_checks import GradientRecorder, Scale
+from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
+from fedsim.audit.claim import AFFORDABLE, budget_between
+from fedsim.audit.evidence import FEW, SMALL
+from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
+from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
+from fedsim.cohorts import FixedCohort
+from fedsim.config import RunConfig
+from fedsim.config.plan import cohort, local_work, with_added_noise
+from fedsim.engines import LocalGrid
+from fedsim.errors import FedsimError
+from fedsim.privacy import Event
+from fedsim.randomness import Address, Randomness
+from fedsim.runs import factories
+from fedsim.runs.resolve import Resolved, resolve, strategy_of
+from fedsim.runs.runner import drive
+from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData, Trainer
+
+_log = logging.getLogger("fedsim")
+
+# Limits: more clients cost time and detect little more.
+MOST_CLIENTS = 1000
+MOST_EXAMPLES = 512
+OWN_ROUNDS, OWN_STEPS = 2, 2
+"""Number of rounds, and of each client's steps, of the config's own run."""
+OWN_EXAMPLES, OWN_SLACK = 8, 1e-2
+"""Number of the config's examples next to the canary, and the tolerance for their gradients."""
+FAINT = 1e-3
+"""A noise multiplier so small that rounding errors of the noise do not matter."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConfigEvidence:
+    """A config's claim, samples for checks without attacks, and smaller federations."""
+
+    resolved: Resolved
+    seed: int
+
+    def checks(self) -> Iterator[Gathered]:
+        """Samples and checks without attacks, at both levels."""
+        yield lambda: own_addresses(self.config), catalogue.ADDRESSES
+        if self.resolved.local.privacy is not None:
+            yield lambda: self.resolved, _OWN_EXAMPLES
+        if self.config.private:
+            yield lambda: self.rival, catalogue.ANOTHER_RUN
+            yield lambda: self.promised, catalogue.PROMISE
+            yield lambda: self.budget, catalogue.BUDGET
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved config."""
+        return self.resolved.config
+
+    @property
+    def noise(self) -> float:
+        """The config's noise multiplier."""
+        return self.resolved.plan.noise.multiplier
+
+    @cached_property
+    def smaller(self) -> RunConfig:
+        """The config with at most `MOST_CLIENTS` clients, at the same sampling rate."""
+        config = with_added_noise(self.config)
+        declared = cohort(config)
+        assert declared.population is not None
+        if declared.population <= MOST_CLIENTS:
+            return config
+        changes: dict[str, int] = {"partition.clients": MOST_CLIENTS}
+        if isinstance(declared, FixedCohort):
+            changes["cohort.size"] = max(1, round(declared.rate * MOST_CLIENTS))
+        return config.replace(**changes)
+
+    @cached_property
+    def claimed(self) -> float:
+        """Claimed epsilon of the whole run."""
+        return self.resolved.plan.epsilon(self.config.noise.delta)
+
+    def at_most(self, most: int) -> StrategyTarget:
+        """A target with at most ``most`` rounds (one event's at least), at the whole run's cost."""
+        smaller, sampler = self.smaller, cohort(self.smaller)
+        grouped = sampler.law().rounds
+        # With groups that take turns, a canary may not be sampled at all in fewer rounds.
+        least = grouped if grouped < self.config.rounds else sampler.gaussians(1)
+        rounds, z = min(self.config.rounds, max(most, least)), self.noise
+        if rounds < self.config.rounds:
+            smaller = smaller.replace(rounds=rounds)
+            plan = factories.release_plan(smaller)
+            z = plan.calibrated(self.claimed, self.config.noise.delta).noise.multiplier
+        return StrategyTarget(strategies(smaller, z), rounds=rounds)
+
+    @cached_property
+    def full(self) -> StrategyTarget:
+        """A target with as many rounds as whole runs can afford, at the config's noise."""
+        rounds = min(self.config.rounds, MOST_WHOLE_ROUNDS)
+        return StrategyTarget(strategies(self.smaller, self.noise), rounds=rounds)
+
+    @property
+    def promised(self) -> tuple[list[Event], int, float, float]:
+        """Events of a run's first round, and the epsilon computed before the run."""
+        brief = self.full.with_rounds(1).observe(self.full.silent_clients(), 1)
+        events = [entry.event for entry in brief.entries]
+        return events, self.config.rounds, self.claimed, self.config.noise.delta
+
+    @property
+    def rival(self) -> tuple[Floats, str]:
+        """Rounds of two runs with the same seed and different configs, each scaled to one size.
+
+        If they shared noise, the difference of their releases would show sums without noise.
+        """
+        rows = []
+        for z in (self.noise, 1.25 * self.noise):
+            few = StrategyTarget(strategies(self.smaller, z), rounds=self.full.rounds).at_most(FEW)
+            few = few.with_model(parameters(SMALL))
+            moves = few.whitened(few.observe(few.silent_clients(), self.seed).moves)
+            rows.append(
+                moves / np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
+            )
+        looked = f"{len(rows[0])} rounds each of two runs of one seed, at two noise multipliers"
+        return np.concatenate(rows), looked
+
+    @property
+    def budget(self) -> tuple[Mapping[str, int], str] | None:
+        """Rounds released with a budget, without a stop and when resumed after the first round."""
+        # If rounds are charged together, a budget allows all or none of them.
+        if self.full.event.law.rounds > 1:
+            return None
+        budget = budget_between(self.full.event, self.config.noise.delta)
+        target = StrategyTarget(strategies(self.smaller, self.noise, budget), rounds=AFFORDABLE + 3)
+        released = {
+            name: target.observe(target.silent_clients(), self.seed, resume_after=stop).released
+            for name, stop in (("one run", 0), ("a run that was resumed", 1))
+        }
+        return released, f"{target.rounds} rounds at a budget of epsilon {budget:.4g}"
+
+    @property
+    def assumptions(self) -> dict[str, str]:
+        """The claim, its neighbours and the federation, in sentences."""
+        noise, full = self.config.noise, self.full
+        return {
+            "claim": f"epsilon {self.claimed:.4g} at delta {noise.delta:g} after "
+            f"{self.config.rounds:,} rounds of {self.config.mechanism.name} at noise multiplier "
+            f"{self.noise:.4g}",
+            "neighbours": _NEIGHBOURS[full.adjacency],
+            "federation": f"{full.population:,} clients, {full.plan.sampler.name} cohort of "
+            f"{full.plan.denominator:g} expected, noise by the {noise.placement}; a model of "
+            "few parameters; the mean is added to it, since what a server's optimiser makes of "
+            "it is post-processing",
+        }
+
+    def of_examples(self, worlds: int) -> Iterator[ExampleEvidence]:
+        """Evidence on local training, of clients with the fewest and with the most examples."""
+        for size in self._sizes:
+            privacy = self.resolved.local.privacy
+            assert privacy is not None
+            work = local_work(self.config)
+            target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)
+            yield ExampleEvidence.of(target, self.config.rounds, worlds, self.seed)
+
+    @property
+    def _sizes(self) -> list[int]:
+        sizes = self.resolved.data.sizes if self.config.client.private else []
+        return sorted({min(sizes), max(sizes)}) if sizes else []
+
+    @property
+    def examples(self) -> str:
+        """Assumptions of the checks at example level, in a sentence."""
+        return (
+            f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} examples (of more "
+            f"than {MOST_EXAMPLES:,}, this many at the same rate), through the trainer; gradients "
+            "of examples are made up, and one is zero or not; and examples of the config's own "
+            "data through its own model"
+        )
+
+
+def strategies(
+    config: RunConfig, noise_multiplier: float, budget: float | None = None
+) -> StrategyFactory:
+    """Make strategies like those of the config's runs, for any seed."""
+    tree = config.to_tree()
+    # Synthetic clients need no privacy of their own.
+    del tree["client"]["mechanism"], tree["client"]["noise"]
+    # Server optimizers only post-process the mean, so it is simply added. Synthetic clients have
+    # no devices, which would only drop replies.
+    tree["server"] = {"optimizer": "sgd", "lr": 1.0}
+    tree.pop("devices", None)
+    # Clients do not evaluate either.
+    evaluate = config.evaluate
+    tree["evaluate"] = {"every": evaluate.every, "unprotected": evaluate.unprotected}
+    changes: dict[str, float | str] = {
+        "noise.multiplier": noise_multiplier,
+        "noise.target-epsilon": "",
+        "noise.max-epsilon": "" if budget is None else budget,
+        "noise.entropy": "config",
+        "client.state": "reset" if config.client.state == "server" else config.client.state,
+    }
+    seeded = RunConfig.parse(tree).replace(**changes)
+    unseeded = seeded.replace(**{"noise.entropy": "system"})
+    resolved = resolve(seeded)
+
+    def strategy(seed: int | None) -> DPFedAvg:
+        # Thousands of runs differ only in their seeds. Resolving each would take as long as a
+        # round, and is not needed: seed and release digest key the noise.
+        config = unseeded if seed is None else replace(seeded, seed=seed)
+        return strategy_of(replace(resolved, config=config))
+
+    return strategy
+
+
+def evaluating(resolved: Resolved) -> StrategyFactory:
+    """Make strategies of the config's runs with its private evaluations, for any seed."""
+
+    def strategy(seed: int | None) -> DPFedAvg:
+        assert seed is not None
+        changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
+        config = resolved.config.replace(**changes)
+        return strategy_of(replace(resolved, config=replace(config, seed=seed)))
+
+    return strategy
+
+
+def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
+    """Addresses that a run's first rounds draw from, and their number; nothing is written."""
+    # With random allocation in blocks, rounds must be a multiple of a block.
+    participations = cohort(config).gaussians(1)
+    changes: dict[str, str | int] = {
+        "rounds": min(participations * -(-OWN_ROUNDS // participations), config.rounds),
+        "client.state-dir": "",
+        "client.noise.max-epsilon": "",
+        "engine.name": "local",
+        "evaluate.every": 0,
+        "noise.entropy": "config",
+        "noise.max-epsilon": "",
+    }
+    changes |= {"client.steps": OWN_STEPS} if config.client.steps else {"client.epochs": 1}
+    short = config.replace(**changes)
+    with watched() as addresses:
+        resolved = resolve(short)
+        try:
+            drive(resolved, LocalGrid(resolved.trainer))
+        except FedsimError:
+            raise
+        except Exception as error:
+            # What a failure reveals is judged by the runs with canaries, which observe it.
+            _log.warning("the config's own run ended with %s: %s", type(error).__name__, error)
+    return addresses, short.rounds
+
+
+@contextmanager
+def watched() -> Iterator[list[Address]]:
+    """Record the addresses of random draws made in this context, without intended repeats."""
+    addresses: list[Address] = []
+    before = Randomness.watch
+    Randomness.watch = addresses.append
+    try:
+        yield addresses
+    finally:
+        Randomness.watch = before
+
+
+def own_examples(resolved: Resolved) -> Finding:
+    """How far one example moves a client's noisy sum, with the config's own model and data."""
+    privacy = resolved.local.privacy
+    assert privacy is not None
+    data = resolved.trainer.data
+    largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
+    x, y = data.x[largest], data.y[largest]
+    without = _sum(resolved, x[:-1], y[:-1])
+    longest, name, broken = 0.0, "none", None
+    for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
+        with_one = torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]])
+        length = float(np.linalg.norm(_sum(resolved, *with_one) - without))
+        if not np.isfinite(length):
+            broken = f"a gradient that is not finite, with an example that {what}"
+        elif length > longest:
+            longest, name = length, what
+    # In units of the bounds, each of which allows a length of one.
+    allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
+    if longest > allowed * (1 + OWN_SLACK):
+        broken = f"{longest:.4g} bounds, with an example that {name}"
+    looked = f"{len(largest) - 1} examples of one client, with and without another"
+    return invariant(looked, broken, f"{allowed:.4g} bounds at most")
+
+
+def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Features and target of canary examples, by what is special about each."""
+    canaries = {"is one of the client's": (x, y)}
+    others = targets[(targets != y).reshape(len(targets), -1).any(1)]
+    if len(others):
+        canaries["is mislabelled"] = (x, others[0])
+    if x.is_floating_point():
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+        canaries |= {
+            "is noise": (noise, y),
+            "is a hundred times as large": (100 * x, y),
+            "is huge": (torch.full_like(x, 1e15), y),
+            "is NaN": (torch.full_like(x, torch.nan), y),
+        }
+    return canaries
+
+
+def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
+    """First noisy sum of a client with these examples, in units of the bounds, ``[d]``.
+
+    All examples are in the batch. The noise depends on the seed only, and cancels in a difference.
+    """
+    privacy = resolved.local.privacy
+    assert privacy is not None
+    recorder = GradientRecorder()
+    source = resolved.trainer.data
+    trainer = Trainer(
+        resolved.trainer.model,
+        recorder,
+        ClientData(x, y, [np.arange(len(y))], source.mean, source.std),
+        batch_size=0,
+        steps=1,
+        loss=factories.loss(resolved.config),
+        metrics={},
+        path=resolved.config.client.path,
+        kernel=resolved.config.client.kernel,
+        randomness=Randomness(1, "audit"),
+        device=resolved.trainer.device,
+        privacy=replace(privacy.scaled(FAINT), ledger_dir=None, max_epsilon=None),
+    )
+    for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
+        pass
+    ((_, _, gradient),) = recorder.gradients
+    mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
+    scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
+    return np.asarray((mean - scale.center) * len(y) / scale.half)
+
+
+_OWN_EXAMPLES = checks_of("bound",
+    ("what one example moves in the model itself", own_examples, "gradients are not per example"),
+)  # fmt: skip
+
+_NEIGHBOURS = {
+    "add-remove": "with the canary, or without such a client",
+    "zero-out": "the canary takes part, or is asked and contributes nothing",
+    "replace-one": "the canary sends one update, or another in its place",
+}
