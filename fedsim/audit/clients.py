@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -181,22 +180,20 @@ def longest_row(mechanism: Mechanism, layout: Layout) -> Tensor:
     return mechanism.bound(huge, layout=layout)[0]
 
 
-class Absence(NamedTuple):
-    """Which clients are replaced by a counterpart, fail, or do not exist: bool ``[n]`` each."""
+def absence(absent: Bools, adjacency: str) -> tuple[Bools, Bools, Bools]:
+    """What the absence of these clients, bool ``[n]``, means under an adjacency.
 
-    replaced: Bools
-    failing: Bools
-    removed: Bools
-
-
-def absence(absent: Bools, adjacency: str) -> Absence:
-    """What it means that these clients, bool ``[n]``, are absent.
-
-    Under "replace-one" adjacency another client is in their place; under "zero-out" they are
-    sampled and fail; under "add-remove" there are no such clients.
+    Returns
+    -------
+    replaced, ok, exist : bool ``[n]``
+        Under "replace-one" a counterpart is in their place; under "zero-out" they are sampled and
+        fail; under "add-remove" there are no such clients.
     """
-    kinds = ("replace-one", "zero-out", "add-remove")
-    return Absence(*(absent & (adjacency == kind) for kind in kinds))
+    return (
+        absent & (adjacency == "replace-one"),
+        ~absent | (adjacency != "zero-out"),
+        ~absent | (adjacency != "add-remove"),
+    )
 
 
 @dataclass(frozen=True)
@@ -243,14 +240,13 @@ class World:
             Names of scalars that clients also report; the canary's are huge.
         """
         is_last = np.arange(population) == population - 1
-        absent = absence(is_last & (not present), neighbour)
+        replaced, ok, exist = absence(is_last & (not present), neighbour)
         rows = scale * self.others(d).expand(population, d).clone()
-        rows[-1] = scale * (self.counterpart(d) if absent.replaced[-1] else self.canary(d))
-        is_canary = (is_last & ~absent.replaced).astype(np.float64)
+        rows[-1] = scale * (self.counterpart(d) if replaced[-1] else self.canary(d))
+        is_canary = (is_last & ~replaced).astype(np.float64)
         metrics = {"num-examples": 1 + (EXAMPLES - 1) * is_canary}
         metrics |= dict.fromkeys(sides, 1e9 * is_canary)
-        stays = ~absent.removed
-        return Canaries(rows[torch.from_numpy(stays)], ~absent.failing[stays], metrics)
+        return Canaries(rows[torch.from_numpy(exist)], ok[exist], metrics)
 
 
 def _ones(d: int, last: float = 1.0) -> Tensor:

@@ -288,7 +288,7 @@ class ClientEvidence(Evidence):
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
             never = untested(
-                f"{self._few.rounds} rounds with each of {SEEDS_TRIED:,} seeds",
+                f"{min(FEW, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",
             )
             for check in (*catalogue.CANARIES, *moved, *catalogue.LEAVES):
@@ -350,17 +350,13 @@ class ClientEvidence(Evidence):
         cohorts = [cohort for run in runs for cohort in run]
         return cohorts, population, self.target.plan.denominator / population
 
-    @property
-    def _few(self) -> StrategyTarget:
-        return self.target.at_most(FEW)
-
     @cached_property
     def _canary_round(self) -> tuple[StrategyTarget, int] | None:
         """Target up to the first round that samples the last client, and the seed for that.
 
         None if it is in no round of any seed tried.
         """
-        few = self._few
+        few = self.target.at_most(FEW)
         for seed in range(self.seed, self.seed + SEEDS_TRIED):
             # The cohorts alone, since a rare client takes many seeds and a run is expensive.
             participants = few.strategy(seed).participants
@@ -393,5 +389,5 @@ class ClientEvidence(Evidence):
     @property
     def equal_sums(self) -> tuple[Observation, Observation]:
         """Runs of two federations with different rows and the same sums."""
-        target, seed = self._canary_round or (self._few, self.seed)
+        target, seed = self._canary_round or (self.target.at_most(FEW), self.seed)
         return equal_sum_runs(target.with_rounds(target.rounds + 1), seed)

@@ -25,11 +25,12 @@ from fedsim.audit.clients import EXAMPLES, Bools, Canaries, absence, reach
 from fedsim.audit.target import Target
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
+from fedsim.privacy.losses import bisected
 from fedsim.randomness import Purpose, Randomness
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 HALVINGS = 20
-EPSILON_HALVINGS = 30
+EPSILON_TOLERANCE = 1e-7
 
 
 def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> Attack:
@@ -88,13 +89,12 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, B
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
     rows = reach(target.mechanism, layout) * directions
-    absent = absence(~coins, target.adjacency)
-    rows[torch.from_numpy(absent.replaced)] *= -1
-    stays = ~absent.removed
+    replaced, ok, exist = absence(~coins, target.adjacency)
+    rows[torch.from_numpy(replaced)] *= -1
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
-    rows, ok = rows[torch.from_numpy(stays)], ~absent.failing[stays]
-    trainer = Canaries(rows, ok, metrics, silent=population - canaries)
+    rows = rows[torch.from_numpy(exist)]
+    trainer = Canaries(rows, ok[exist], metrics, silent=population - canaries)
     observed = target.observe(trainer, run_seed)
     moved = torch.from_numpy(observed.moves.sum(0))
     return (directions @ moved).numpy(), coins, Claim.of(observed.entries, observed.delta)
@@ -191,9 +191,7 @@ def guesses_epsilon_bound(
     """Lower bound on epsilon at ``delta`` from one run's guesses."""
     if guesses_p_value(canaries, guesses, correct, 0.0, delta) > risk:
         return 0.0
-    low, high = 0.0, 50.0
-    for _ in range(EPSILON_HALVINGS):
-        middle = (low + high) / 2
-        refuted = guesses_p_value(canaries, guesses, correct, middle, delta) <= risk
-        low, high = (middle, high) if refuted else (low, middle)
-    return low
+    return bisected(
+        lambda epsilon: guesses_p_value(canaries, guesses, correct, epsilon, delta) > risk,
+        EPSILON_TOLERANCE,
+    )[0]

@@ -70,14 +70,11 @@ class NoiseOnly:
             return {}
         values = np.array([list(numbers.values()) for numbers in statistics])
         sizes = np.array([run.sizes[index] for run in self.runs])
-        residuals = _residuals(np.stack([np.ones(len(sizes)), sizes], 1), values)
+        design = np.stack([np.ones(len(sizes)), sizes], 1)
+        residuals = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
         stds = np.sqrt(np.square(residuals).sum(0) / (len(values) - 2))
         stds[np.ptp(values, axis=0) == 0] = 0.0
         return dict(zip(statistics[0], stds.tolist(), strict=True))
-
-
-def _residuals(design: Floats, values: Floats) -> Floats:
-    return np.asarray(values - design @ np.linalg.lstsq(design, values, rcond=None)[0])
 
 
 def participations(sampled: Sampled) -> Finding:

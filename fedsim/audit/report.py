@@ -46,26 +46,13 @@ def tabulate(
         parts.append(_parts(verdict))
         if shown := verdict.checks if everything else verdict.failed:
             parts.append(_checks(verdict, shown))
-        parts += [
-            Text(f"{finding}: {_meaning(finding)}")
-            for finding in (*verdict.failed, *_idle(verdict))
-        ]
+        idle = [finding for finding in verdict.checks if not finding.tested]
+        parts += [Text(f"{one}: the likely cause: {one.cause}.") for one in verdict.failed]
+        parts += [Text(f"{one}: not tested, {one.measured}.") for one in idle]
     if verdict.attacks:
         parts += [_attacks(verdict), Text(power_sentence(verdict), style="dim")]
     style = "bold green" if verdict.accepted else "bold red"
     return Group(*parts, Text(), Text(str(verdict), style=style))
-
-
-def _idle(verdict: Verdict) -> list[Finding]:
-    return [finding for finding in verdict.checks if not finding.tested]
-
-
-def _meaning(finding: Finding) -> str:
-    return (
-        f"the likely cause: {finding.cause}."
-        if finding.tested
-        else f"not tested, {finding.measured}."
-    )
 
 
 def _table(caption: str, *names: str) -> Table:

@@ -100,17 +100,17 @@ class TargetWorld:
         n, c = claim.population, claim.clip_norm
         lengths, examples = np.full(n, self.other_norm), np.ones(n)
         lengths[-1], examples[-1] = self.canary_norm, self.examples if present else 1.0
-        absent = absence((np.arange(n) == n - 1) & (not present), claim.adjacency)
-        lengths[absent.replaced] *= -1
-        lengths[absent.failing] = 0.0  # a row of zeros has the same effect as a failure
+        replaced, ok, exist = absence((np.arange(n) == n - 1) & (not present), claim.adjacency)
+        lengths[replaced] *= -1
+        lengths[~ok] = 0.0  # a row of zeros has the same effect as a failure
         lengths = c * np.where(lengths == 0, self.zero_norm, lengths)
         rows = lengths[:, None] * self.direction
         if self.other_direction is not None:
             signs = np.where(np.arange(n - 1) % 2, -1.0, 1.0)
             rows[:-1] = (signs * lengths[:-1])[:, None] * self.other_direction
         return SyntheticFederation(
-            rows=rows[~absent.removed],
-            examples=examples[~absent.removed],
+            rows=rows[exist],
+            examples=examples[exist],
             rounds=claim.rounds,
             seed=seed,
             rate=claim.rate,

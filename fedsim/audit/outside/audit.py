@@ -114,15 +114,9 @@ class TargetAudit:
         for number, world in enumerate(worlds, start=1):
             result = self._runs_of(world, runs, number)
             results.append(result)
+            sides = result.without.table, result.present.table
             two_worlds.append(
-                distinguish(
-                    world.name,
-                    result.without.table,
-                    result.present.table,
-                    world.direction,
-                    self.claim.claim,
-                    risk,
-                )
+                distinguish(world.name, *sides, world.direction, self.claim.claim, risk)
             )
         samples = self._samples([silent, results[0].present])
         findings = [*self._noise_findings(silent), *self._row_findings(results, silent, samples)]
