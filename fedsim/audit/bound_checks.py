@@ -37,24 +37,24 @@ class Scale:
 
     Attributes
     ----------
-    center, half : float64 ``[d]``
-        A bounded row minus ``center``, divided by ``half``, has norm 1 at most (in the columns of
-        each bound). The sum's noise has ``half`` times the noise multiplier as standard deviation.
+    center, radius : float64 ``[d]``
+        A bounded row minus ``center``, divided by ``radius``, has norm 1 at most (in the columns
+        of each bound). The std of the sum's noise is ``radius`` times the noise multiplier.
     zero : float64 ``[d]``
         What a row of zeros adds to the sum, minus the center.
     step : float64 ``[d]``
-        Step of the sums' grid, in units of ``half``.
+        Step of the sums' grid, in units of ``radius``.
     """
 
     center: Floats
-    half: Floats
+    radius: Floats
     zero: Floats
     step: Floats
 
     @classmethod
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """Compute it from the bounds' radii and their maps of a row of zeros and a row of ones."""
-        center, half, step = (np.empty(layout.d) for _ in range(3))
+        center, radius, step = (np.empty(layout.d) for _ in range(3))
         # A bound may center and scale rows before it clips them, and undo that afterwards. This
         # affine map is known from two points: zeros give the center, ones minus that the scale.
         for segment in mechanism.cover(layout):
@@ -62,22 +62,22 @@ class Scale:
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
             at_zero = segment.bound.restore(zeros, ready)
             at_one = segment.bound.restore(zeros + 1, ready)
-            radius = float(segment.bound.radius(ready, segment.layout.d))
+            limit = float(segment.bound.radius(ready, segment.layout.d))
             scatter(torch.from_numpy(center), at_zero, segment.columns)
-            scatter(torch.from_numpy(half), radius * (at_one - at_zero), segment.columns)
-            scatter(torch.from_numpy(step), zeros + grid_unit(radius) / radius, segment.columns)
+            scatter(torch.from_numpy(radius), limit * (at_one - at_zero), segment.columns)
+            scatter(torch.from_numpy(step), zeros + grid_unit(limit) / limit, segment.columns)
         still = torch.zeros(1, layout.d, dtype=torch.float64)
         zero = mechanism.bound(still, state, layout)[0].numpy() - center
-        return cls(center, half, zero, step)
+        return cls(center, radius, zero, step)
 
     def steps(self, mean: Floats, denominator: float, zeros: float = 0.0) -> Floats:
         """Noise of a mean ``[..., d]`` over ``zeros`` rows of zeros, in steps of the sum's grid."""
         # Each zero row, minus the center, was rounded towards zero to the grid before the sum.
-        shifted = zeros * np.trunc(self.zero / self.half / self.step)
-        return np.asarray((mean - self.center) * denominator / self.half / self.step - shifted)
+        shifted = zeros * np.trunc(self.zero / self.radius / self.step)
+        return np.asarray((mean - self.center) * denominator / self.radius / self.step - shifted)
 
 
-def shaped(states: Sequence[State]) -> bool:
+def changes_shape(states: Sequence[State]) -> bool:
     """Whether more than one number of a mechanism's state changes over rounds."""
     first, last = states[0], states[-1]
     changing = [n for n in first if n in last and not torch.equal(first[n], last[n])]
@@ -87,8 +87,8 @@ def shaped(states: Sequence[State]) -> bool:
 def in_units(observed: Observation, target: Target) -> tuple[Floats, Floats]:
     """Noise of a run in which all clients sent zeros: ``[rounds, d]`` in two units.
 
-    First in units of `Scale.half`, in which its standard deviation is the noise multiplier; then in
-    grid steps, with NaN for rounds whose float64 parameters cannot resolve a step.
+    First in units of `Scale.radius`, in which its standard deviation is the noise multiplier; then
+    in grid steps, with NaN for rounds whose float64 parameters cannot resolve a step.
     """
     denominator = target.plan.denominator
     units, steps = np.empty_like(observed.moves), np.empty_like(observed.moves)
@@ -98,9 +98,9 @@ def in_units(observed: Observation, target: Target) -> tuple[Floats, Floats]:
         state = observed.states[min(index, len(observed.states) - 1)]
         if known is None or not _same(state, known):
             scale, known = Scale.of(target.mechanism, state, target.layout), state
-        units[index] = ((move - scale.center) * denominator - count * scale.zero) / scale.half
+        units[index] = ((move - scale.center) * denominator - count * scale.zero) / scale.radius
         steps[index] = scale.steps(move, denominator, count)
-        if (reached[index] * denominator > COARSE * scale.half * scale.step).any():
+        if (reached[index] * denominator > COARSE * scale.radius * scale.step).any():
             steps[index] = np.nan
     return target.whitened(units), steps
 
@@ -139,12 +139,12 @@ class MeasuredNoise:
     def of_round(self, observed: Observation, index: int, target: Target) -> Floats:
         """Standard deviation of a move's noise in the round with this index, ``[d]``."""
         state = observed.states[min(index, len(observed.states) - 1)]
-        half = Scale.of(target.mechanism, state, target.layout).half
-        return self.stds * half / target.plan.denominator
+        radius = Scale.of(target.mechanism, state, target.layout).radius
+        return self.stds * radius / target.plan.denominator
 
 
-def length_moved(
-    looked_at: str,
+def length_finding(
+    examined: str,
     length: float,
     whose: str,
     allowed: float,
@@ -159,7 +159,7 @@ def length_moved(
 
     Parameters
     ----------
-    looked_at : str
+    examined : str
     length : float
         Length of the move, in standard deviations of the measured noise.
     whose : str
@@ -182,7 +182,7 @@ def length_moved(
         return np.asarray(np.minimum(1.0, noise.layers * chdtr(degrees, degrees * ratio)))
 
     words = f"{{}} std of the noise, {whose} ({allowed:.5g} is claimed)"
-    return statistical(looked_at, Statistic(words, np.array([length]), p, allowed))
+    return statistical(examined, Statistic(words, np.array([length]), p, allowed))
 
 
 def allowed_length(event: Event) -> float:

@@ -35,7 +35,7 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
     """Checks that no canary causes the named fault, from rows of name, expectation and cause."""
 
     def test(name: str, expected: str) -> Test:
-        return lambda runs: invariant(runs.looked_at, runs.faults.get(name), expected)
+        return lambda runs: invariant(runs.examined, runs.faults.get(name), expected)
 
     return tuple(Check(part, name, test(name, words), cause) for name, words, cause in rows)
 
@@ -47,9 +47,9 @@ def _run_faults(
 
     def test(fault: Callable[..., str | None], expected: str) -> Test:
         def test_runs(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-            looked = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
+            examined = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
             found = next((words for run in runs if (words := fault(run, planned))), None)
-            return invariant(looked, found, expected)
+            return invariant(examined, found, expected)
 
         return test_runs
 
@@ -163,7 +163,8 @@ LINES = (
 )
 CLAIM = checks_of("ledger",
     ("epsilon of the events", ledger.accounting, "the accountant counts too little"))
-PROMISE = checks_of("ledger", ("epsilon of the run", ledger.promise, "another event is charged"))
+PROMISE = checks_of("ledger",
+    ("epsilon of the run", ledger.epsilon_of_run, "another event is charged"))
 BUDGET = checks_of("ledger",
     ("budget", ledger.budget, "a budget does not stop the run in time"))
 # fmt: on

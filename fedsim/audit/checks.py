@@ -27,7 +27,7 @@ class Finding:
 
     Attributes
     ----------
-    looked_at : str
+    examined : str
         What was examined, and how much of it.
     measured : str
         The most deviating statistic, in words.
@@ -43,7 +43,7 @@ class Finding:
         Copied from the `Check`.
     """
 
-    looked_at: str
+    examined: str
     measured: str
     limit: Callable[[float], str] = field(compare=False)
     p_value: float
@@ -113,14 +113,14 @@ def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
     return found
 
 
-def invariant(looked_at: str, broken: str | None, expected: str) -> Finding:
-    """Finding of a yes-or-no check; ``broken`` says what was found instead, or is None."""
-    return Finding(looked_at, broken or expected, lambda _: expected, 0.0 if broken else 1.0)
+def invariant(examined: str, fault: str | None, expected: str) -> Finding:
+    """Finding of a yes-or-no check; ``fault`` says what was found instead, or is None."""
+    return Finding(examined, fault or expected, lambda _: expected, 0.0 if fault else 1.0)
 
 
-def untested(looked_at: str, why: str) -> Finding:
+def untested(examined: str, why: str) -> Finding:
     """Finding of a check that could not be made, and why."""
-    return replace(invariant(looked_at, None, why), tested=False)
+    return replace(invariant(examined, None, why), tested=False)
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ class Statistic:
         return float(np.ravel(self.p_values_at(at, index))[0])
 
 
-def statistical(looked_at: str, *comparisons: Statistic) -> Finding:
+def statistical(examined: str, *comparisons: Statistic) -> Finding:
     """Finding from several kinds of statistics, which share the check's risk equally (Bonferroni).
 
     Statistics of one kind also share its part of the risk equally.
     """
     kinds = [kind for kind in comparisons if kind.values.size]
     if not kinds:
-        return untested(looked_at, "too few values to compare")
+        return untested(examined, "too few values to compare")
     # Bonferroni factors, from a statistic's p-value to the check's.
     factors = [len(kinds) * (kind.count or kind.values.size) for kind in kinds]
     least = [float(kind.p_values.min()) * n for kind, n in zip(kinds, factors, strict=True)]
@@ -198,7 +198,7 @@ def statistical(looked_at: str, *comparisons: Statistic) -> Finding:
     index = int(kind.p_values.argmin())
     measured = kind.words.format(f"{kind.values[index]:.5g}")
     return Finding(
-        looked_at, measured, lambda risk: kind.limits(index, risk / factor), min(1.0, least[which])
+        examined, measured, lambda risk: kind.limits(index, risk / factor), min(1.0, least[which])
     )
 
 

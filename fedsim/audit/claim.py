@@ -29,9 +29,9 @@ from fedsim.randomness import Purpose, Randomness
 
 LEAST_P = 1e-12
 HALVINGS = 30
-AFFORDABLE = 2
+AFFORDABLE_ROUNDS = 2
 """Number of rounds that the budgets of an audit allow."""
-RUNS = 20_000
+OPTIMAL_ATTACK_DRAWS = 20_000
 LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 
 
@@ -238,7 +238,7 @@ def _words(event: Event) -> str:
     )
 
 
-def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float) -> Finding:
+def epsilon_of_run(entries: Sequence[Event], rounds: int, promised: float, delta: float) -> Finding:
     """Whether the ledger's epsilon of a whole run is at most the one computed before the run.
 
     Parameters
@@ -254,18 +254,18 @@ def promise(entries: Sequence[Event], rounds: int, promised: float, delta: float
     if entries and len(entries) < rounds:
         accountant.add(entries[-1].further(rounds - len(entries), len(entries)))
     epsilon = accountant.epsilon(delta)
-    broken = None if epsilon <= promised * (1 + 1e-3) else f"the ledger's epsilon is {epsilon:.4g}"
+    fault = None if epsilon <= promised * (1 + 1e-3) else f"the ledger's epsilon is {epsilon:.4g}"
     expected = f"epsilon {promised:.4g}, as computed before the run"
-    return invariant(f"{rounds:,} rounds", broken, expected)
+    return invariant(f"{rounds:,} rounds", fault, expected)
 
 
 def budget_between(event: Event, delta: float) -> float:
-    """A budget (epsilon) that allows exactly `AFFORDABLE` rounds."""
-    costs = [Accountant([event.times(n)]).epsilon(delta) for n in (AFFORDABLE, AFFORDABLE + 1)]
+    """A budget (epsilon) that allows exactly `AFFORDABLE_ROUNDS` rounds."""
+    costs = [Accountant([event.times(AFFORDABLE_ROUNDS + n)]).epsilon(delta) for n in (0, 1)]
     return sum(costs) / 2
 
 
-def budget(released: Mapping[str, int], looked_at: str) -> Finding:
+def budget(released: Mapping[str, int], examined: str) -> Finding:
     """Whether runs with a budget of `budget_between` release no more rounds than it allows.
 
     Parameters
@@ -273,32 +273,35 @@ def budget(released: Mapping[str, int], looked_at: str) -> Finding:
     released : mapping of str to int
         Number of rounds that each run released.
     """
-    more = next((f"{n} rounds in {run}" for run, n in released.items() if n > AFFORDABLE), None)
-    return invariant(looked_at, more, f"{AFFORDABLE} rounds, which is what it allows")
+    more = [f"{n} rounds in {run}" for run, n in released.items() if n > AFFORDABLE_ROUNDS]
+    return invariant(
+        examined, more[0] if more else None, f"{AFFORDABLE_ROUNDS} rounds, which is what it allows"
+    )
 
 
 def accounting(claim: Claim, seed: int) -> Finding:
     """Whether the optimal attack on the events respects the claimed curve and (epsilon, delta)."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=8)
-    absent, present = log_likelihood_ratios(claim.events, RUNS, draws)
-    half = RUNS // 2
+    absent, present = log_likelihood_ratios(claim.events, OPTIMAL_ATTACK_DRAWS, draws)
+    half = OPTIMAL_ATTACK_DRAWS // 2
     thresholds = np.quantile(absent[:half], 1 - LEVELS)
     alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
     missed = np.array([(present[half:] <= level).sum() for level in thresholds])
     # delta at epsilon is the mean of max(0, 1 - exp(epsilon - loss)) with the canary. Coins with
     # these probabilities of heads make a binomial count, which has an exact test.
     excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
-    hits = int((draws.random(RUNS) < excess).sum())
+    hits = int((draws.random(OPTIMAL_ATTACK_DRAWS) < excess).sum())
 
     def p_of(hits: Floats) -> Floats:
-        possible = np.minimum(hits, RUNS)
-        return np.where(hits > 0, bdtrc(np.maximum(possible - 1, 0), RUNS, claim.delta), 1.0)
+        possible = np.minimum(hits, OPTIMAL_ATTACK_DRAWS)
+        tail = bdtrc(np.maximum(possible - 1, 0), OPTIMAL_ATTACK_DRAWS, claim.delta)
+        return np.where(hits > 0, tail, 1.0)
 
-    words = f"{{}} of {RUNS:,} beyond epsilon {claim.epsilon:.4g}"
+    words = f"{{}} of {OPTIMAL_ATTACK_DRAWS:,} beyond epsilon {claim.epsilon:.4g}"
     return statistical(
-        f"{RUNS:,} draws of the optimal attack on each side",
+        f"{OPTIMAL_ATTACK_DRAWS:,} draws of the optimal attack on each side",
         missed_statistic(alarms, missed, half, claim),
-        counted(words, [hits], p_of, RUNS * claim.delta),
+        counted(words, [hits], p_of, OPTIMAL_ATTACK_DRAWS * claim.delta),
     )
 
 

@@ -169,7 +169,7 @@ def one_coordinate_each(population: int, d: int, scale: float, sides: tuple[str,
     return Canaries(rows, np.ones(loud, dtype=np.bool_), metrics, silent=population - loud)
 
 
-def reach(mechanism: Mechanism, layout: Layout) -> float:
+def clipped_scale(mechanism: Mechanism, layout: Layout) -> float:
     """Scale of a row that every bound of the mechanism shortens."""
     return LENGTH * float(longest_row(mechanism, layout).abs().max())
 
@@ -283,7 +283,7 @@ def _some(m: int, turn: int) -> Ids:
 
 
 def several_canaries(
-    population: int, half: Floats, sides: tuple[str, ...], offset: int = 0
+    population: int, radius: Floats, sides: tuple[str, ...], offset: int = 0
 ) -> ScriptedClients:
     """Several canaries at once, each on the coordinate of its id; the others send zeros.
 
@@ -292,7 +292,7 @@ def several_canaries(
 
     Parameters
     ----------
-    half : float64 ``[d]``
+    radius : float64 ``[d]``
         Length of a row along each coordinate that equals its bound; only clients with ids
         below ``d`` are canaries.
     offset : int
@@ -301,12 +301,12 @@ def several_canaries(
 
     def script(ids: Ids, round: int) -> Block:
         turn = round + offset
-        rows = torch.zeros(len(ids), len(half), dtype=torch.float64)
+        rows = torch.zeros(len(ids), len(radius), dtype=torch.float64)
         for position in _some(len(ids), turn):
             client = int(ids[position])
-            if client < len(half):
+            if client < len(radius):
                 length = LENGTHS[(7 * client + turn) % len(LENGTHS)]
-                rows[position, client] = length * half[client]
+                rows[position, client] = length * radius[client]
         if turn // len(NUMBERS) % 2:
             rows = rows.float()
         return Block.sent(ids, rows, _metrics(len(ids), sides))

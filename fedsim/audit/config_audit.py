@@ -83,15 +83,16 @@ def audit_config(
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(results), confidence), assumptions
-    few, many, full = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS), evidence.full
+    two_world_target, one_run_target = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS)
+    whole_target = evidence.full
     verdict = audit(
-        few.strategy,
-        rounds=few.rounds,
+        two_world_target.strategy,
+        rounds=two_world_target.rounds,
         runs=runs,
         worlds=WORLDS if runs else (),
         canaries=canaries,
-        one_run=many,
-        full=full,
+        one_run=one_run_target,
+        full=whole_target,
         checks=checks,
         extra=results,
         confidence=confidence,
@@ -102,19 +103,19 @@ def audit_config(
     assumptions = evidence.assumptions | assumptions
     if checks:
         assumptions["tests"] = (
-            f"the first {_rounds(full)} of {config.rounds:,}, with clients that send zeros, that "
-            "move a coordinate each, one or several at once, or that attack"
+            f"the first {_rounds(whole_target)} of {config.rounds:,}, with clients that send "
+            "zeros, that move a coordinate each, one or several at once, or that attack"
         )
     if runs:
         assumptions["two worlds"] = (
-            f"{runs:,} runs without and {runs:,} with the canary, {_rounds(few)} at noise "
-            f"multiplier {few.plan.noise.multiplier:.4g}: epsilon {verdict.claim.epsilon:.4g}; "
-            "thresholds from one half, errors from the other"
+            f"{runs:,} runs without and {runs:,} with the canary, {_rounds(two_world_target)} at "
+            f"noise multiplier {two_world_target.plan.noise.multiplier:.4g}: epsilon "
+            f"{verdict.claim.epsilon:.4g}; thresholds from one half, errors from the other"
         )
     if verdict.one_run is not None:
         assumptions["one run"] = (
-            f"{verdict.one_run.finding.looked_at}, {_rounds(many)} at "
-            f"noise multiplier {many.plan.noise.multiplier:.4g}: epsilon "
+            f"{verdict.one_run.finding.examined}, {_rounds(one_run_target)} at "
+            f"noise multiplier {one_run_target.plan.noise.multiplier:.4g}: epsilon "
             f"{verdict.one_run.claim.epsilon:.4g}"
         )
     return verdict, assumptions

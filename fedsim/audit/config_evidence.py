@@ -21,8 +21,8 @@ from torch import Tensor
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import GradientRecorder, Scale
 from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
-from fedsim.audit.claim import AFFORDABLE, budget_between
-from fedsim.audit.evidence import FEW, SMALL
+from fedsim.audit.claim import AFFORDABLE_ROUNDS, budget_between
+from fedsim.audit.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS
 from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
 from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
@@ -65,7 +65,7 @@ class ConfigEvidence:
         if self.resolved.local.privacy is not None:
             yield lambda: self.resolved, _OWN_EXAMPLES
         if self.config.private:
-            yield lambda: self.rival, catalogue.ANOTHER_RUN
+            yield lambda: self.same_seed_other_noise, catalogue.ANOTHER_RUN
             yield lambda: self.promised, catalogue.PROMISE
             yield lambda: self.budget, catalogue.BUDGET
 
@@ -124,21 +124,21 @@ class ConfigEvidence:
         return events, self.config.rounds, self.claimed, self.config.noise.delta
 
     @property
-    def rival(self) -> tuple[Floats, str]:
+    def same_seed_other_noise(self) -> tuple[Floats, str]:
         """Rounds of two runs with the same seed and different configs, each scaled to one size.
 
         If they shared noise, the difference of their releases would show sums without noise.
         """
         rows = []
         for z in (self.noise, 1.25 * self.noise):
-            few = StrategyTarget(strategies(self.smaller, z), rounds=self.full.rounds).at_most(FEW)
-            few = few.with_model(parameters(SMALL))
+            few = StrategyTarget(strategies(self.smaller, z), rounds=self.full.rounds)
+            few = few.at_most(FEW_ROUNDS).with_model(parameters(MEDIUM_PARAMETERS))
             moves = few.whitened(few.observe(few.silent_clients(), self.seed).moves)
             rows.append(
                 moves / np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
             )
-        looked = f"{len(rows[0])} rounds each of two runs of one seed, at two noise multipliers"
-        return np.concatenate(rows), looked
+        examined = f"{len(rows[0])} rounds each of two runs of one seed, at two noise multipliers"
+        return np.concatenate(rows), examined
 
     @property
     def budget(self) -> tuple[Mapping[str, int], str] | None:
@@ -147,7 +147,8 @@ class ConfigEvidence:
         if self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)
-        target = StrategyTarget(strategies(self.smaller, self.noise, budget), rounds=AFFORDABLE + 3)
+        limited = strategies(self.smaller, self.noise, budget)
+        target = StrategyTarget(limited, rounds=AFFORDABLE_ROUNDS + 3)
         released = {
             name: target.observe(target.silent_clients(), self.seed, resume_after=stop).released
             for name, stop in (("one run", 0), ("a run that was resumed", 1))
@@ -287,20 +288,20 @@ def own_examples(resolved: Resolved) -> Finding:
     largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
     x, y = data.x[largest], data.y[largest]
     without = _sum(resolved, x[:-1], y[:-1])
-    longest, name, broken = 0.0, "none", None
+    longest, name, fault = 0.0, "none", None
     for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
         with_one = torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]])
         length = float(np.linalg.norm(_sum(resolved, *with_one) - without))
         if not np.isfinite(length):
-            broken = f"a gradient that is not finite, with an example that {what}"
+            fault = f"a gradient that is not finite, with an example that {what}"
         elif length > longest:
             longest, name = length, what
     # In units of the bounds, each of which allows a length of one.
     allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
     if longest > allowed * (1 + OWN_SLACK):
-        broken = f"{longest:.4g} bounds, with an example that {name}"
-    looked = f"{len(largest) - 1} examples of one client, with and without another"
-    return invariant(looked, broken, f"{allowed:.4g} bounds at most")
+        fault = f"{longest:.4g} bounds, with an example that {name}"
+    examined = f"{len(largest) - 1} examples of one client, with and without another"
+    return invariant(examined, fault, f"{allowed:.4g} bounds at most")
 
 
 def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -348,7 +349,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
     ((_, _, gradient),) = recorder.gradients
     mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
     scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
-    return np.asarray((mean - scale.center) * len(y) / scale.half)
+    return np.asarray((mean - scale.center) * len(y) / scale.radius)
 
 
 _OWN_EXAMPLES = checks_of("bound",

@@ -9,14 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import MeasuredNoise, Scale, in_units, length_moved, shaped
+from fedsim.audit.bound_checks import MeasuredNoise, Scale, changes_shape, in_units, length_finding
 from fedsim.audit.checks import Finding, Floats, Gathered, invariant, untested
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import (
     NUMBERS,
+    clipped_scale,
     failing_clients,
     one_coordinate_each,
-    reach,
     several_canaries,
 )
 from fedsim.audit.neighbouring_runs import ClientNeighbours
@@ -30,14 +30,14 @@ from fedsim.privacy import Event
 from fedsim.privacy.plan import of_user
 
 MOST_ROUNDS = 1000
-RUNS = 2
-MORE_DRAWS, FEW_PARAMETERS = 4, 8
+SILENT_RUNS = 2
+SMALL_MODEL_RUNS, FEW_PARAMETERS = 4, 8
 FEWEST_RELEASES = 4 * FEW_PARAMETERS
 """With fewer releases the likelihood ratio of a small model is not yet a chi-square."""
-SMALL = 512
-FEW = 3
-TURNS = 20
-RESUMED = 6
+MEDIUM_PARAMETERS = 512
+FEW_ROUNDS = 3
+SCRIPTED_ROUNDS = 20
+RESUMED_ROUNDS = 6
 SYSTEM_ROUNDS, DEEP_SYSTEM_ROUNDS = 1000, 10_000
 """Numbers of releases with system entropy: enough to find repeats among about 2^16 seeds."""
 SEEDS_TRIED = 20_000
@@ -70,10 +70,10 @@ class Evidence:
         yield lambda: self.units, catalogue.PRESENCE
         if not self.present:
             return
-        if self.alone:
+        if self.silent_release_is_noise:
             yield lambda: self.noise, catalogue.NOISE
             yield lambda: self.small_noise, catalogue.FEW_COORDINATES
-        if self.alone and self.in_layers:
+        if self.silent_release_is_noise and self.in_layers:
             yield lambda: self.grid, catalogue.LOW_BITS
         yield lambda: self.system_noise, catalogue.SYSTEM_NOISE
         yield lambda: self.added, catalogue.bound(f"what each {row} adds")
@@ -84,7 +84,7 @@ class Evidence:
     def runs(self) -> list[Observation]:
         """Runs in which all clients send zeros."""
         nobody = self.target.silent_clients()
-        runs = [self.target.observe(nobody, self.seed + k) for k in range(RUNS)]
+        runs = [self.target.observe(nobody, self.seed + k) for k in range(SILENT_RUNS)]
         if isinstance(runs[0].error, FedsimError):
             raise runs[0].error
         return runs
@@ -116,7 +116,7 @@ class Evidence:
         return self.present and bool(self.measured.stds.all())
 
     @property
-    def alone(self) -> bool:
+    def silent_release_is_noise(self) -> bool:
         """Whether releases are noise alone, once what zero rows add is subtracted."""
         return True
 
@@ -137,8 +137,8 @@ class Evidence:
     @cached_property
     def _small(self) -> tuple[Target, list[Observation]]:
         few = self.target.with_model(parameters(FEW_PARAMETERS))
-        number = max(MORE_DRAWS, -(-FEWEST_RELEASES // len(self.runs[0].moves)))
-        seeds = range(self.seed + RUNS, self.seed + RUNS + number)
+        number = max(SMALL_MODEL_RUNS, -(-FEWEST_RELEASES // len(self.runs[0].moves)))
+        seeds = range(self.seed + SILENT_RUNS, self.seed + SILENT_RUNS + number)
         return few, [few.observe(few.silent_clients(), seed) for seed in seeds]
 
     @property
@@ -153,16 +153,16 @@ class Evidence:
 
         They have the seeds of `runs`; one run is enough if cohorts are visible.
         """
-        target, scale = self.target, reach(self.target.mechanism, self.target.layout)
+        target, scale = self.target, clipped_scale(self.target.mechanism, self.target.layout)
         clients = one_coordinate_each(target.population, target.layout.d, scale, target.sides)
-        number = 1 if target.row == "client" else RUNS
+        number = 1 if target.row == "client" else SILENT_RUNS
         return [target.observe(clients, self.seed + k) for k in range(number)]
 
     @property
     def added(self) -> Finding:
         """Each client's coordinate shows what it added: at most one row."""
         moving = self.moving[0]
-        rounds = 1 if shaped(moving.states) else len(moving.moves)
+        rounds = 1 if changes_shape(moving.states) else len(moving.moves)
         silent = max(0, self.target.population - self.target.layout.d)
         compared = ((moving, index, index + 1) for index in range(rounds))
         return self._added(
@@ -172,21 +172,21 @@ class Evidence:
     @property
     def several(self) -> Finding:
         """What several canaries at once add, with rows of many lengths."""
-        target = self.target
-        half = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout).half
+        target, layout, mechanism = self.target, self.target.layout, self.target.mechanism
+        radius = Scale.of(mechanism, mechanism.init(layout), layout).radius
         rounds, turns = target.rounds, 1
-        if shaped(self.runs[0].states) or target.adapts or self.target.row == "example":
+        if changes_shape(self.runs[0].states) or target.adapts or self.target.row == "example":
             # Later rounds depend on earlier releases, so that several first rounds are made.
-            rounds, turns = 1, TURNS
+            rounds, turns = 1, SCRIPTED_ROUNDS
         runs = []
         for turn in range(turns):
-            clients = several_canaries(target.population, half, target.sides, turn)
+            clients = several_canaries(target.population, radius, target.sides, turn)
             runs.append(target.with_rounds(rounds).observe(clients, self.seed))
         compared = [
             (run, t, t + 1 + n) for n, run in enumerate(runs) for t in range(len(run.moves))
         ]
-        looked = f"{len(compared)} rounds of 1 to all {self.target.row}s at once, of .5 to 5 C"
-        return self._added(compared, looked)
+        examined = f"{len(compared)} rounds of 1 to all {self.target.row}s at once, of .5 to 5 C"
+        return self._added(compared, examined)
 
     def _distance(self, quiet: Observation, loud: Observation, index: int) -> Floats:
         """Difference of two runs of one seed in a round, in std of the noise, ``[d]``."""
@@ -198,7 +198,7 @@ class Evidence:
         return np.asarray(np.abs(moved - without))
 
     def _added(
-        self, compared: Iterable[tuple[Observation, int, int]], looked: str, silent: int = 0
+        self, compared: Iterable[tuple[Observation, int, int]], examined: str, silent: int = 0
     ) -> Finding:
         """Finding on the most that a client added to its own coordinate, in std of the noise.
 
@@ -217,12 +217,12 @@ class Evidence:
             ids = moving.sampled[index] - silent
             others[ids[(ids >= 0) & (ids < len(added))]] = False
             if len(ids) and added[others].max(initial=0.0) > 1e-3 * allowed:
-                broken = f"a client that was not sampled in round {number} moved the model"
-                return invariant(looked, broken, "only sampled clients do")
+                fault = f"a client that was not sampled in round {number} moved the model"
+                return invariant(examined, fault, "only sampled clients do")
             if not added.max() <= most:  # not `>`: NaN must count
                 most = float(added.max())
                 whose = f"{self.target.row} {int(added.argmax()) + silent} in round {number}"
-        return length_moved(looked, most, whose, allowed, self.measured)
+        return length_finding(examined, most, whose, allowed, self.measured)
 
     @property
     def failing(self) -> Mapping[str, Floats] | None:
@@ -235,7 +235,7 @@ class Evidence:
         if not target.adapts and not target.sides:
             # Then sending zeros must have the same effect as failing.
             failures["sends zeros"] = 0.0
-        rounds, turns = (1, len(NUMBERS)) if self.target.row == "example" else (TURNS, 1)
+        rounds, turns = (1, len(NUMBERS)) if self.target.row == "example" else (SCRIPTED_ROUNDS, 1)
         target = target.at_most(rounds)
         moves: dict[str, list[Floats]] = {failure: [] for failure in failures}
         for failure, row in failures.items():
@@ -258,8 +258,8 @@ class Evidence:
     def system_noise(self) -> tuple[Floats, str, set[str]]:
         """Releases with system entropy, a description, and the entropy that ledgers record."""
         moves = np.concatenate([run.moves for run in self._system])
-        looked = f"{len(moves):,} rounds of {len(self._system)} runs"
-        return moves, looked, {entry.entropy for run in self._system for entry in run.entries}
+        examined = f"{len(moves):,} rounds of {len(self._system)} runs"
+        return moves, examined, {entry.entropy for run in self._system for entry in run.entries}
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +288,7 @@ class ClientEvidence(Evidence):
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
             never = untested(
-                f"{min(FEW, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
+                f"{min(FEW_ROUNDS, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",
             )
             for check in (*catalogue.CANARIES, *moved, *catalogue.LEAVES):
@@ -330,7 +330,7 @@ class ClientEvidence(Evidence):
     @property
     def resumed(self) -> tuple[Observation, Observation]:
         """A run that is stopped half way and resumed, and the same run without a stop."""
-        few, whole = self.target.at_most(RESUMED), self.runs[0]
+        few, whole = self.target.at_most(RESUMED_ROUNDS), self.runs[0]
         if few.rounds < 2:
             return whole, whole
         nobody, half = few.silent_clients(), few.rounds // 2
@@ -356,7 +356,7 @@ class ClientEvidence(Evidence):
 
         None if it is in no round of any seed tried.
         """
-        few = self.target.at_most(FEW)
+        few = self.target.at_most(FEW_ROUNDS)
         for seed in range(self.seed, self.seed + SEEDS_TRIED):
             # The cohorts alone, since a rare client takes many seeds and a run is expensive.
             participants = few.strategy(seed).participants
@@ -389,5 +389,5 @@ class ClientEvidence(Evidence):
     @property
     def equal_sums(self) -> tuple[Observation, Observation]:
         """Runs of two federations with different rows and the same sums."""
-        target, seed = self._canary_round or (self.target.at_most(FEW), self.seed)
+        target, seed = self._canary_round or (self.target.at_most(FEW_ROUNDS), self.seed)
         return equal_sum_runs(target.with_rounds(target.rounds + 1), seed)

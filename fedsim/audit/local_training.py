@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import GradientRecorder, Scale
 from fedsim.audit.checks import Finding, Floats, Gathered, Ids, checks_of, invariant
-from fedsim.audit.claim import AFFORDABLE, Claim, budget_between
-from fedsim.audit.clients import SyntheticClients, reach
+from fedsim.audit.claim import AFFORDABLE_ROUNDS, Claim, budget_between
+from fedsim.audit.clients import SyntheticClients, clipped_scale
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
 from fedsim.audit.neighbouring_runs import Neighbours
 from fedsim.audit.sampling_checks import Sampled
@@ -238,19 +238,19 @@ class ExampleEvidence(Evidence):
     ----------
     rounds : int
         Rounds of the audited run.
-    worlds_of : int
+    clients_per_world : int
         Number of clients without, and of clients with the canary, in the two worlds.
     """
 
     target: TrainerTarget
     rounds: int = 1
-    worlds_of: int = 20
+    clients_per_world: int = 20
 
     @classmethod
     def of(cls, target: TrainerTarget, rounds: int, worlds: int, seed: int) -> ExampleEvidence:
         """Make it with enough rounds to test the noise."""
         enough = target.with_releases(RELEASES)
-        return cls(enough, seed, rounds=rounds, worlds_of=worlds)
+        return cls(enough, seed, rounds=rounds, clients_per_world=worlds)
 
     def checks(self) -> Iterator[Gathered]:
         """Samples and checks for any target, and for ledgers, batches and two worlds."""
@@ -272,7 +272,7 @@ class ExampleEvidence(Evidence):
         return Claim((self.target.event.times(self.rounds),), self.target.delta)
 
     @cached_property
-    def alone(self) -> bool:
+    def silent_release_is_noise(self) -> bool:
         """Whether zero rows add nothing; otherwise unknown batch sizes would matter."""
         target = self.target
         scale = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout)
@@ -290,7 +290,7 @@ class ExampleEvidence(Evidence):
     @cached_property
     def _batches(self) -> list[list[Ids]] | None:
         """Batches of each run: the examples that moved each release."""
-        if self.target.adapts and not self.alone:
+        if self.target.adapts and not self.silent_release_is_noise:
             return None
         draws = []
         for quiet, loud in zip(self.runs, self.moving, strict=True):
@@ -319,7 +319,7 @@ class ExampleEvidence(Evidence):
         """Rounds that clients with a budget release."""
         budget = budget_between(self.target.event, self.target.delta)
         privacy = replace(self.target.privacy, max_epsilon=budget)
-        limited = replace(self.target, privacy=privacy, rounds=AFFORDABLE + 3)
+        limited = replace(self.target, privacy=privacy, rounds=AFFORDABLE_ROUNDS + 3)
         limited = limited.with_model(parameters(FEW_PARAMETERS))
         releases = limited.train(self._zeros(limited), self.seed).releases
         released = (releases != 0).any((2, 3)).sum(1).tolist()
@@ -339,44 +339,44 @@ class ExampleEvidence(Evidence):
     @property
     def worlds(self) -> Finding:
         """Attack in two worlds, in which each client is a run; half of them have the canary."""
-        runs, steps = self.worlds_of, self.target.steps
+        runs, steps = self.clients_per_world, self.target.steps
         rounds = max(1, min(self.rounds, WORLD_RELEASES // steps))
         target = self.target.with_model(parameters(FEW_PARAMETERS)).with_rounds(rounds)
         rows = torch.zeros(2 * runs, target.size, target.layout.d, dtype=torch.float64)
-        rows[runs:, 0] = reach(target.mechanism, target.layout)
+        rows[runs:, 0] = clipped_scale(target.mechanism, target.layout)
         trained = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
         moves = np.stack([target.whitened(run) for run in trained])
         claim = Claim((target.event.times(rounds),), target.delta)
-        looked = (
+        examined = (
             f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
             f"epsilon {claim.epsilon:.3g}"
         )
         direction = np.ones(target.layout.d)
         attacked = distinguish("", moves[:runs], moves[runs:], direction, claim, RISK)
-        return replace(attacked.finding, looked_at=looked)
+        return replace(attacked.finding, examined=examined)
 
 
 def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
     """Whether each round has one line with the plan's event, which covers all its steps."""
-    broken, rounds = None, run.releases.shape[1]
+    fault, rounds = None, run.releases.shape[1]
     for client, entries in enumerate(run.entries):
         lines = [entry.round for entry in entries]
         if lines != list(range(1, rounds + 1)):
-            broken = f"client {client} has lines for rounds {lines}"
+            fault = f"client {client} has lines for rounds {lines}"
         elif any(entry.event != target.event for entry in entries):
-            broken = f"client {client}'s lines do not say what a round costs"
+            fault = f"client {client}'s lines do not say what a round costs"
     steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
     plan, event = target.plan, target.event
     correlated = plan.noise.correlated
     if steps > plan.releases if correlated else plan.sampler.gaussians(steps) > event.count:
-        broken = f"{steps} gradients a round were released, {target.event.count} are charged"
-    looked = f"{rounds} rounds of {len(run.entries)} clients"
-    return invariant(looked, broken, "one a client, for all its gradients")
+        fault = f"{steps} gradients a round were released, {target.event.count} are charged"
+    examined = f"{rounds} rounds of {len(run.entries)} clients"
+    return invariant(examined, fault, "one a client, for all its gradients")
 
 
 def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
     """Whether each example is in one batch of a pass; the same one if noise is correlated."""
-    broken, whole = None, target.steps
+    fault, whole = None, target.steps
     length = -(-target.size // target.work.batch_of(target.size))
     # Rounds that end within a pass are not checked: the pass is then charged as a whole.
     if not target.adapts and target.steps % length == 0:
@@ -384,13 +384,13 @@ def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
             for first in range(0, len(client) - len(client) % length, length):
                 ids = np.concatenate(client[first : first + length])
                 if np.bincount(ids, minlength=target.size).max() > 1:
-                    broken = "an example was in two batches of one pass"
+                    fault = "an example was in two batches of one pass"
                 before = client[first - length : first]
-                if target.plan.noise.correlated and first % whole and broken is None:
+                if target.plan.noise.correlated and first % whole and fault is None:
                     same = map(np.array_equal, before, client[first : first + length])
-                    broken = None if all(same) else "two passes of a round had different orders"
-    looked = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
-    return invariant(looked, broken, "each example once a pass")
+                    fault = None if all(same) else "two passes of a round had different orders"
+    examined = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
+    return invariant(examined, fault, "each example once a pass")
 
 
 _LINES = checks_of(

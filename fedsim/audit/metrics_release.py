@@ -83,8 +83,8 @@ def moved_metrics(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
     lengths = [float(np.linalg.norm(move)) for move in moves]
     most = max(lengths)
     # Not `most > ...`: NaN must be a violation.
-    broken = None if most <= norm * (1 + ROUNDING) else f"{most:.6g}"
-    return invariant(f"{len(moves)} reports of one client", broken, f"at most {norm:.6g}")
+    fault = None if most <= norm * (1 + ROUNDING) else f"{most:.6g}"
+    return invariant(f"{len(moves)} reports of one client", fault, f"at most {norm:.6g}")
 
 
 def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Finding:
@@ -92,8 +92,8 @@ def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Findin
     event = _evaluation(strategy).plan.event()
     lines = [(entry.kind, entry.round, entry.event) for entry in strategy.ledger.entries]
     expected = [("evaluation", number, event) for number in range(1, len(moves) + 1)]
-    broken = None if lines == expected else f"{len(lines)} lines, or of other events"
-    return invariant(f"{len(moves)} evaluations", broken, "one line each, of its own event")
+    fault = None if lines == expected else f"{len(lines)} lines, or of other events"
+    return invariant(f"{len(moves)} evaluations", fault, "one line each, of its own event")
 
 
 _EVALUATED = (

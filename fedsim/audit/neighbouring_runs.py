@@ -18,9 +18,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedsim.audit.bound_checks import MeasuredNoise, allowed_length, length_moved, scalars_moved
+from fedsim.audit.bound_checks import MeasuredNoise, allowed_length, length_finding, scalars_moved
 from fedsim.audit.checks import Finding, invariant
-from fedsim.audit.clients import ALONE, OPPOSED, Canaries, World, longest_row, reach
+from fedsim.audit.clients import ALONE, OPPOSED, Canaries, World, clipped_scale, longest_row
 from fedsim.audit.plan_checks import SEEDS, difference
 from fedsim.audit.target import Observation, StrategyTarget, Target
 from fedsim.engines import LocalGrid
@@ -207,7 +207,7 @@ class Neighbours:
     Attributes
     ----------
     faults : dict of kind to sentence
-    looked_at : str
+    examined : str
     """
 
     def __init__(self, target: Target, seed: int) -> None:
@@ -215,7 +215,7 @@ class Neighbours:
         self._lengths: list[_Length] = []
         self._noise: MeasuredNoise | None = None
         self.faults: dict[str, str] = {}
-        self.looked_at = ""
+        self.examined = ""
 
     def try_behaviours(self, noise: MeasuredNoise, stds_of_scalars: Mapping[str, float]) -> None:
         """Run every behaviour, and compare it with a federation without the canary.
@@ -229,7 +229,7 @@ class Neighbours:
         """
         target, without = self._target, dict[str, Observation]()
         bounded = longest_row(target.mechanism, target.layout)
-        tried = behaviours(target.layers, reach(target.mechanism, target.layout), bounded)
+        tried = behaviours(target.layers, clipped_scale(target.mechanism, target.layout), bounded)
         tried = [one for one in tried if one.by_row or target.row == "client"]
         for behaviour in tried:
             world, culprit = behaviour.world, f"a canary that {behaviour.name}"
@@ -237,9 +237,9 @@ class Neighbours:
                 without[world.name] = target.observe(self._without_canary(world), self._seed)
             absent = without[world.name]
             present = target.observe(behaviour.change(target.world(world)), self._seed)
-            self.compare(culprit, absent, present)
+            self.note_faults(culprit, absent, present)
             if self._leaves_no_trace(behaviour) and _moved(absent, present):
-                self.note("traces", f"the release changed with {culprit}")
+                self.note_fault("traces", f"the release changed with {culprit}")
             # A client's share includes noise: without the share, the noise differs too.
             if behaviour.harmless or not target.shares:
                 std = noise.of_round(absent, target.rounds - 1, target)
@@ -249,7 +249,7 @@ class Neighbours:
                 scalars = scalars_moved(absent, present, stds_of_scalars)
                 self._lengths.append(_Length(behaviour.name, moved, *scalars))
         self._noise = noise
-        self.looked_at = (
+        self.examined = (
             f"{len(tried)} canary behaviours in round {target.rounds}, each against no canary"
         )
 
@@ -280,7 +280,7 @@ class Neighbours:
         bare = next((length for length in self._lengths if length.without_noise), None)
         if bare is not None:
             moves = f"'{bare.without_noise}' has no noise, and moves with one that {bare.behaviour}"
-            return invariant(self.looked_at, moves, "scalars with noise")
+            return invariant(self.examined, moves, "scalars with noise")
         longest = max(self._lengths, key=lambda length: math.hypot(length.moves, length.scalars))
         together = math.hypot(longest.moves, longest.scalars)
         if together == longest.moves:
@@ -292,30 +292,32 @@ class Neighbours:
     ) -> Finding:
         assert self._noise is not None
         whose, allowed = f"by one that {longest.behaviour}", allowed_length(self._target.event)
-        return length_moved(self.looked_at, length, whose, allowed, self._noise, shares, SEEDS - 2)
+        return length_finding(self.examined, length, whose, allowed, self._noise, shares, SEEDS - 2)
 
-    def note(self, kind: str, sentence: str) -> None:
+    def note_fault(self, kind: str, sentence: str) -> None:
         """Keep a fault, if it is the first of its kind."""
         self.faults.setdefault(kind, sentence)
 
-    def compare(self, culprit: str, without: Observation, present: Observation) -> None:
+    def note_faults(self, culprit: str, without: Observation, present: Observation) -> None:
         """Compare a run with a canary to one without, and note all faults."""
         rounds, canary = len(present.moves), self._target.population - 1
         if present.ended or present.released != rounds or len(present.statistics) != rounds:
             reason = f" ({present.ended})" if present.ended else ""
-            self.note("releases", f"{present.released} of {rounds} with {culprit}{reason}")
+            self.note_fault("releases", f"{present.released} of {rounds} with {culprit}{reason}")
         elif without.released != rounds:
-            self.note("releases", f"{without.released} of {rounds} without the canary")
+            self.note_fault("releases", f"{without.released} of {rounds} without the canary")
         for before, after in zip(without.sampled, present.sampled, strict=True):
             if not np.array_equal(np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])):
-                self.note("other clients", f"other clients were sampled with {culprit}")
+                self.note_fault("other clients", f"other clients were sampled with {culprit}")
         lines = [[(line.round, line.event) for line in run.entries] for run in (without, present)]
         if lines[0] != lines[1]:
-            self.note("charges", f"the ledgers differ with {culprit}")
+            self.note_fault("charges", f"the ledgers differ with {culprit}")
         if left := difference(without.outputs, present.outputs):
-            self.note("what else leaves a round", f"{left} with {culprit}")
+            self.note_fault("what else leaves a round", f"{left} with {culprit}")
         if not np.array_equal(without.moves[:-1], present.moves[:-1]):
-            self.note("earlier rounds", f"they differ with {culprit}, which was not sampled yet")
+            self.note_fault(
+                "earlier rounds", f"they differ with {culprit}, which was not sampled yet"
+            )
 
 
 class ClientNeighbours(Neighbours):
@@ -340,12 +342,12 @@ class ClientNeighbours(Neighbours):
         without, present = (
             self._small.observe(clients.changed(ok=ok), self._seed) for ok in (nobody, canary)
         )
-        self.compare("a canary where all others fail", without, present)
+        self.note_faults("a canary where all others fail", without, present)
 
     def be_slow(self) -> None:
         """Check that a client that misses the deadline does not exclude other clients."""
         single, seed = self._small.with_rounds(1), self._seed
-        scale = reach(self._target.mechanism, self._target.layout)
+        scale = clipped_scale(self._target.mechanism, self._target.layout)
         clients = single.world(OPPOSED, neighbour="zero-out", scale=scale)
         nobody = single.observe(single.silent_clients(), seed)
         slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.sampled[0], default=0)))
@@ -354,7 +356,7 @@ class ClientNeighbours(Neighbours):
         # Only the slow client's own row may be lost.
         lost = len(quick.sampled[0]) - len(slow.sampled[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
-            self.note("slowness", f"{lost} clients were left out with one that is slow")
+            self.note_fault("slowness", f"{lost} clients were left out with one that is slow")
 
     def send_messages(self) -> None:
         """Check that an unreadable reply in a message counts as a failure of its client only."""
@@ -369,9 +371,9 @@ class ClientNeighbours(Neighbours):
         failing = run("fails")
         for name, reply in REPLIES.items():
             present = run(reply)
-            self.compare(f"a canary that {name}", failing, present)
+            self.note_faults(f"a canary that {name}", failing, present)
             if _moved(failing, present):
-                self.note("releases", f"the release changed with a canary that {name}")
+                self.note_fault("releases", f"the release changed with a canary that {name}")
         self._send_rows(target.with_rounds(1))
 
     def _send_rows(self, single: StrategyTarget) -> None:
@@ -390,7 +392,7 @@ class ClientNeighbours(Neighbours):
             size = np.abs(blocks.moves).max()
             if not np.allclose(blocks.moves, present.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""
-                self.note("messages", f"replies{again} add other values than blocks of rows")
+                self.note_fault("messages", f"replies{again} add other values than blocks of rows")
 
 
 def _moved(before: Observation, after: Observation) -> bool:

@@ -51,14 +51,14 @@ class NoiseSample:
         Noise, standard normal if the claim is true.
     layers : sequence of slice
         Columns of each layer.
-    looked_at : str
+    examined : str
     sizes : float64 ``[runs, rounds]``, optional
         Cohort sizes, on which the noise must not depend.
     """
 
     z: Floats
     layers: Sequence[slice]
-    looked_at: str
+    examined: str
     sizes: Floats | None = None
 
     @classmethod
@@ -72,8 +72,8 @@ class NoiseSample:
         """Make a sample of releases ``[..., d]`` in grid steps, without rows of NaN."""
         rows = steps.reshape(-1, steps.shape[-1])
         rows = rows[np.isfinite(rows).all(-1)]
-        looked = f"{len(rows)} releases of {rows.shape[-1]:,} coordinates"
-        return cls(rows[None], layers, looked) if len(rows) else None
+        examined = f"{len(rows)} releases of {rows.shape[-1]:,} coordinates"
+        return cls(rows[None], layers, examined) if len(rows) else None
 
     @property
     def rows(self) -> Floats:
@@ -90,23 +90,23 @@ def presence(units: Floats) -> Finding:
     """Whether every round has noise: ``units [runs, rounds, d]``."""
     runs, rounds, _ = units.shape
     without = (units == 0).all(2)
-    broken = None if np.isfinite(units).all() else "a number that is not finite"
+    fault = None if np.isfinite(units).all() else "a number that is not finite"
     if without.any():
         first = int(np.nonzero(without.any(0))[0][0]) + 1
-        broken = broken or (
+        fault = fault or (
             f"{int(without.sum())} releases without any noise, the first of them in round {first}"
         )
-    return invariant(f"{runs} x {rounds} releases", broken, "noise in every release")
+    return invariant(f"{runs} x {rounds} releases", fault, "noise in every release")
 
 
 def round_sizes(noise: NoiseSample) -> Finding:
     """Whether noise has the claimed size in every round."""
-    return statistical(noise.looked_at, _size(noise.z, -1))
+    return statistical(noise.examined, _size(noise.z, -1))
 
 
 def coordinate_sizes(noise: NoiseSample) -> Finding:
     """Whether noise has the claimed size in every coordinate."""
-    return statistical(noise.looked_at, _size(noise.z, (0, 1)))
+    return statistical(noise.examined, _size(noise.z, (0, 1)))
 
 
 def _size(z: Floats, axes: int | tuple[int, int]) -> Statistic:
@@ -122,7 +122,7 @@ def layer_sizes(noise: NoiseSample) -> Finding:
     degrees = np.broadcast_to(counts[:, None, None], sums.shape)
     in_all = counts * z.shape[0] * z.shape[1]
     return statistical(
-        f"{noise.looked_at}, {len(layers)} layers",
+        f"{noise.examined}, {len(layers)} layers",
         chi_square("a std of {} of the claimed in one round", sums, degrees),
         chi_square("a std of {} of the claimed over all rounds", sums.sum((1, 2)), in_all),
     )
@@ -140,7 +140,7 @@ def direction_sizes(noise: NoiseSample) -> Finding:
         transformed += [dct(rows[:, columns], norm="ortho", axis=-1) for columns in layers]
     sums = np.concatenate([np.square(values).sum(0) for values in transformed])
     compared = chi_square("a std of {} of the claimed along one", sums, len(rows))
-    return statistical(f"{noise.looked_at}, {len(sums):,} projections", compared)
+    return statistical(f"{noise.examined}, {len(sums):,} projections", compared)
 
 
 def _hadamard(rows: Floats) -> Floats:
@@ -173,7 +173,7 @@ def covariance(noise: NoiseSample) -> Finding:
     def p(x: Floats, _: object) -> Floats:
         return np.asarray(chdtrc(degrees, np.maximum(x, 0.0)))
 
-    return statistical(noise.looked_at, Statistic("a likelihood ratio of {}", ratio, p))
+    return statistical(noise.examined, Statistic("a likelihood ratio of {}", ratio, p))
 
 
 def means(noise: NoiseSample) -> Finding:
@@ -181,7 +181,7 @@ def means(noise: NoiseSample) -> Finding:
     runs, rounds, d = noise.z.shape
     scores = noise.z.sum((0, 1)) / math.sqrt(runs * rounds)
     return statistical(
-        noise.looked_at,
+        noise.examined,
         normal("{} standard errors in one coordinate", scores),
         normal("{} standard errors in one round", noise.z.sum(-1) / math.sqrt(d)),
         normal("{} standard errors over all", [scores.sum() / math.sqrt(d)]),
@@ -193,7 +193,7 @@ def accumulated(noise: NoiseSample) -> Finding:
     _, rounds, d = noise.z.shape
     sums = np.square(np.cumsum(noise.z, axis=1)).sum(-1) / np.arange(1, rounds + 1)
     words = "a sum with a std of {} of that of independent rounds"
-    return statistical(noise.looked_at, chi_square(words, sums, d))
+    return statistical(noise.examined, chi_square(words, sums, d))
 
 
 def extremes(noise: NoiseSample) -> Finding:
@@ -207,7 +207,7 @@ def extremes(noise: NoiseSample) -> Finding:
 
     largest, usual = np.array([z.max(), -z.min()]), -float(ndtri(0.7 / z.size))
     words = "the largest value on one side is {} std"
-    return statistical(noise.looked_at, Statistic(words, largest, p, usual))
+    return statistical(noise.examined, Statistic(words, largest, p, usual))
 
 
 def shape(noise: NoiseSample) -> Finding:
@@ -220,10 +220,10 @@ def shape(noise: NoiseSample) -> Finding:
     expected = np.diff(np.concatenate([[0.0], edges, [1.0]])) * z.size
     counts = np.bincount(np.searchsorted(ndtri(edges), z.ravel()), minlength=len(expected))
     compared = [counts_in_bins(counts, expected)] if len(expected) > 2 else []
-    return statistical(f"{noise.looked_at}, {len(expected)} bins", *compared)
+    return statistical(f"{noise.examined}, {len(expected)} bins", *compared)
 
 
-def repeats(values: Floats, looked_at: str) -> Finding:
+def repeats(values: Floats, examined: str) -> Finding:
     """Whether no three neighbouring values occur again, up to their signs."""
     # Mantissas are compared, to find noise that is reused at half or twice the size too.
     mantissas = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
@@ -236,18 +236,18 @@ def repeats(values: Floats, looked_at: str) -> Finding:
     for offset, factor in enumerate(factors):
         keys = keys + mantissas[..., offset : offset + width] * np.uint64(factor)
     again = keys.size - np.unique(keys).size
-    broken = f"{again:,} values occur again" if again else None
-    return invariant(looked_at, broken, "no value occurs again")
+    fault = f"{again:,} values occur again" if again else None
+    return invariant(examined, fault, "no value occurs again")
 
 
 def exact_repeats(noise: NoiseSample) -> Finding:
     """Whether no three neighbouring values of noise occur again."""
-    return repeats(noise.z, noise.looked_at)
+    return repeats(noise.z, noise.examined)
 
 
 def round_pairs(noise: NoiseSample) -> Finding:
     """Whether all pairs of rounds are uncorrelated, each and together."""
-    return pairs(noise.rows, noise.looked_at)
+    return pairs(noise.rows, noise.examined)
 
 
 def round_pairs_without_signs(noise: NoiseSample) -> Finding:
@@ -256,20 +256,20 @@ def round_pairs_without_signs(noise: NoiseSample) -> Finding:
     They are made normal scores first: correlations of skewed values have another distribution.
     """
     scores = ndtri(1 - 2 * ndtr(-np.abs(noise.rows)))
-    return pairs(np.clip(scores, -9.0, 9.0), noise.looked_at)  # none infinite
+    return pairs(np.clip(scores, -9.0, 9.0), noise.examined)  # none infinite
 
 
 def coordinate_pairs(noise: NoiseSample) -> Finding:
     """Whether all pairs of coordinates are uncorrelated; finds coordinates that share noise."""
-    return pairs(noise.rows.T, noise.looked_at, "rounds to compare coordinates")
+    return pairs(noise.rows.T, noise.examined, "rounds to compare coordinates")
 
 
-def pairs(rows: Floats, looked: str, few: str = "coordinates to compare rounds") -> Finding:
+def pairs(rows: Floats, examined: str, few: str = "coordinates to compare rounds") -> Finding:
     """Whether all pairs of ``rows [n, d]`` are uncorrelated, each and together."""
     if rows.shape[1] < FEWEST_VALUES:
-        return untested(looked, f"too few {few}")
+        return untested(examined, f"too few {few}")
     count = len(rows) * (len(rows) - 1) // 2
-    return statistical(f"{looked}, {count:,} pairs", *correlations_of_rows(rows))
+    return statistical(f"{examined}, {count:,} pairs", *correlations_of_rows(rows))
 
 
 def correlations_of_rows(rows: Floats) -> list[Statistic]:
@@ -317,20 +317,20 @@ def shifts(noise: NoiseSample) -> Finding:
     one = replace(normal(words, [scores[lag, step]]), count=count)
     # A value that is the same in every round shows at all shifts of rounds, weakly at each.
     by_round = normal("{} standard errors at a shift of rounds", scores[1:, 0][enough[1:, 0]])
-    return statistical(f"{noise.looked_at}, {count:,} shifts", *[one, by_round][: 2 * count])
+    return statistical(f"{noise.examined}, {count:,} shifts", *[one, by_round][: 2 * count])
 
 
 def against_sizes(noise: NoiseSample) -> Finding:
     """Whether rounds with larger cohorts have more or less noise."""
     sizes = noise.sizes
     if sizes is None or noise.z.shape[1] <= 9 or sizes.std() == 0:
-        return untested(noise.looked_at, "too few cohorts, or all of one size")
+        return untested(noise.examined, "too few cohorts, or all of one size")
     power = np.square(noise.z).sum(-1).ravel()
     power = (power - power.mean()) / max(float(power.std()), 1e-300)
     cohort = (sizes.ravel() - sizes.mean()) / sizes.std()
     # Both means are estimated, so the degrees are those of n - 1 pairs with known means.
     compared = correlations("correlation {}", [float((power * cohort).mean())], power.size - 1)
-    return statistical(noise.looked_at, compared)
+    return statistical(noise.examined, compared)
 
 
 def off_grid(grid: NoiseSample) -> float:
@@ -341,8 +341,8 @@ def off_grid(grid: NoiseSample) -> float:
 def rounding(grid: NoiseSample) -> Finding:
     """Whether releases are whole numbers of grid steps."""
     off = off_grid(grid)
-    broken = None if grid.on_grid else f"values that are {off:.2g} of a step off the grid"
-    return invariant(grid.looked_at, broken, "every value a whole number of grid steps")
+    fault = None if grid.on_grid else f"values that are {off:.2g} of a step off the grid"
+    return invariant(grid.examined, fault, "every value a whole number of grid steps")
 
 
 def _steps(grid: NoiseSample) -> tuple[Ids, Floats]:
@@ -366,14 +366,14 @@ def equal_values(grid: NoiseSample) -> Finding:
         return np.where(pairs < 1, 1.0, pdtrc(np.maximum(pairs - 1, 0), expected))
 
     words = "{} pairs of equal values"
-    return statistical(grid.looked_at, counted(words, [equal], p_of, math.floor(expected)))
+    return statistical(grid.examined, counted(words, [equal], p_of, math.floor(expected)))
 
 
 def low_bits(grid: NoiseSample) -> Finding:
     """Whether bits far below the standard deviation are uniform."""
     fields = _low_bits(grid)
     return statistical(
-        grid.looked_at,
+        grid.examined,
         *(
             counts_in_bins(np.bincount(bits.ravel(), minlength=2**FIELD), bits.size / 2**FIELD, at)
             for at, bits in fields.items()
@@ -385,7 +385,7 @@ def low_bits_of_pairs(grid: NoiseSample) -> Finding:
     """Whether bits far below the standard deviation are uncorrelated between rounds."""
     mean, std = (2**FIELD - 1) / 2, math.sqrt((4**FIELD - 1) / 12)
     largest = [correlations_of_rows((bits - mean) / std)[:1] for bits in _low_bits(grid).values()]
-    return statistical(grid.looked_at, *(statistic for one in largest for statistic in one))
+    return statistical(grid.examined, *(statistic for one in largest for statistic in one))
 
 
 def _low_bits(grid: NoiseSample) -> dict[str, Ids]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsim.audit.checks import Floats, Statistic, statistical
 from fedsim.audit.claim import LEAST_P, Claim, common_claim
-from fedsim.audit.clients import EXAMPLES, Bools, Canaries, absence, reach
+from fedsim.audit.clients import EXAMPLES, Bools, Canaries, absence, clipped_scale
 from fedsim.audit.target import Target
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
@@ -44,7 +44,7 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> Attack
         At most the population.
     """
     (scores, coins, claim), (fresh, fresh_coins, fresh_claim) = (
-        _play(target, canaries, seed, run) for run in (0, 1)
+        _coin_run(target, canaries, seed, run) for run in (0, 1)
     )
     common_claim((claim, fresh_claim))
     # The share of coins that refutes the claim most clearly in the first run.
@@ -73,7 +73,7 @@ def _guess(scores: Floats, coins: Bools, share: float) -> tuple[int, int]:
     return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
 
 
-def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Bools, Claim]:
+def _coin_run(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Bools, Claim]:
     """Make a run; return the canaries' scores and coins, both ``[canaries]``, and the claim."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
@@ -88,7 +88,7 @@ def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, B
     # excluded ones can be left out at the end.
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
-    rows = reach(target.mechanism, layout) * directions
+    rows = clipped_scale(target.mechanism, layout) * directions
     replaced, ok, exist = absence(~coins, target.adjacency)
     rows[torch.from_numpy(replaced)] *= -1
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}

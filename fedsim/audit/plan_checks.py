@@ -25,10 +25,10 @@ from fedsim.randomness import Address
 
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
-FUNCTION = 1e-8
+FUNCTION_RESIDUAL = 1e-8
 """A number whose residuals are at most this part of its spread is a function of the release."""
-BROKEN = 1e-5
-OUTLIER = 12.0
+FUNCTION_BROKEN = 1e-5
+MOST_STDS_OFF = 12.0
 """How far, in residual stds, a number that nearly follows from the release may be off."""
 MOST_NUMBERS = 512
 NOISY = ("info.", "state.mechanism", "sent.")
@@ -79,7 +79,7 @@ class NoiseOnly:
 
 def participations(sampled: Sampled) -> Finding:
     """Whether rows take part as rarely, and as far apart, as the plan's sensitivity assumes."""
-    plan, first, broken = sampled.participation, 0, None
+    plan, first, fault = sampled.participation, 0, None
     assert plan is not None
     for length in sampled.lengths:
         members = sampled.membership[first : first + length]
@@ -89,11 +89,11 @@ def participations(sampled: Sampled) -> Finding:
         inside = np.cumsum(np.concatenate([np.zeros((1, members.shape[1])), members]), axis=0)
         width = min(plan.separation, length)
         if (inside[width:] - inside[: len(inside) - width]).max(initial=0) > 1:
-            broken = f"a client was sampled twice in {plan.separation} rounds"
+            fault = f"a client was sampled twice in {plan.separation} rounds"
         elif most > plan.participations:
-            broken = f"a client was sampled in {most} rounds, of at most {plan.participations}"
+            fault = f"a client was sampled in {most} rounds, of at most {plan.participations}"
     expected = f"at most {plan.participations} rounds, {plan.separation} apart"
-    return invariant(sampled.looked_at, broken, expected)
+    return invariant(sampled.examined, fault, expected)
 
 
 def what_leaves(noise_only: NoiseOnly) -> Finding:
@@ -104,10 +104,10 @@ def what_leaves(noise_only: NoiseOnly) -> Finding:
     noise_only : NoiseOnly
         Its runs have one round more than the first that samples the canary.
     """
-    broken = _unprotected(noise_only) or _unexplained(noise_only)
+    fault = _unprotected(noise_only) or _unexplained(noise_only)
     names = len(noise_only.runs[0].outputs[-1]) if noise_only.runs[0].outputs else 0
-    looked = f"{names} numbers or arrays of {SEEDS} runs without and two with a canary"
-    return invariant(looked, broken, "functions of the release")
+    examined = f"{names} numbers or arrays of {SEEDS} runs without and two with a canary"
+    return invariant(examined, fault, "functions of the release")
 
 
 def _unprotected(noise_only: NoiseOnly) -> str | None:
@@ -151,10 +151,10 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
             if spread[index] <= SMALLEST_DIFFERENCE * size:
                 if abs(found[index] - values[0, index]) > SMALLEST_DIFFERENCE * size:
                     return f"{name} has no noise and moves with a canary"
-            elif residuals[index] <= FUNCTION * spread[index]:
-                if off > BROKEN * (spread[index] + abs(found[index])):
+            elif residuals[index] <= FUNCTION_RESIDUAL * spread[index]:
+                if off > FUNCTION_BROKEN * (spread[index] + abs(found[index])):
                     return f"{name} follows from the release only if all clients send zeros"
-            elif small and off > OUTLIER * residuals[index] and not name.startswith(NOISY):
+            elif small and off > MOST_STDS_OFF * residuals[index] and not name.startswith(NOISY):
                 return f"{name} is {off / residuals[index]:.3g} std from what the release explains"
     return None
 
@@ -202,11 +202,11 @@ def equal_sum_runs(target: StrategyTarget, seed: int) -> tuple[Observation, Obse
 
 def nothing_but_sums(first: Observation, second: Observation) -> Finding:
     """Whether federations with the same bounded sums have the same outputs, bit for bit."""
-    looked = f"{len(first.moves)} rounds of two federations with the same sums of other rows"
-    broken = difference(first.outputs, second.outputs)
+    examined = f"{len(first.moves)} rounds of two federations with the same sums of other rows"
+    fault = difference(first.outputs, second.outputs)
     if not np.array_equal(first.moves, second.moves):
-        broken = "the released parameters differ"
-    return invariant(looked, broken, "the same in all that leaves a round")
+        fault = "the released parameters differ"
+    return invariant(examined, fault, "the same in all that leaves a round")
 
 
 def difference(
@@ -226,9 +226,9 @@ def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
     """Whether the sampled clients do not depend on what clients send."""
     pairs = enumerate(zip(nobody.sampled, moving.sampled, strict=True), 1)
     first = next((n for n, (a, b) in pairs if not np.array_equal(np.sort(a), np.sort(b))), None)
-    broken = f"other clients in round {first} when clients sent something else" if first else None
-    looked = f"{len(nobody.sampled)} rounds of one seed, twice"
-    return invariant(looked, broken, "the same clients whatever they send")
+    fault = f"other clients in round {first} when clients sent something else" if first else None
+    examined = f"{len(nobody.sampled)} rounds of one seed, twice"
+    return invariant(examined, fault, "the same clients whatever they send")
 
 
 def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
@@ -241,16 +241,16 @@ def same_after_failures(moves: Mapping[str, Floats]) -> Finding:
     """
     (first, reference), *others = moves.items()
     rounds, released = len(reference), int((reference != 0).any(1).sum())
-    broken = None if released == rounds else f"{released} of {rounds} rounds"
+    fault = None if released == rounds else f"{released} of {rounds} rounds"
     for failure, observed in others:
         differ = np.flatnonzero((observed != reference).any(1))
-        if len(differ) and broken is None:
-            broken = (
+        if len(differ) and fault is None:
+            fault = (
                 f"round {differ[0] + 1} differs between several clients of which each {first} and "
                 f"as many of which each {failure}"
             )
-    looked = f"{rounds} rounds, each in {len(moves)} ways"
-    return invariant(looked, broken, "every round released, and the same")
+    examined = f"{rounds} rounds, each in {len(moves)} ways"
+    return invariant(examined, fault, "every round released, and the same")
 
 
 def same_after_resume(observed: Observation, whole: Observation) -> Finding:
@@ -263,46 +263,46 @@ def same_after_resume(observed: Observation, whole: Observation) -> Finding:
         return untested(f"{rounds} rounds", f"the run cannot be resumed: {observed.error}")
     lines = [entry.round for entry in observed.entries]
     differ = (observed.moves != whole.moves[:rounds]).any(1)
-    broken = None
+    fault = None
     if differ.any():
-        broken = f"round {int(differ.argmax()) + 1} of the resumed run differs"
+        fault = f"round {int(differ.argmax()) + 1} of the resumed run differs"
     elif lines != list(range(1, rounds + 1)):
-        broken = f"the ledger has lines for rounds {lines}"
-    looked = f"{rounds} rounds, stopped after {rounds // 2}"
-    return invariant(looked, broken, "the same rounds as without a stop")
+        fault = f"the ledger has lines for rounds {lines}"
+    examined = f"{rounds} rounds, stopped after {rounds // 2}"
+    return invariant(examined, fault, "the same rounds as without a stop")
 
 
-def system_noise(values: Floats, looked_at: str, entropies: set[str]) -> Finding:
+def system_noise(values: Floats, examined: str, entropies: set[str]) -> Finding:
     """Whether noise with system entropy never repeats, and the ledger records that entropy."""
-    again = repeats(values, looked_at)
-    broken = None if again.p_value else again.measured
+    again = repeats(values, examined)
+    fault = None if again.p_value else again.measured
     if entropies != {"system"}:
-        broken = f"the ledger says entropy {' and '.join(sorted(entropies))}"
-    return invariant(looked_at, broken, "never the same, and recorded as the system's")
+        fault = f"the ledger says entropy {' and '.join(sorted(entropies))}"
+    return invariant(examined, fault, "never the same, and recorded as the system's")
 
 
 def system_cohorts(cohorts: Sequence[bytes], population: int, rate: float) -> Finding:
     """Whether no cohort with system entropy repeats, if the population is large enough to tell."""
-    looked = f"{len(cohorts):,} rounds"
+    examined = f"{len(cohorts):,} rounds"
     # Upper bound on the log probability that two independent cohorts are equal (each client is in
     # both or in neither). A repeat is only a violation if none is expected among all pairs.
     log_p = population * np.log(rate * rate + (1 - rate) ** 2) + np.log(population)
     if log_p + 2 * np.log(max(len(cohorts), 2)) >= np.log(1e-12):
-        return untested(looked, "too few clients to tell")
+        return untested(examined, "too few clients to tell")
     again = len(cohorts) - len(set(cohorts))
-    broken = f"{again} cohorts were sampled before" if again else None
-    return invariant(looked, broken, "no cohort is sampled again")
+    fault = f"{again} cohorts were sampled before" if again else None
+    return invariant(examined, fault, "no cohort is sampled again")
 
 
 def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
     """Whether no address of random numbers is used twice."""
     twice = [address for address, times in Counter(addresses).items() if times > 1]
-    broken = None
+    fault = None
     if twice:
         first = twice[0]
-        broken = (
+        fault = (
             f"{len(twice)} twice, the first of {first.purpose.name.lower()} at {first.level} "
             f"level in round {first.round}"
         )
-    looked = f"{len(addresses):,} addresses of {rounds} rounds"
-    return invariant(looked, broken, "each used once")
+    examined = f"{len(addresses):,} addresses of {rounds} rounds"
+    return invariant(examined, fault, "each used once")

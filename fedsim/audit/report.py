@@ -109,7 +109,7 @@ def _checks(verdict: Verdict, shown: Sequence[Finding]) -> Table:
         bad, allowed = check.refutes(risk), check.limit(risk)
         measured = "as allowed" if check.measured == allowed else check.measured
         table.add_row(
-            *(check.part, check.name, check.looked_at, measured, allowed, _p(check.p_value)),
+            *(check.part, check.name, check.examined, measured, allowed, _p(check.p_value)),
             "violation" if bad else "ok" if check.tested else "not tested",
             style="red" if bad else "",
         )
@@ -130,7 +130,7 @@ def _attacks(verdict: Verdict) -> Table:
     for attack in verdict.attacks:
         found = attack.finding
         table.add_row(
-            *(found.name, *attack.errors, found.limit(verdict.risk), _p(found.p_value)),
+            *(found.name, *attack.errors_in_words, found.limit(verdict.risk), _p(found.p_value)),
             *(f"{attack.epsilon_bound:.2f}", f"{attack.claim.epsilon:.2f}"),
             "violation" if found.refutes(verdict.risk) else "ok",
         )

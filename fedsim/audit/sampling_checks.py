@@ -58,8 +58,8 @@ class Sampled:
         Numbers of rounds of the runs.
     event : Event
         Charged event of a round.
-    looked_at : str
-    broken : str or None
+    examined : str
+    fault : str or None
         Why a cohort is no sample of the population, if any is not.
     law : Inclusion or None
         Inclusion probabilities of the event's law, if it declares them.
@@ -72,8 +72,8 @@ class Sampled:
     membership: Floats
     lengths: Sequence[int]
     event: Event
-    looked_at: str
-    broken: str | None
+    examined: str
+    fault: str | None
     law: Inclusion | None
     probabilities: Floats | None
     participation: Participation | None = None
@@ -96,26 +96,26 @@ class Sampled:
             Plural noun for what is sampled.
         """
         rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-        broken, membership = None, np.zeros((len(rounds), population))
+        fault, membership = None, np.zeros((len(rounds), population))
         for indicators, ids in zip(membership, rounds, strict=True):
             if len(np.unique(ids)) != len(ids):
-                broken = "a client was sampled twice in one round"
+                fault = "a client was sampled twice in one round"
             elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < population:
-                broken = "a client outside the declared population was sampled"
+                fault = "a client outside the declared population was sampled"
             else:
                 indicators[ids] = 1
         lengths = [len(run) for run in draws]
         if probabilities is not None:
             probabilities = np.concatenate([probabilities[:length] for length in lengths])
-        looked = f"{len(rounds):,} rounds over {population:,} {rows}"
+        examined = f"{len(rounds):,} rounds over {population:,} {rows}"
         law = event.law.inclusion(population)
-        return cls(membership, lengths, event, looked, broken, law, probabilities, participation)
+        return cls(membership, lengths, event, examined, fault, law, probabilities, participation)
 
     @property
     def limited(self) -> bool:
         """Whether the plan limits the rounds that a row can be in."""
         plan = self.participation
-        return not self.broken and plan is not None and plan.participations < plan.rounds
+        return not self.fault and plan is not None and plan.participations < plan.rounds
 
     @property
     def own_rates(self) -> bool:
@@ -126,7 +126,7 @@ class Sampled:
     def has_law(self) -> bool:
         """Whether there is a law, or there are probabilities, to test."""
         known = self.law is not None or self.own_rates
-        return known and not self.broken and len(self.membership) > 0
+        return known and not self.fault and len(self.membership) > 0
 
     @property
     def at_random(self) -> bool:
@@ -145,7 +145,7 @@ class Sampled:
         assert self.law is not None
         return self.law
 
-    def independent(self, sums: str, of: str) -> Finding | None:
+    def bernstein_finding(self, sums: str, of: str) -> Finding | None:
         """Test sums of centred indicators by Bernstein's inequality; None for equal probabilities.
 
         Parameters
@@ -171,33 +171,33 @@ class Sampled:
             of_each / errors,
             lambda x, index: _bernstein(x * errors[index], spread[index]),
         )
-        return statistical(f"{self.looked_at}, {of_each.size:,} {of}", compared)
+        return statistical(f"{self.examined}, {of_each.size:,} {of}", compared)
 
 
 def ids(sampled: Sampled) -> Finding:
     """Whether no client is sampled twice in a round, and none from outside the population."""
-    return invariant(sampled.looked_at, sampled.broken, "none twice, all of the population")
+    return invariant(sampled.examined, sampled.fault, "none twice, all of the population")
 
 
 def charged_rate(sampled: Sampled) -> Finding:
     """Whether no probability exceeds the charged rate."""
     assert sampled.probabilities is not None
     highest, rate = float(sampled.probabilities.max()), sampled.event.law.rate
-    broken = f"a probability of {highest:.4g}" if highest > rate * (1 + 1e-12) else None
-    return invariant(sampled.looked_at, broken, f"probabilities of at most {rate:.4g}")
+    fault = f"a probability of {highest:.4g}" if highest > rate * (1 + 1e-12) else None
+    return invariant(sampled.examined, fault, f"probabilities of at most {rate:.4g}")
 
 
 def sizes(sampled: Sampled) -> Finding:
     """Whether cohort sizes follow the law."""
-    if finding := sampled.independent("ij->i", "rounds"):
+    if finding := sampled.bernstein_finding("ij->i", "rounds"):
         return finding
     law, (rounds, n) = sampled.inclusion, sampled.membership.shape
     counts = sampled.membership.sum(1).astype(np.int64)
     if law.size is not None:
-        broken = f"{counts.min()} to {counts.max()} a round" if (counts != law.size).any() else None
-        return invariant(sampled.looked_at, broken, f"{law.size} in every round")
+        fault = f"{counts.min()} to {counts.max()} a round" if (counts != law.size).any() else None
+        return invariant(sampled.examined, fault, f"{law.size} in every round")
     return statistical(
-        sampled.looked_at,
+        sampled.examined,
         _binomial("{} in one round", counts, n, law.one),
         _binomial("{} in all rounds", counts.sum(), n * rounds, law.one),
     )
@@ -207,23 +207,23 @@ def spread(sampled: Sampled) -> Finding:
     """Whether sizes vary as much as with independently sampled clients, no less and no more."""
     law, (rounds, n) = sampled.inclusion, sampled.membership.shape
     if law.size is not None:
-        return invariant(sampled.looked_at, None, "none")
+        return invariant(sampled.examined, None, "none")
     variance = n * law.one * (1 - law.one)
     ratio = float(np.square(sampled.membership.sum(1) - n * law.one).mean() / variance)
     compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.one)
-    return statistical(sampled.looked_at, compared)
+    return statistical(sampled.examined, compared)
 
 
 def frequencies(sampled: Sampled) -> Finding:
     """Whether each client is sampled as often as the law says."""
-    if finding := sampled.independent("ij->j", "clients"):
+    if finding := sampled.bernstein_finding("ij->j", "clients"):
         return finding
     rounds, n = sampled.membership.shape
     counts, q = sampled.membership.sum(0), sampled.inclusion.one
     variance = rounds * q * (1 - q)
     ratio = float(np.square(counts - rounds * q).mean() / variance)
     return statistical(
-        sampled.looked_at,
+        sampled.examined,
         _binomial("one in {} rounds", counts, rounds, q),
         _dispersion("a std of {} of binomial counts'", ratio, n, variance, q),
     )
@@ -231,20 +231,20 @@ def frequencies(sampled: Sampled) -> Finding:
 
 def together(sampled: Sampled) -> Finding:
     """Whether pairs of clients are sampled together as often as the law says."""
-    if finding := sampled.independent("ij,ik->jk", "pairs"):
+    if finding := sampled.bernstein_finding("ij,ik->jk", "pairs"):
         return finding
     rounds, n = sampled.membership.shape
     counts = (sampled.membership.T @ sampled.membership)[np.triu_indices(n, 1)]
     compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.two)
-    return statistical(f"{sampled.looked_at}, {len(counts):,} pairs", compared)
+    return statistical(f"{sampled.examined}, {len(counts):,} pairs", compared)
 
 
 def overlaps(sampled: Sampled) -> Finding:
     """Whether any two rounds, of one or two runs, have more clients in common than by chance."""
     rounds, n = sampled.membership.shape
     if rounds < 2:
-        return untested(sampled.looked_at, "only one round")
-    if finding := sampled.independent("ij,kj->ik", "pairs of rounds"):
+        return untested(sampled.examined, "only one round")
+    if finding := sampled.bernstein_finding("ij,kj->ik", "pairs of rounds"):
         return finding
     law = sampled.inclusion
     counts = (sampled.membership @ sampled.membership.T)[np.triu_indices(rounds, 1)]
@@ -254,7 +254,7 @@ def overlaps(sampled: Sampled) -> Finding:
         compared = replace(
             compared, p_values_at=lambda k, _: _hypergeometric_p(k.astype(np.int64), n, m)
         )
-    return statistical(f"{sampled.looked_at}, {len(counts):,} pairs of rounds", compared)
+    return statistical(f"{sampled.examined}, {len(counts):,} pairs of rounds", compared)
 
 
 def succession(sampled: Sampled) -> Finding:
@@ -275,8 +275,8 @@ def succession(sampled: Sampled) -> Finding:
     # In cohorts of fixed size clients have a correlation of -1 / (n - 1), which adds variance.
     factor = 1.0 if law.size is None else n / max(n - 1, 1)
     scores = totals[enough] / np.sqrt(products[enough] * factor)
-    looked = f"{sampled.looked_at}, {int(enough.sum())} lags"
-    return statistical(looked, normal("{} standard errors", scores))
+    examined = f"{sampled.examined}, {int(enough.sum())} lags"
+    return statistical(examined, normal("{} standard errors", scores))
 
 
 def periodicity(sampled: Sampled) -> Finding:
@@ -285,7 +285,7 @@ def periodicity(sampled: Sampled) -> Finding:
     length, variance = max(sampled.lengths), q * (1 - q)
     # The tails of sums of few rare draws are heavier than normal, depending on kurtosis.
     if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
-        return untested(sampled.looked_at, "too few rounds")
+        return untested(sampled.examined, "too few rounds")
     stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
     runs = [sampled.membership[stop - length : stop] for stop in stops]
     # For independent draws, the power at each frequency is a chi-square with two degrees; with one
@@ -304,7 +304,7 @@ def periodicity(sampled: Sampled) -> Finding:
     compared = Statistic("a power of {}", powers.ravel(), p)
     frequency = int(compared.p_values.argmin()) // n + 1
     named = replace(compared, words=f"a power of {{}} every {length / frequency:.4g} rounds")
-    return statistical(f"{sampled.looked_at}, {len(powers)} frequencies", named)
+    return statistical(f"{sampled.examined}, {len(powers)} frequencies", named)
 
 
 def _binomial(words: str, counts: npt.ArrayLike, trials: int, rate: float) -> Statistic:
@@ -371,7 +371,7 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
             ids = np.asarray(fresh.draw(index + 1, draws), dtype=np.int64)
             indicators[index, ids[(ids >= 0) & (ids < population)]] = 1
     inclusion = event.law.inclusion(population)
-    looked = f"{REPEATED_DRAWS} draws of {rounds} rounds over {population:,} clients"
+    examined = f"{REPEATED_DRAWS} draws of {rounds} rounds over {population:,} clients"
     rate = event.law.rate if inclusion is None else inclusion.one
 
     def p_of(counts: Floats) -> Floats:
@@ -386,4 +386,4 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
         counts = (first.T @ first)[np.triu_indices(population, 1)]
         words = f"one pair in {{}} of {REPEATED_DRAWS} draws of a round"
         compared.append(_binomial(words, counts, REPEATED_DRAWS, inclusion.two))
-    return statistical(looked, *compared)
+    return statistical(examined, *compared)

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.audit.checks import Floats, Ids
-from fedsim.audit.clients import Canaries, SyntheticClients, World, reach, silent_clients
+from fedsim.audit.clients import Canaries, SyntheticClients, World, clipped_scale, silent_clients
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
@@ -166,7 +166,7 @@ class Target(ABC):
         return world.trainer(
             self.population,
             self.layout.d,
-            reach(self.mechanism, self.layout) if scale is None else scale,
+            clipped_scale(self.mechanism, self.layout) if scale is None else scale,
             present=present,
             neighbour=neighbour or self.adjacency,
             sides=self.sides,

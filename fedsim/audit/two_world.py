@@ -71,7 +71,7 @@ class Attack:
     moves: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)), repr=False, compare=False)
 
     @property
-    def errors(self) -> tuple[str, str]:
+    def errors_in_words(self) -> tuple[str, str]:
         """False positives and false negatives, in words; in one run all errors are the latter."""
         if self.box is None:
             return "", self.finding.measured
@@ -159,7 +159,7 @@ def _choose(
 ) -> tuple[_Test, _Test]:
     """The test that refutes the claim best, and the one with the largest bound on epsilon."""
     trials = len(without)
-    refuting, proving = [], []
+    by_p_value, by_epsilon = [], []
     for name, score in scores.items():
         x, y = score(without), score(present)
         thresholds = _thresholds(x, y)
@@ -172,10 +172,10 @@ def _choose(
         best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
         evidence = math.log(p_values[best]) + handicap
-        refuting.append((evidence, _Test(name, float(thresholds[best]))))
-        proving.append((handicap / 10 - bounds[most], _Test(name, float(thresholds[most]))))
+        by_p_value.append((evidence, _Test(name, float(thresholds[best]))))
+        by_epsilon.append((handicap / 10 - bounds[most], _Test(name, float(thresholds[most]))))
     first = itemgetter(0)
-    return min(refuting, key=first)[1], min(proving, key=first)[1]
+    return min(by_p_value, key=first)[1], min(by_epsilon, key=first)[1]
 
 
 def _thresholds(x: Floats, y: Floats) -> Floats:

@@ -14,11 +14,11 @@ import torch
 
 from fedsim.arguments import check_arguments
 from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import shaped
+from fedsim.audit.bound_checks import changes_shape
 from fedsim.audit.checks import Finding, Floats, findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import WORLDS, World
-from fedsim.audit.evidence import FEW, MOST_ROUNDS, SMALL, ClientEvidence
+from fedsim.audit.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS, MOST_ROUNDS, ClientEvidence
 from fedsim.audit.one_run import guess_coins
 from fedsim.audit.target import Parameters, StrategyFactory, StrategyTarget, parameters
 from fedsim.audit.two_world import Attack, attack
@@ -27,7 +27,7 @@ from fedsim.errors import FedsimError
 # Checks get a small share: where there is a violation, their exact p-values are far below it.
 # Attacks need more, as their bounds are conservative.
 SHARE_OF_CHECKS = 0.1
-LARGE, MOST_VALUES = 2048, 2**18
+MOST_PARAMETERS, MOST_VALUES = 2048, 2**18
 """Parameters of the model in whole runs, and the most values of one run that they may give."""
 
 
@@ -225,11 +225,11 @@ def audit(
 def _with_whole_model(target: StrategyTarget) -> StrategyTarget:
     """The target with as many parameters as whole runs can afford, to see more noise."""
     target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
-    states = target.at_most(FEW).observe(target.silent_clients(), 1).states
+    states = target.at_most(FEW_ROUNDS).observe(target.silent_clients(), 1).states
     # Shares of noise are drawn for each client, and changing units computed in each round.
-    slow = target.shares or shaped(states)
-    size = SMALL if slow or target.rounds > MOST_VALUES // LARGE else LARGE
-    return target.with_model(parameters(size))
+    slow = target.shares or changes_shape(states)
+    many = target.rounds > MOST_VALUES // MOST_PARAMETERS
+    return target.with_model(parameters(MEDIUM_PARAMETERS if slow or many else MOST_PARAMETERS))
 
 
 def _differences(target: StrategyTarget, worlds: Sequence[Attack]) -> tuple[Floats, str]:

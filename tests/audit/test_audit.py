@@ -13,7 +13,7 @@ from planted import (
 from slow_cases import slow_but
 
 from fedsim.audit import ALONE, OPPOSED, RARE, Claim, StrategyTarget, World, audit
-from fedsim.audit.clients import Canaries, reach
+from fedsim.audit.clients import Canaries, clipped_scale
 from fedsim.audit.evidence import ClientEvidence
 from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
@@ -146,7 +146,7 @@ def test_the_canary_moves_the_sum_as_far_as_any_client_can(
 ) -> None:
     # Were it weaker, a bug would have room to hide.
     plan = StrategyTarget(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
-    scale = reach(mechanism, plan.layout)
+    scale = clipped_scale(mechanism, plan.layout)
     means = [
         plan.observe(
             ALONE.trainer(10, 8, scale, present=present, neighbour=adjacency, sides=()),
@@ -201,7 +201,7 @@ def test_the_one_run_may_be_another_plan() -> None:
         checks=False,
     )
     assert verdict.one_run is not None
-    assert verdict.one_run.finding.looked_at == "64 canaries, each in or out by a coin"
+    assert verdict.one_run.finding.examined == "64 canaries, each in or out by a coin"
     assert (verdict.claim.releases, verdict.one_run.claim.releases) == (1, 10)
 
 

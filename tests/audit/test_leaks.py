@@ -132,7 +132,7 @@ def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
     runs = ClientEvidence(target_of(AdaClip(), 3), 3)
     (check,) = findings(runs.checks(), "several fail at once")
     assert check.p_value == 1
-    assert "in 3 ways" in check.looked_at
+    assert "in 3 ways" in check.examined
 
 
 @pytest.mark.slow

@@ -201,6 +201,11 @@ class AttackResult:
     without: Observations
     present: Observations
 
+    @property
+    def _degrees(self) -> int:
+        """Number of orthogonal directions in which a release has noise only."""
+        return len(self.world.direction) - 1 - (self.world.other_direction is not None)
+
     @cached_property
     def _lengths(self) -> tuple[Floats, Floats]:
         """Moves along the direction, in standard deviations of the noise: ``[runs, rounds]``."""
@@ -208,10 +213,9 @@ class AttackResult:
         along = [side.moves @ u for side in (self.without, self.present)]
         moves = np.concatenate([self.without.moves, self.present.moves])
         across = moves - np.concatenate(along)[..., None] * u
-        degrees = len(u) - 1
+        degrees = self._degrees
         if (v := self.world.other_direction) is not None:
             across -= (across @ v)[..., None] * v
-            degrees -= 1
         variances = np.square(across).sum(-1) / degrees
         if self.claim.adaptive:
             # Each release is scaled by its own noise. 1 / (estimated std) is larger than 1 / std on
@@ -241,13 +245,13 @@ class AttackResult:
     def finding(self) -> Finding:
         """Whether the canary moved the model further than the claim allows, on average."""
         without, present = self._lengths
-        looked = f"{len(without)} and {len(present)} runs of {self.claim.rounds} rounds"
+        examined = f"{len(without)} and {len(present)} runs of {self.claim.rounds} rounds"
         if not (np.isfinite(without).all() and np.isfinite(present).all()):
-            broken = "releases without any noise, or not finite"
-            return invariant(looked, broken, "noise in every release")
+            fault = "releases without any noise, or not finite"
+            return invariant(examined, fault, "noise in every release")
         # Paired by seed: noise that both runs of a seed share cancels in the difference.
         difference_error = (present - without).mean(1).std(ddof=1) / math.sqrt(len(without))
-        values = self.without.moves[..., 1:].size
+        values = without.size * self._degrees
         error = math.hypot(difference_error, self.shift / math.sqrt(2 * values)) or 1e-12
 
         def p(moved: Floats, _: object) -> Floats:
@@ -255,7 +259,7 @@ class AttackResult:
 
         words = f"moved by {{}} std of the noise ({self.claimed_shift:.4g} is claimed)"
         statistic = Statistic(words, np.array([self.shift]), p, self.claimed_shift - 3 * error)
-        return statistical(looked, statistic)
+        return statistical(examined, statistic)
 
     @property
     def grows(self) -> bool:
@@ -296,9 +300,9 @@ class AttackResult:
         with np.errstate(divide="ignore", invalid="ignore"):
             known, without, present = (np.rint(side / scale * RESOLUTION).ravel() for side in sides)
         again = float(np.isin(without, known).mean())
-        looked = f"{len(present):,} values with it, {len(known):,} without"
+        examined = f"{len(present):,} values with it, {len(known):,} without"
         if not GRID_SHARE < again < 1:
-            return invariant(looked, None, "noise on no grid")
+            return invariant(examined, None, "noise on no grid")
         shared = np.isin(present, known)
 
         def p(share: Floats, _: object) -> Floats:
@@ -307,16 +311,16 @@ class AttackResult:
             )
 
         words = f"a share of {{}} of its values occur without it; {again:.3g} do of others"
-        return statistical(looked, Statistic(words, np.array([shared.mean()]), p, again))
+        return statistical(examined, Statistic(words, np.array([shared.mean()]), p, again))
 
 
-def follows_rows(silent: Observations, looked: str) -> Finding:
+def follows_rows(silent: Observations, examined: str) -> Finding:
     """Whether an adaptive clip norm falls while all rows are shorter than it.
 
     It is measured by the noise, whose size is proportional to the clip norm.
     """
     if silent.moves.shape[1] < 2:
-        return untested(looked, "a clip norm that adapts shows it in two rounds or more")
+        return untested(examined, "a clip norm that adapts shows it in two rounds or more")
     sizes = np.log(np.sqrt(np.square(silent.moves).mean(-1)))
     rises = sizes[:, -1] - sizes[:, 0]
     error = max(float(rises.std(ddof=1)) / math.sqrt(len(rises)), 1e-12)
@@ -325,4 +329,4 @@ def follows_rows(silent: Observations, looked: str) -> Finding:
         return np.asarray(np.exp(log_ndtr(-rise / error)))
 
     words = "the noise of rows of length 0 grew by a factor of exp({}) from first to last round"
-    return statistical(looked, Statistic(words, np.array([rises.mean()]), p, -3 * error))
+    return statistical(examined, Statistic(words, np.array([rises.mean()]), p, -3 * error))

@@ -140,14 +140,14 @@ class TargetAudit:
     def _zero_rows(self) -> Finding:
         """Check that rows of zeros are released like any others."""
         zeros = replace(TARGET_WORLDS[0], canary_norm=0.0)
-        broken = None
+        fault = None
         try:
             released = self.target(zeros.federation(self.claim, True, self.seed))
             if not np.isfinite(released.models).all():
-                broken = "a model that is not finite"
+                fault = "a model that is not finite"
         except TargetError as error:
-            broken = error.reason
-        finding = invariant("one run of rows of zeros", broken, "a release like any other")
+            fault = error.reason
+        finding = invariant("one run of rows of zeros", fault, "a release like any other")
         return _named(finding, "plan", "rows of zeros", "a division by the length of a row")
 
     def _affordable_runs(self, sides: int) -> int:
@@ -197,7 +197,7 @@ class TargetAudit:
             checks = [check for check in catalogue.NOISE if check.test in tests]
             yield from causes.noise_causes(sample, checks)
         if self.claim.adaptive:
-            falls = follows_rows(silent, sample.looked_at)
+            falls = follows_rows(silent, sample.examined)
             yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
 
     def _sample(self, silent: Observations) -> NoiseSample:
@@ -228,8 +228,8 @@ class TargetAudit:
             if result.world.in_all_arrays and not self.claim.adaptive:
                 yield _named(result.grid(), "noise", "low bits", "noise has too few values")
             if result.present.statistics.shape[-1]:
-                broken = "a released number shows it" if result.without_noise else None
-                finding = invariant("numbers released beside", broken, "no number shows it")
+                fault = "a released number shows it" if result.without_noise else None
+                finding = invariant("numbers released beside", fault, "no number shows it")
                 cause = "statistics are released without noise"
                 yield _named(finding, "plan", f"what else leaves, {result.world.name}", cause)
 
@@ -250,10 +250,10 @@ class TargetAudit:
         if claim.epsilon is None or claim.noise_multiplier is None:
             return []
         cost = claim.claim.epsilon
-        broken = None if cost <= claim.epsilon * (1 + 1e-3) else f"epsilon {cost:.4g}"
+        fault = None if cost <= claim.epsilon * (1 + 1e-3) else f"epsilon {cost:.4g}"
         finding = invariant(
             f"{claim.rounds} rounds of multiplier {claim.noise_multiplier:g}",
-            broken,
+            fault,
             f"epsilon {claim.epsilon:.4g}, as claimed",
         )
         return [_named(finding, "ledger", "epsilon claimed", "the accountant counts too little")]

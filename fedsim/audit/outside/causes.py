@@ -169,7 +169,7 @@ def sample_causes(samples: Sampled) -> Iterable[Finding]:
     results = {check.test: check.find(samples) for check in DRAWS if check.fits(samples)}
     failing = {test for test, finding in results.items() if finding.p_value <= CHANCE}
     law, (rounds, n) = samples.law, samples.membership.shape
-    if failing and not samples.broken and law is not None and law.size is None:
+    if failing and not samples.fault and law is not None and law.size is None:
         rate = float(samples.membership.mean())
         at_rate = replace(samples, law=Inclusion(rate, rate**2, None))
         explained = {test for test in failing if test(at_rate).p_value > CHANCE}
