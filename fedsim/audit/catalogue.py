@@ -5,16 +5,14 @@ Checks of the same sample are grouped; `fedsim.audit.evidence` gathers the sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from fedsim.audit import claim as ledger
 from fedsim.audit import noise_checks as noise
 from fedsim.audit import plan_checks as plan
 from fedsim.audit import sampling_checks as sampling
 from fedsim.audit.checks import Check, Finding, Part, checks_of, invariant
-from fedsim.audit.target import Observation
-from fedsim.privacy.plan import ReleasePlan
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"
@@ -38,22 +36,6 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
         return lambda runs: invariant(runs.examined, runs.faults.get(name), expected)
 
     return tuple(Check(part, name, test(name, words), cause) for name, words, cause in rows)
-
-
-def _run_faults(
-    part: Part, *rows: tuple[str, Callable[..., str | None], str, str]
-) -> tuple[Check, ...]:
-    """Checks that no run has a fault, from rows of name, fault, expectation and cause."""
-
-    def test(fault: Callable[..., str | None], expected: str) -> Test:
-        def test_runs(runs: Sequence[Observation], planned: ReleasePlan[Any]) -> Finding:
-            examined = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
-            found = next((words for run in runs if (words := fault(run, planned))), None)
-            return invariant(examined, found, expected)
-
-        return test_runs
-
-    return tuple(Check(part, name, test(fault, words), cause) for name, fault, words, cause in rows)
 
 
 # fmt: off
@@ -151,15 +133,18 @@ REPORTS = _faults("plan",
     ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
 
 LINES = (
-    *_run_faults("plan",
-        ("rounds", ledger.missing_round, "as many as planned", "data decide when a run ends")),
-    *_run_faults("ledger",
-        ("a line for every release", ledger.uncharged_release,
-         "one, written before the release is seen", "a release is not charged"),
-        ("what a line says", ledger.other_event,
-         "what the sampler and the noise multiplier give", "another event is charged"),
-        ("one line, one release", ledger.second_line,
-         "no round twice", "a release is charged twice")),
+    *checks_of("plan",
+        ("rounds", partial(ledger.no_fault, ledger.missing_round, "as many as planned"),
+         "data decide when a run ends")),
+    *checks_of("ledger",
+        ("a line for every release", partial(
+            ledger.no_fault, ledger.uncharged_release, "one, written before the release is seen"),
+         "a release is not charged"),
+        ("what a line says", partial(
+            ledger.no_fault, ledger.other_event, "what the sampler and the noise multiplier give"),
+         "another event is charged"),
+        ("one line, one release", partial(ledger.no_fault, ledger.second_line, "no round twice"),
+         "a release is charged twice")),
 )
 CLAIM = checks_of("ledger",
     ("epsilon of the events", ledger.accounting, "the accountant counts too little"))

@@ -9,7 +9,7 @@ claimed curve must allow its errors: this tests the accounting alone, not the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -195,6 +195,18 @@ def epsilon_bound(
     with np.errstate(divide="ignore"):
         ratio = np.maximum((1 - delta - fn) / fp, (1 - delta - fp) / fn)
         return np.asarray(np.log(np.maximum(ratio, 1.0)))
+
+
+def no_fault(
+    fault: Callable[[Observation, ReleasePlan[Any]], str | None],
+    expected: str,
+    runs: Sequence[Observation],
+    planned: ReleasePlan[Any],
+) -> Finding:
+    """Whether no run has a fault, which the function ``fault`` says in words or not at all."""
+    examined = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
+    found = next((words for run in runs if (words := fault(run, planned))), None)
+    return invariant(examined, found, expected)
 
 
 def uncharged_release(run: Observation, planned: ReleasePlan[Any]) -> str | None:

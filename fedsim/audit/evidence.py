@@ -291,8 +291,8 @@ class ClientEvidence(Evidence):
                 f"{min(FEW_ROUNDS, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",
             )
-            for check in (*catalogue.CANARIES, *moved, *catalogue.LEAVES):
-                yield lambda: never, [replace(check, test=lambda found: found)]
+            unmade = (*catalogue.CANARIES, *moved, *catalogue.LEAVES)
+            yield lambda: never, [replace(check, test=lambda found: found) for check in unmade]
             return
         yield lambda: self.canaries, catalogue.CANARIES
         yield lambda: self.canaries.moved, moved

@@ -114,12 +114,9 @@ def _unprotected(noise_only: NoiseOnly) -> str | None:
     """Name of a client metric in a round's outputs that no setting allows; None without."""
     if noise_only.target.template.shows_clients:
         return None
-    for run in noise_only.runs:
-        for numbers in run.outputs:
-            for name in numbers:
-                if name.startswith(("metrics.", "evaluation.")):
-                    return f"{name} leaves a round whose metrics are not released"
-    return None
+    names = (name for run in noise_only.runs for numbers in run.outputs for name in numbers)
+    found = next((name for name in names if name.startswith(("metrics.", "evaluation."))), None)
+    return found and f"{found} leaves a round whose metrics are not released"
 
 
 def _unexplained(noise_only: NoiseOnly) -> str | None:

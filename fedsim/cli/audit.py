@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 _target = partial(panel_option, "Code that is not fedsim's")
 _claim = partial(panel_option, "Its claims, in place of a file")
-
-_OF_CONFIGS = ("set_", "allow_code", "canaries", "deep")
-_OF_TARGETS = (
-    *("claim", "python", "seconds", "noise_multiplier", "clip_norm", "rate"),
-    *("epsilon", "delta", "adjacency"),
-)
 
 
 def audit(
@@ -121,7 +115,8 @@ def audit(
         "epsilon": epsilon, "delta": delta, "adjacency": adjacency, "rounds": rounds,
     }  # fmt: skip
     if target and config is None:
-        _refuse_given(_OF_CONFIGS, "a config; this audit is of a --target")
+        of_configs = {"set", "allow-code", "canaries", "deep"}
+        _refuse_given(of_configs, "a config; this audit is of a --target")
         if rate is not None and rate < 1:
             plain["sampling"] = "fixed" if adjacency == "replace-one" else "poisson"
         name = target.rpartition(":")[2]
@@ -132,7 +127,8 @@ def audit(
         }  # fmt: skip
         verdict, assumptions = _audit_target(target, python, claim, plain, options)
     elif config is not None and not target:
-        _refuse_given(_OF_TARGETS, "--target; a config states its own claims")
+        of_targets = (plain.keys() - {"rounds"}) | {"claim", "python", "seconds"}
+        _refuse_given(of_targets, "--target; a config states its own claims")
         settings = RunConfig.load(config, set_ or [])
         name, path = settings.name, out or Path("runs") / f"{settings.name}-audit.png"
         check_out(path, ".png")
@@ -153,12 +149,12 @@ def audit(
         raise typer.Exit(1)
 
 
-def _refuse_given(names: Sequence[str], place: str) -> None:
+def _refuse_given(names: Set[str], place: str) -> None:
     """Refuse options of the other kind of audit, which would be ignored."""
     context = get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if option.name in names and given:
+        if given and option.opts[0].removeprefix("--") in names:
             raise FedsimError(f"{option.opts[0]} belongs to {place}.")
 
 
