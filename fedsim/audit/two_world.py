@@ -73,10 +73,9 @@ class Attack:
     @property
     def errors_in_words(self) -> tuple[str, str]:
         """False positives and false negatives, in words; in one run all errors are the latter."""
-        if self.box is None:
+        if (box := self.box) is None:
             return "", self.finding.measured
-        counts = (self.box.false_positives, self.box.false_negatives)
-        return f"{counts[0]} of {self.box.trials}", f"{counts[1]} of {self.box.trials}"
+        return f"{box.false_positives} of {box.trials}", f"{box.false_negatives} of {box.trials}"
 
 
 def attack(target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick) -> Attack:

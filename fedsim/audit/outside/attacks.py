@@ -20,6 +20,7 @@ from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistic
 from fedsim.audit.clients import absence
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.two_world import Attack, distinguish
 
 LONG_NORM = 1e3
 """Length, in units of C, of a row that every bound shortens."""
@@ -228,6 +229,11 @@ class AttackResult:
         with np.errstate(divide="ignore", invalid="ignore"):
             without, present = np.split(np.concatenate(along) / units, 2)
         return without, present
+
+    def attack(self, risk: float) -> Attack:
+        """The attack that distinguishes runs with the canary from runs without it."""
+        world, sides = self.world, (self.without.table, self.present.table)
+        return distinguish(world.name, *sides, world.direction, self.claim.claim, risk)
 
     @property
     def shift(self) -> float:

@@ -42,7 +42,6 @@ from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.two_world import distinguish
 from fedsim.audit.verdict import Verdict, risk_of_attack
 from fedsim.errors import FedsimError
 
@@ -109,15 +108,8 @@ class TargetAudit:
         runs = self.runs or self._affordable_runs(2 * len(worlds))
         silent = self._silent_runs()
         risk = risk_of_attack(confidence, len(worlds), checked=True)
-        results: list[AttackResult] = []
-        two_worlds = []
-        for number, world in enumerate(worlds, start=1):
-            result = self._runs_of(world, runs, number)
-            results.append(result)
-            sides = result.without.table, result.present.table
-            two_worlds.append(
-                distinguish(world.name, *sides, world.direction, self.claim.claim, risk)
-            )
+        results = [self._runs_of(world, runs, number) for number, world in enumerate(worlds, 1)]
+        two_worlds = [result.attack(risk) for result in results]
         samples = self._samples([silent, results[0].present])
         findings = [*self._noise_findings(silent), *self._row_findings(results, silent, samples)]
         findings += [] if samples is None else causes.sample_causes(samples)
@@ -139,10 +131,9 @@ class TargetAudit:
 
     def _zero_rows(self) -> Finding:
         """Check that rows of zeros are released like any others."""
-        zeros = replace(TARGET_WORLDS[0], canary_norm=0.0)
         fault = None
         try:
-            released = self.target(zeros.federation(self.claim, True, self.seed))
+            released = self.target(self._silent_federation(self.seed))
             if not np.isfinite(released.models).all():
                 fault = "a model that is not finite"
         except TargetError as error:
