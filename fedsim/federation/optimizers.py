@@ -66,8 +66,8 @@ class FlowerOptimizer(ServerOptimizer):
     Raises
     ------
     FedsimError
-        For a strategy that compares or weights the replies of single clients, and for one
-        that is not a subclass of `FedAvg`.
+        For a strategy that compares or weights the replies of single clients, for one that is
+        not a subclass of `FedAvg`, and for one that trains no client (``fraction_train=0.0``).
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -82,8 +82,13 @@ class FlowerOptimizer(ServerOptimizer):
                 f"server_optimizer is {name}; of Flower's strategies it must be FedAvg or one "
                 "built on it, such as FedAdam or FedAvgM."
             )
-        self._strategy = strategy
         nodes = max(strategy.min_available_nodes, strategy.min_train_nodes, 1)
+        if max(strategy.min_train_nodes, int(strategy.fraction_train * nodes)) < 1:
+            raise FedsimError(
+                f"server_optimizer is {name} with fraction_train = {strategy.fraction_train}, by "
+                "which it trains no client; it must be 1.0 (the cohort alone samples clients)."
+            )
+        self._strategy = strategy
         # Nothing is sent over this grid. A strategy must be made to configure each round, since it
         # stores the current parameters there, and it then needs nodes to choose from.
         self._grid = LocalGrid(ClientApp(), num_nodes=nodes)

@@ -279,10 +279,12 @@ def test_sampling_noise_and_accounting_stay_ours() -> None:
         (Bulyan(), "replies of single clients"),
         (QFedAvg(client_learning_rate=0.1), "replies of single clients"),
         (FlowersOwn(FedAvg(), 1.0, 1.0, 2), "built on it"),
+        (FedAdam(fraction_train=0.0), "fraction_train = 0.0, by which it trains no client"),
+        (FedAdam(fraction_train=0.4, min_train_nodes=0), "it must be 1.0"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_strategies_that_need_separate_replies_are_refused(strategy: Strategy, reason: str) -> None:
+def test_strategies_that_cannot_step_on_a_mean_are_refused(strategy: Strategy, reason: str) -> None:
     with pytest.raises(FedsimError, match=reason):
         DPFedAvg(
             mechanism=Clipping(1.0),
