@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.client_settings import ClientMetrics
-from fedsim.federation.exchange import Instructions, Recipients, Replies
+from fedsim.federation.exchange import Instructions, Recipients, Replies, metric_record
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants
 from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
@@ -30,6 +30,7 @@ QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 _log = logging.getLogger("fedsim")
 
+Value = TypeVar("Value")
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 """Like Flower's ``train_metrics_aggr_fn``: maps one record a client to the aggregate."""
 
@@ -73,23 +74,15 @@ class MetricMeans:
 
     def add(self, reply: Reply) -> None:
         """Add the metrics of a reply's clients, none of which has failed."""
-        block = reply.block
-        if self._aggregate is not None and reply.content is not None and len(block.client_ids):
-            self._records.append(reply.content)
-            return
-        metrics = {k: v.tolist() for k, v in block.metrics.items() if not _is_state(k)}
         if self._aggregate is not None:
-            self._records += [
-                RecordDict({"metrics": MetricRecord({k: v[i] for k, v in metrics.items()})})
-                for i in range(len(block.client_ids))
-            ]
+            self._records += _records(reply)
             return
-        weights = metrics.get(self._key, [1.0] * len(block.client_ids))
+        metrics = {k: v.tolist() for k, v in _without_state(reply.block.metrics).items()}
+        weights = metrics.get(self._key, [1.0] * len(reply.block.client_ids))
         for name, values in metrics.items():
             self._note(name, weights, values)
-        for name, entries in reply.lists.items() if weights else ():
-            if not _is_state(name):
-                self._lists.setdefault(name, []).append((weights[0], entries))
+        for name, entries in _without_state(reply.lists).items() if weights else ():
+            self._lists.setdefault(name, []).append((weights[0], entries))
 
     def _note(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
         reports = self._reports.setdefault(name, [])
@@ -156,8 +149,19 @@ class MetricMeans:
         return math.fsum(w * v for w, v in reports) / weight if weight else None
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith(f"{CLIENT_STATE}.")
+def _records(reply: Reply) -> list[RecordDict]:
+    """Each client's record, as it sent it or would have sent it in a message, without its state."""
+    block, content = reply.block, reply.content
+    if content is None:
+        metrics = {name: values.tolist() for name, values in _without_state(block.metrics).items()}
+        reported = ({k: v[i] for k, v in metrics.items()} for i in range(len(block.client_ids)))
+        return [RecordDict({"metrics": metric_record(numbers)}) for numbers in reported]
+    metric_records = {k: MetricRecord(_without_state(v)) for k, v in content.metric_records.items()}
+    return [RecordDict({**content, **metric_records})] if len(block.client_ids) else []
+
+
+def _without_state(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    return {k: v for k, v in metrics.items() if not k.startswith(f"{CLIENT_STATE}.")}
 
 
 class TrainMetrics(Extra):

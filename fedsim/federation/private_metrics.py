@@ -28,8 +28,6 @@ from fedsim.privacy.digest import digest_of
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 
-EXAMPLES = "num-examples"
-
 _log = logging.getLogger("fedsim")
 
 
@@ -111,12 +109,13 @@ class MetricsRelease:
         self._reported: set[str] = set()
 
     def add(self, reply: Reply) -> None:
-        """Add the metrics of a reply's clients; a client without examples adds zeros."""
+        """Add the metrics of a reply's clients; a client of weight 0 (no examples) adds zeros."""
         block = reply.block
         if not len(block.client_ids):
             return
         self._reported |= block.metrics.keys()
-        examples = block.metrics.get(EXAMPLES, np.ones(len(block.client_ids)))
+        weighted_by = self._evaluation.keys.weighted_by
+        examples = block.metrics.get(weighted_by, np.ones(len(block.client_ids)))
         values = {name: np.where(examples > 0, v, np.nan) for name, v in block.metrics.items()}
         rows = joint_rows(self._ranges, values, len(examples))
         self._total.add(DenseRows(torch.from_numpy(rows)))

@@ -147,6 +147,26 @@ def test_blocks_and_messages_give_the_same_bytes_and_the_same_state(block_size):
     assert run(messages, strategy_of(other), other.initial_arrays) == expected
 
 
+def test_a_users_aggregation_gets_equal_metrics_from_blocks_and_messages():
+    records: list[list[MetricRecord]] = []
+
+    def aggregate(given: list[RecordDict], key: str) -> MetricRecord:
+        records.append([record["metrics"] for record in given])
+        return MetricRecord({"n": len(given)})
+
+    whole = build()
+    app = client_app(lambda _: whole.trainer)
+    for grid in (LocalGrid(whole.trainer), LocalGrid(app, num_nodes=6)):
+        strategy = DPFedAvg(
+            mechanism=NoPrivacy("uniform"), cohort=FullCohort(6), fraction_evaluate=0.0,
+            clients=ClientTraining(average_state=True), train_metrics_aggr_fn=aggregate,
+        )  # fmt: skip
+        strategy.start(grid, whole.initial_arrays, 2)
+    assert records[:2] == records[2:]
+    assert all(type(record["num-examples"]) is int for record in records[0])
+    assert "client-state.eta" not in records[0][0]
+
+
 def test_the_state_that_is_sent_is_what_the_clients_train_with():
     shared, reset = build(), build(**{"client.state": "reset"})
     arrays = shared.initial_arrays

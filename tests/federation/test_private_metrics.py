@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,24 @@ def test_an_evaluation_is_the_mean_over_clients_with_noise_and_has_a_line(tmp_pa
     # The deviation of a deviation is 5 % of it.
     assert np.std(found) == pytest.approx(expected, rel=0.2)
     assert len({round(value, 9) for value in found}) == len(found)
+
+
+def test_a_client_of_weight_0_has_no_part_in_an_evaluation_whatever_the_weights_are_called() -> (
+    None
+):
+    class Renamed(Scored):
+        def evaluate(self, vector, client_ids, round) -> Iterator[Block]:
+            for block in super().evaluate(vector, client_ids, round):
+                yield replace(
+                    block, metrics={**block.metrics, "num-examples": np.ones(len(block.ok))}
+                )
+
+    clients = Renamed()
+    settings = {"cohort": FullCohort(CLIENTS), "z": 1e-6, "weighted_by_key": "secret"}
+    (found,) = run(strategy_of(**settings), clients, rounds=1).values()
+    expected = clients.accuracies[clients.examples > 0].mean()
+    assert found["accuracy"] == pytest.approx(expected, abs=1e-4)
+    assert clients.accuracies.mean() != pytest.approx(expected, abs=1e-4)
 
 
 def test_the_ledger_charges_evaluations_at_the_rate_of_their_own_samples(tmp_path: Path) -> None:
