@@ -19,14 +19,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from torch import Tensor
 
 from fedsim.federation.arrays import array_record, same_arrays, tensors
-from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
+from fedsim.federation.flower_internals import ERROR_CODES, error_reply
 from fedsim.federation.replies import RecordKeys, to_arrays
 from fedsim.federation.row_sums import RowSum
-from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.block import Block, Ids
 from fedsim.rows.layout import Layout
-
-SILENT: tuple[Reason, ...] = ("missing", "timeout")
-"""Failures for which a Flower node sends no reply."""
 
 MessageType = Literal["train", "evaluate"]
 NodeIds = npt.NDArray[np.uint64]
@@ -167,8 +164,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     for index, client_id in enumerate(block.client_ids.tolist()):
         request = Message(RecordDict(), node_of[client_id], instructions.message_type)
         if (reason := block.reasons.get(client_id)) is not None:
-            if reason not in SILENT:
-                code = BUDGET_SPENT if reason == "budget" else CLIENT_RAISED
+            if (code := ERROR_CODES.get(reason)) is not None:
                 yield error_reply(request, code, f"client {client_id} failed: {reason}")
             continue
         content = RecordDict()

@@ -127,7 +127,7 @@ class SharedClientState(Extra):
         return replace(instructions, config=config)
 
     def take(self, reply: Reply) -> None:
-        """Collect the final states of the ``usable [n]`` clients."""
+        """Collect the final states of the clients in the sum."""
         assert reply.block.usable is not None
         is_usable = reply.block.usable.cpu().numpy()
         for key, values in reply.block.metrics.items():

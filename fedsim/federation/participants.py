@@ -196,6 +196,8 @@ class Participants:
     def evaluators(self, server_round: int, grid: Grid, fraction: float) -> Recipients:
         """Sample a ``fraction`` of the available clients, at least one; keep the reachable ones."""
         nodes = self.nodes(grid)
+        # Takes time and memory that grow with the population: the clients that a seed samples are
+        # the first of a permutation of all.
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
         sampled = np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])

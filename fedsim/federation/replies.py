@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedsim.errors import printable
 from fedsim.federation.arrays import NUMPY, LazyArray
-from fedsim.federation.flower_internals import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID, TIMED_OUT
+from fedsim.federation.flower_internals import ERROR_CODES, RAISED, SUPERLINK_NODE_ID
 from fedsim.federation.round_report import Tally
 from fedsim.rows.block import Block, Reason
 from fedsim.rows.layout import Layout
@@ -39,8 +39,7 @@ MOST_ENTRIES = 10_000
 
 _REASONS: Mapping[int, Reason] = {
     **dict.fromkeys(RAISED, "raised"),
-    BUDGET_SPENT: "budget",
-    TIMED_OUT: "timeout",
+    **{code: reason for reason, code in ERROR_CODES.items()},
 }
 
 

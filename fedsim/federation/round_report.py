@@ -35,6 +35,7 @@ class RoundReport:
 
     Attributes
     ----------
+    round : int
     asked : int
         Clients in the sampled cohort, available or not.
     usable, failed : int

@@ -19,7 +19,7 @@ from fedsim.engines import LocalGrid, StreamingGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, NoPrivacy
-from fedsim.rows.block import Block, Ids
+from fedsim.rows.block import REASONS, Block, Ids
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
 from fedsim.strategies import Availability, ClientTraining, DPFedAvg, RunFailedError
@@ -180,6 +180,30 @@ def test_no_single_client_ends_a_federation_by_saying_that_its_budget_is_spent(
     assert (run.stopped is None) == (rounds == 3)
     assert run.report is not None
     assert run.report.reasons["budget"] == run.report.failed == spent
+
+
+class OneByOne(LocalGrid):
+    """Passes on messages in place of blocks, as a wrapper that looks at each reply does."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return list(super().send_and_receive(messages, timeout=timeout))
+
+
+def test_a_client_fails_for_the_same_reason_in_a_block_and_in_a_message():
+    class Failing(Fixed):
+        def train(self, vector, client_ids, round):
+            for client, reason in zip(client_ids, REASONS, strict=False):
+                yield Block.failed(np.array([client]), reason)
+
+    reasons = []
+    for grid in (LocalGrid, OneByOne):
+        run = strategy(cohort=FullCohort(6))
+        run.start(grid(Failing(torch.ones(6, 2))), array_record({"w": torch.zeros(2)}), 1)
+        assert run.report is not None
+        reasons.append(run.report.reasons)
+    assert (
+        reasons[0] == reasons[1] == dict.fromkeys(REASONS[:6], 1) | {"duplicate": 0, "unknown": 0}
+    )
 
 
 class Watched(LocalGrid):

@@ -4,8 +4,8 @@ Flower assigns node ids, at random in its simulation runtime; fedsim's random dr
 client ids. In a deployment the operator's roster maps registered keys to client ids, and nodes are
 not asked. fedsim's own client app (virtual clients, a federation without keys) answers a QUERY
 message with a `MetricRecord` that has its ``client-id``. Other apps cannot answer, and each query
-would put a traceback into their log: their nodes are numbered in the order of their node ids, and
-never asked.
+puts a traceback into their log. A directory that does not know the app therefore sends no queries,
+and numbers the nodes in the order of their node ids; so does one whose queries end in such errors.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class ClientDirectory:
     roster : mapping of str to int, optional
         Client id of each registered key, by its `key_digest`. If given, nodes are not asked.
     asks : bool
-        Whether the nodes run fedsim's app, which answers with its client id. Otherwise nodes are
-        numbered in the order of their node ids, and later ones get the next numbers.
+        Whether nodes are asked for their client ids, which fedsim's app answers. Nodes that are not
+        asked, or whose app cannot answer, are numbered in the order of their node ids, and later
+        ones get the next numbers.
     population : int
         Claimed client ids must be below this number.
 
