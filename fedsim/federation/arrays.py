@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
+from fedsim.rows.layout import Layout
 
 # `Array.stype` of an array that `numpy.load` can read.
 NUMPY = "numpy.ndarray"
@@ -124,3 +125,14 @@ def same_arrays(*records: ArrayRecord) -> ArrayRecord:
         for name, array in record.items():
             shells[name] = array
     return shells
+
+
+def to_arrays(vector: Tensor, layout: Layout, server: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named parameters of ``vector [d]``; untrained entries of the layout keep the server's value.
+
+    Other entries of ``server`` are left out.
+    """
+    parameters = layout.unflatten(vector)
+    named = {entry.name: parameters[entry.name].to(entry.dtype) for entry in layout.entries}
+    named |= {name: torch.as_tensor(server[name]) for name in layout.untrained}
+    return {name: named[name] for name in server if name in named}

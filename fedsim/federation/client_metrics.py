@@ -17,10 +17,16 @@ from flwr.serverapp import Grid
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.client_settings import ClientMetrics
-from fedsim.federation.exchange import Instructions, Recipients, Replies, metric_record
+from fedsim.federation.exchange import (
+    Instructions,
+    Recipients,
+    RecordKeys,
+    Replies,
+    metric_record,
+)
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants
-from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
+from fedsim.federation.replies import Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
 from fedsim.rows.block import CLIENT_STATE
@@ -228,7 +234,7 @@ class ClientEvaluation:
     keys: RecordKeys
     aggregator: MetricsAggregator | None = None
     last_round: int = field(default=-1, init=False)
-    _recipients: Recipients | None = field(default=None, init=False, repr=False)
+    _instructions: Instructions | None = field(default=None, init=False, repr=False)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """The clients that evaluate in this round: a keyed sample of the available ones."""
@@ -264,7 +270,7 @@ class ClientEvaluation:
         ValueError
             If metrics of the round, or of a later one, were released before.
         """
-        self._recipients = None
+        self._instructions = None
         if not self.due(server_round):
             return []
         if self.accounting is not None and server_round <= self.last_round:
@@ -272,9 +278,9 @@ class ClientEvaluation:
                 f"the evaluation of round {server_round} cannot follow that of round "
                 f"{self.last_round}: its noise and its clients would be drawn twice."
             )
-        self._recipients = recipients = self.evaluators(server_round, grid)
+        recipients = self.evaluators(server_round, grid)
         server = tensors(arrays)
-        return Instructions(
+        self._instructions = Instructions(
             message_type="evaluate",
             round=server_round,
             arrays=arrays,
@@ -283,18 +289,18 @@ class ClientEvaluation:
             config=ConfigRecord({**config, "server-round": server_round}),
             keys=self.keys,
         )
+        return self._instructions
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The aggregated metrics to show; None in rounds without an evaluation."""
-        recipients, self._recipients = self._recipients, None
-        if recipients is None:
+        instructions, self._instructions = self._instructions, None
+        if instructions is None:
             return None
-        tally = Tally(recipients.client_ids)
+        tally = Tally(instructions.recipients.client_ids)
         if isinstance(replies, Replies):
             decoded: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            expected = ExpectedReply(None, None, self.keys)
-            decoded = read(replies, recipients.client_of, expected, tally)
+            decoded = read(replies, instructions, tally)
         metrics = self.metrics_sum(server_round)
         for reply in decoded:
             metrics.add(replace(reply, block=tally.take(reply.block)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -18,20 +17,20 @@ from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.aggregation.secagg.server import SecureSum
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.server_sum import (
+    Aggregation,
     AggregationSettings,
-    PendingRound,
     RobustAggregation,
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
+from fedsim.federation.exchange import RecordKeys
 from fedsim.federation.extras import Extra, NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Availability, Participants
 from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.private_rounds import PrivateRounds
-from fedsim.federation.replies import RecordKeys
 from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
     plan_of_keywords,
@@ -267,16 +266,16 @@ evaluate_metrics_aggr_fn
 
 def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
-) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
-    """The plan of a round's sum, and a factory of its aggregation."""
+) -> tuple[ReleasePlan[Mechanism], Aggregation]:
+    """The plan of a round's sum, and what makes its aggregation."""
     refuse_shares(plan, placement)
     bound = plan.bound
     if isinstance(bound, RobustMean):
         bound.check(plan.sampler.expected_size)
-        aggregation = partial(RobustAggregation, bound)
+        aggregation = partial(RobustAggregation, mean=bound)
         return cast(Any, replace(plan, bound=NoPrivacy("uniform"))), aggregation
     if secure is not None:
-        return cast(Any, plan), partial(SecureSum, secure)
+        return cast(Any, plan), partial(SecureSum, secure=secure)
     return cast(Any, plan), ClientShares if placement == "client" else ServerSum
 
 

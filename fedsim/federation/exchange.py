@@ -9,7 +9,7 @@ that does not recognise them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -18,16 +18,40 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.federation.arrays import array_record, same_arrays, tensors
-from fedsim.federation.flower_internals import ERROR_CODES, error_reply
-from fedsim.federation.replies import RecordKeys, to_arrays
-from fedsim.federation.row_sums import RowSum
-from fedsim.rows.block import Block, Ids
+from fedsim.federation.arrays import array_record, same_arrays, tensors, to_arrays
+from fedsim.federation.flower_internals import (
+    BUDGET_SPENT,
+    CLIENT_RAISED,
+    MALFORMED,
+    NON_FINITE,
+    TIMED_OUT,
+    error_reply,
+)
+from fedsim.federation.row_sums import RowSum, Summing
+from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.layout import Layout
+
+ERROR_CODES: Mapping[Reason, int] = {
+    "raised": CLIENT_RAISED,
+    "budget": BUDGET_SPENT,
+    "timeout": TIMED_OUT,
+    "malformed": MALFORMED,
+    "non-finite": NON_FINITE,
+}
+"""Error code of the reply of a client that failed for a reason; a missing one sends no reply."""
 
 MessageType = Literal["train", "evaluate"]
 NodeIds = npt.NDArray[np.uint64]
 """Flower's node ids use all 64 bits."""
+
+
+@dataclass(frozen=True)
+class RecordKeys:
+    """Names of the records in messages, and of the metric that weights clients."""
+
+    weighted_by: str = "num-examples"
+    arrays: str = "arrays"
+    config: str = "config"
 
 
 @dataclass(frozen=True)
@@ -66,19 +90,21 @@ class Instructions(Iterable[Message]):
     message_type : "train" or "evaluate"
     round : int
     arrays : ArrayRecord
-        The global parameters, as Flower sends them.
-    vector : Tensor ``[d]``
-        The same parameters (floating entries only) in the layout's order.
+        The global parameters, and any vectors after them, as Flower sends them.
+    vector : Tensor ``[k]``
+        The same (floating entries only). A row is a difference from its first d entries.
     recipients : Recipients
     config : ConfigRecord
         Sent with every message.
+    layout : Layout or None
+        Layout of a row ``[d]``; None for an evaluation, whose replies have no rows.
     keys : RecordKeys
     records : mapping of name to ArrayRecord
         Further arrays sent with every message.
     numbers : mapping of name to sequence of int ``[n]``
         Config entries that differ between clients, one number a client.
-    row_size : int, optional
-        Size of a row where clients send back only the first entries of the vector.
+    summing : Summing, optional
+        If given, workers bound and add up the rows, and do not send them.
     """
 
     message_type: MessageType
@@ -87,16 +113,31 @@ class Instructions(Iterable[Message]):
     vector: Tensor
     recipients: Recipients
     config: ConfigRecord
+    layout: Layout | None = None
     keys: RecordKeys = field(default_factory=RecordKeys)
     records: Mapping[str, ArrayRecord] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    row_size: int | None = None
+    summing: Summing | None = None
 
     def __len__(self) -> int:
         return len(self.recipients.client_ids)
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self._messages)
+
+    def for_workers(self, summing: Summing | None) -> Instructions:
+        """The part that trainers in other processes need, without what only messages have."""
+        nobody = Recipients(np.empty(0, np.int64), np.empty(0, np.uint64))
+        return replace(
+            self,
+            arrays=ArrayRecord(),
+            # On the CPU for any device: it is sent by shared memory or Ray.
+            vector=self.vector.detach().cpu(),
+            recipients=nobody,
+            records={},
+            numbers={},
+            summing=summing,
+        )
 
     @cached_property
     def _messages(self) -> list[Message]:
@@ -153,14 +194,8 @@ class Replies(Iterable[Message]):
 
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     """Flower replies of a block's clients, with their trained parameters and metrics."""
-    node_of = instructions.recipients.node_of
+    node_of, layout = instructions.recipients.node_of, instructions.layout
     server = tensors(instructions.arrays)
-    layout = Layout.of(server)
-    if instructions.row_size is not None:  # clients send only the vector's first entries
-        row = tuple(entry for entry in layout.entries if entry.stop <= instructions.row_size)
-        layout = Layout(row, layout.untrained)
-        named = {entry.name for entry in row}.union(layout.untrained)
-        server = {name: tensor for name, tensor in server.items() if name in named}
     for index, client_id in enumerate(block.client_ids.tolist()):
         request = Message(RecordDict(), node_of[client_id], instructions.message_type)
         if (reason := block.reasons.get(client_id)) is not None:
@@ -168,7 +203,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
                 yield error_reply(request, code, f"client {client_id} failed: {reason}")
             continue
         content = RecordDict()
-        if block.rows is not None:
+        if block.rows is not None and layout is not None:
             trained = instructions.vector[: layout.d] + block.rows[index]
             content[instructions.keys.arrays] = array_record(to_arrays(trained, layout, server))
         reported = {name: float(values[index]) for name, values in block.metrics.items()}

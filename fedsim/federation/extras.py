@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, RoundMeans
 from fedsim.errors import FedsimError, printable
-from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record, same_arrays
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
@@ -41,7 +40,7 @@ class RoundResult:
 
     Attributes
     ----------
-    pending : PendingRound
+    round : int
     update : Tensor ``[p]``
         Input of the server optimiser's step; before any extra, the released mean row ``[d]``.
     count : int
@@ -50,7 +49,7 @@ class RoundResult:
         Training metrics; None where clients' metrics are not shown.
     """
 
-    pending: PendingRound
+    round: int
     update: Tensor
     count: int
     metrics: MetricRecord | None = None
@@ -188,7 +187,8 @@ class NamedVectors(Extra):
                 f"state= holds vectors of shape {list(self.values.shape)}; with this algorithm and "
                 f"these parameters it must be [{size}]."
             )
-        return with_vectors(layout, self._algorithm.sends)
+        self._sent = with_vectors(layout, self._algorithm.sends)
+        return self._sent
 
     def send(self, instructions: Instructions) -> Instructions:
         """The instructions, with the vectors after the parameters."""
@@ -209,9 +209,9 @@ class NamedVectors(Extra):
         vector = torch.cat([mean[:d], self.values.to(mean)])
         count = result.count if self._expected is None else self._expected
         means = RoundMeans(
-            round=result.pending.round,
+            round=result.round,
             update=mean[:d],
-            sent=vectors_in(result.pending.layout, mean),
+            sent=vectors_in(self._sent, mean),
             received=vectors_in(self._received, vector),
             share=count / self._population,
         )

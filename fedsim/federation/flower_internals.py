@@ -14,23 +14,16 @@ from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.errors import FedsimError
-from fedsim.rows.block import Reason
 
 SUPERLINK_NODE_ID = 1
 BUDGET_SPENT = 4096
 """Error code of a fedsim client whose own privacy budget does not allow the request."""
 TIMED_OUT = 4097
 """Error code of a fedsim client that exceeded its time limit, counted from its own start."""
+MALFORMED, NON_FINITE = 4098, 4099
+"""Error codes in place of updates that cannot be used, where blocks become messages."""
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
-ERROR_CODES: Mapping[Reason, int] = {
-    "raised": CLIENT_RAISED,
-    "budget": BUDGET_SPENT,
-    "timeout": TIMED_OUT,
-    "malformed": 4098,
-    "non-finite": 4099,
-}
-"""Error code of the reply of a client that failed for a reason; a missing one sends no reply."""
 RAISED = frozenset(
     getattr(ErrorCode, name)
     for name in (

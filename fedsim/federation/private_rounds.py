@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,17 @@ from torch import Tensor
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation import strategy_state
 from fedsim.federation.accounting import Accounting, Placement
-from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
-from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.aggregation.server_sum import (
+    Aggregation,
+    AggregationSettings,
+    ServerSum,
+)
+from fedsim.federation.arrays import array_record, tensors, to_arrays
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.client_settings import ClientTraining
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.extras import Extra, RoundResult, take_reply
 from fedsim.federation.participants import Participants
-from fedsim.federation.replies import to_arrays
 from fedsim.federation.round_report import Failures, RoundReport
 from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
@@ -60,8 +63,8 @@ class PrivateRounds(ResumableStrategy):
         Whether the run claims privacy at client level, and at either level.
     participants : Participants
         Samples cohorts, and finds which of their clients take part.
-    aggregation : callable ``(settings, pending round)``
-        Makes the aggregation of each round.
+    aggregation : callable ``(settings, instructions, state, in_blocks)``
+        Makes the aggregation of each round; arguments as for `ServerSum`.
     extras : dict of str to Extra
         Extras by their name in a checkpoint, in the order in which they are called.
     evaluation : ClientEvaluation
@@ -84,7 +87,7 @@ class PrivateRounds(ResumableStrategy):
     participants: Participants
     evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
-    aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
+    aggregation: Aggregation
     extras: dict[str, Extra]
     _failures: Failures
 
@@ -133,23 +136,19 @@ class PrivateRounds(ResumableStrategy):
             vector=vector,
             recipients=recipients,
             config=config,
+            layout=layout,
             keys=self._aggregation_settings.keys,
-            row_size=layout.d,
         )
         for extra in self.extras.values():
             instructions = extra.send(instructions)
         run = {RUN: self.ledger.run} if self.protects else {}
         entries = {**instructions.config, **run, "server-round": server_round}
-        pending = PendingRound(
-            round=server_round,
-            recipients=recipients,
-            server=server,
-            vector=instructions.vector[: layout.d],
-            layout=layout,
-            state=self._mechanism_state,
-            in_blocks=getattr(grid, "trains_blocks", False),
+        aggregation = self.aggregation(
+            self._aggregation_settings,
+            replace(instructions, config=ConfigRecord(entries)),
+            self._mechanism_state,
+            getattr(grid, "trains_blocks", False),
         )
-        aggregation = self.aggregation(self._aggregation_settings, pending)
         # A loop without stages would send the first stage only, and every round would be lost.
         if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
             raise FedsimError(
@@ -158,7 +157,7 @@ class PrivateRounds(ResumableStrategy):
                 "not by a Flower strategy or workflow around it."
             )
         self._pending = aggregation
-        return self._pending.request(replace(instructions, config=ConfigRecord(entries)))
+        return aggregation.request()
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
         """The messages of the round's next stage, if its aggregation takes several."""
@@ -187,7 +186,7 @@ class PrivateRounds(ResumableStrategy):
         if self.stopped is not None:
             return None, None
         aggregation, self._pending = self._pending, None
-        if aggregation is None or aggregation.pending.round != server_round:
+        if aggregation is None or aggregation.instructions.round != server_round:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
         self.rounds_done = server_round
         for reply in aggregation.replies(replies):
@@ -198,8 +197,8 @@ class PrivateRounds(ResumableStrategy):
         report = aggregation.tally.report(server_round)
         summed = aggregation.total.count
         self.report = replace(report, summed=summed, ignored=self.participants.ignored)
-        pending = aggregation.pending
-        clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
+        summing = aggregation.summing
+        clip_norm = self.mechanism.sensitivity(summing.state, summing.layout)
         content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(
@@ -211,7 +210,7 @@ class PrivateRounds(ResumableStrategy):
         if aggregation.lost is not None:
             self.log.warning("round %s is lost, and charged: %s.", server_round, aggregation.lost)
             return None, None
-        lost = summed == 0 and len(pending.recipients.client_ids) > 0
+        lost = summed == 0 and summing.asked > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:
@@ -221,25 +220,24 @@ class PrivateRounds(ResumableStrategy):
     def _release(self, aggregation: ServerSum) -> tuple[ArrayRecord, MetricRecord | None]:
         """Make the release that the ledger has recorded, and the server optimiser's step."""
         assert self.report is not None
-        pending = aggregation.pending
-        release = aggregation.release()
-        device = pending.vector.device
+        instructions, release = aggregation.instructions, aggregation.release()
+        number, device = instructions.round, instructions.vector.device
         self._mechanism_state = state_on(release.state, device)
-        result = RoundResult(pending, release.mean.to(device), aggregation.total.count)
+        result = RoundResult(number, release.mean.to(device), aggregation.total.count)
         for extra in self.extras.values():
             result = extra.finish(result)
-        update, start = result.update, pending.vector[: len(result.update)]
+        update, start = result.update, instructions.vector[: len(result.update)]
         turns = self.alternation
         if turns is not None:  # at parameters that rest, the release is noise: no optimiser sees it
-            update = turns.replaced(update, torch.zeros_like(update), self._model, pending.round)
+            update = turns.replaced(update, torch.zeros_like(update), self._model, number)
         vector = self.server_optimizer.step(start, update)
         if turns is not None:  # nor may an optimiser's momentum move parameters that rest
-            vector = turns.replaced(vector, start.to(vector), self._model, pending.round)
+            vector = turns.replaced(vector, start.to(vector), self._model, number)
         sides = {name: float(mean) for name, mean in release.sides.items()}
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())
         )
-        arrays = array_record(to_arrays(vector, self._model, pending.server))
+        arrays = array_record(to_arrays(vector, self._model, tensors(instructions.arrays)))
         return arrays, result.metrics
 
     def _stops(self, reason: str | None) -> bool:

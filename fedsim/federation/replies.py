@@ -20,15 +20,14 @@ from torch import Tensor
 
 from fedsim.errors import printable
 from fedsim.federation.arrays import NUMPY, LazyArray
-from fedsim.federation.flower_internals import ERROR_CODES, RAISED, SUPERLINK_NODE_ID
+from fedsim.federation.exchange import ERROR_CODES, Instructions
+from fedsim.federation.flower_internals import RAISED, SUPERLINK_NODE_ID
 from fedsim.federation.round_report import Tally
+from fedsim.federation.row_sums import MOST_EXAMPLES
 from fedsim.rows.block import Block, Reason
-from fedsim.rows.layout import Layout
 
 _log = logging.getLogger("fedsim")
 
-MOST_EXAMPLES = 2.0**32
-"""Largest number of examples that a client may report: larger weights would overflow exact sums."""
 SHARE = "share"
 """Name of the one array in a client's share."""
 MOST_METRICS = 1000
@@ -41,38 +40,6 @@ _REASONS: Mapping[int, Reason] = {
     **dict.fromkeys(RAISED, "raised"),
     **{code: reason for reason, code in ERROR_CODES.items()},
 }
-
-
-@dataclass(frozen=True)
-class RecordKeys:
-    """Names of the records in messages, and of the metric that weights clients."""
-
-    weighted_by: str = "num-examples"
-    arrays: str = "arrays"
-    config: str = "config"
-
-
-@dataclass(frozen=True)
-class ExpectedReply:
-    """Contents that a usable reply of a round must have.
-
-    Attributes
-    ----------
-    layout, vector : Layout and Tensor ``[d]``, or None
-        Layout and global parameters, from which updates are computed; None for an evaluation, whose
-        replies have no arrays.
-    keys : RecordKeys
-    shares : bool
-        Whether the clients bound and noise their own rows; the block's ``rows`` are then shares.
-    needed : tuple of str
-        Names of the numbers that a reply must report, each finite.
-    """
-
-    layout: Layout | None
-    vector: Tensor | None
-    keys: RecordKeys
-    shares: bool = False
-    needed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,18 +70,27 @@ class _UnusableError(Exception):
 
 
 def read(
-    replies: Iterable[Message], client_of: Mapping[int, int], expected: ExpectedReply, tally: Tally
+    replies: Iterable[Message],
+    instructions: Instructions,
+    tally: Tally,
+    *,
+    needed: tuple[str, ...] = (),
+    shares: bool = False,
 ) -> Iterator[Reply]:
     """Decode replies, each into a block of one client; unusable ones into failed blocks.
 
     Parameters
     ----------
-    client_of : mapping of node id to client id
-        The nodes that were asked.
-    expected : ExpectedReply
+    instructions : Instructions
+        What the replies answer.
     tally : Tally
-        Counts the replies of other nodes, which are dropped.
+        Counts the replies of nodes that were not asked, which are dropped.
+    needed : tuple of str
+        Names of the numbers that a usable reply must report, each finite.
+    shares : bool
+        Whether the clients bound and noise their own rows; the block's ``rows`` are then shares.
     """
+    client_of = instructions.recipients.client_of
     for reply in replies:
         client = None
         try:
@@ -122,7 +98,14 @@ def read(
             if client is None:
                 _note_stranger(reply, tally)
                 continue
-            yield _usable(reply, client, expected)
+            if reply.has_error():
+                raise _UnusableError(error_reason(reply), str(reply.error.reason))
+            numbers, lists = _reported(reply.content)
+            _require_sound(numbers, instructions.keys.weighted_by, needed)
+            rows = _rows(reply.content, instructions, shares)
+            metrics = {name: np.array([value]) for name, value in numbers.items()}
+            block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
+            yield Reply(block, lists, reply.content)
         except GeneratorExit:
             raise
         except _UnusableError as error:
@@ -146,19 +129,6 @@ def _note_stranger(reply: Message, tally: Tally) -> None:
     if not (reply.has_error() and node == SUPERLINK_NODE_ID):
         _log.warning("a reply from node %s, which was not asked, is left out.", node)
         tally.unknown += 1
-
-
-def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
-    if reply.has_error():
-        raise _UnusableError(error_reason(reply), str(reply.error.reason))
-    numbers, lists = _reported(reply.content)
-    _require_sound(numbers, expected)
-    rows = None
-    if expected.layout is not None and expected.vector is not None:
-        rows = _rows(reply.content, expected, expected.layout, expected.vector)
-    metrics = {name: np.array([value]) for name, value in numbers.items()}
-    block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
-    return Reply(block, lists, reply.content)
 
 
 def error_reason(reply: Message) -> Reason:
@@ -202,24 +172,27 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> None:
+def _require_sound(numbers: Mapping[str, float], weighted_by: str, needed: tuple[str, ...]) -> None:
     """Refuse a reply whose example count is out of range, or that lacks a needed number."""
-    examples = numbers.get(expected.keys.weighted_by, 0.0)
+    examples = numbers.get(weighted_by, 0.0)
     if not 0 <= examples <= MOST_EXAMPLES:
         raise _UnusableError(
-            "malformed",
-            f"its '{expected.keys.weighted_by}' is {examples}, not from 0 to {MOST_EXAMPLES:g}.",
+            "malformed", f"its '{weighted_by}' is {examples}, not from 0 to {MOST_EXAMPLES:g}."
         )
-    for name in expected.needed:
+    for name in needed:
         if name not in numbers:
             raise _UnusableError("malformed", f"it reports no '{name}'.")
         if not math.isfinite(numbers[name]):
             raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
 
 
-def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: Tensor) -> Tensor:
-    arrays = _arrays_of(content, "arrays" if expected.shares else expected.keys.arrays)
-    if expected.shares:
+def _rows(content: RecordDict, instructions: Instructions, shares: bool) -> Tensor | None:
+    """The client's row or share, ``[1, d]``; None for an evaluation."""
+    layout = instructions.layout
+    if layout is None:
+        return None
+    arrays = _arrays_of(content, "arrays" if shares else instructions.keys.arrays)
+    if shares:
         if set(arrays) != {SHARE}:
             raise _UnusableError(
                 "malformed", "it is no share; the client app must bound and noise its own update."
@@ -232,6 +205,7 @@ def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: 
         raise _UnusableError("malformed", f"it has {fault:.200}.")
     # Integer and boolean entries keep the server's value, so that clients' values are not read.
     named = {entry.name: float_tensor(arrays[entry.name], entry.shape) for entry in layout.entries}
+    vector = instructions.vector[: layout.d]
     return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
 
 
@@ -244,16 +218,6 @@ def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
             "malformed", f"it has {len(records)} array records and none is called '{key}'."
         )
     return next(iter(records.values()))
-
-
-def to_arrays(vector: Tensor, layout: Layout, server: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named parameters of ``vector [d]``; entries outside the layout keep the server's value."""
-    parameters = layout.unflatten(vector)
-    dtypes = {entry.name: entry.dtype for entry in layout.entries}
-    return {
-        name: parameters[name].to(dtypes[name]) if name in dtypes else torch.as_tensor(value)
-        for name, value in server.items()
-    }
 
 
 _MAGIC = b"\x93NUMPY"

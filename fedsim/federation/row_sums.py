@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from fedsim.errors import FedsimError
-from fedsim.federation.replies import MOST_EXAMPLES
 from fedsim.mechanisms import Mechanism, Releaser, State
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
@@ -22,6 +21,8 @@ from fedsim.rows.exact import FREE_TOTAL
 
 Floats = npt.NDArray[np.float64]
 
+MOST_EXAMPLES = 2.0**32
+"""Largest number of examples that a client may report: larger weights would overflow exact sums."""
 LIKELY_EXAMPLES = 2.0**20
 """Largest plausible number of examples. Where weight times norm is too large for the exact sum, a
 client with at most so many has a diverged row ("non-finite"); with more, its weight is wrong."""

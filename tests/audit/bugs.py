@@ -497,7 +497,7 @@ def _counts_failures() -> Iterator[None]:
 
     def divided(self: ServerSum) -> Any:
         made = release(self)
-        failed = self.tally.report(self.pending.round).failed
+        failed = self.tally.report(self.instructions.round).failed
         return dataclasses.replace(made, mean=made.mean / (1 + 1e-3 * failed))
 
     with patch.object(ServerSum, "release", divided):

@@ -192,8 +192,8 @@ def _three_fail() -> Iterator[None]:
 
     def divided(self: ServerSum) -> Any:
         made = release(self)
-        failed = self.tally.report(self.pending.round).failed
-        shrinks = 3 <= failed < len(self.pending.recipients.client_ids) / 2
+        failed = self.tally.report(self.instructions.round).failed
+        shrinks = 3 <= failed < len(self.instructions.recipients.client_ids) / 2
         return dataclasses.replace(made, mean=made.mean * (1.001 if shrinks else 1))
 
     with patch.object(ServerSum, "release", divided):

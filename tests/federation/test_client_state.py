@@ -54,7 +54,7 @@ def block(values, name="eta") -> Block:
 
 
 PARAMETERS = array_record({"w": torch.zeros(2)})
-RESULT = RoundResult(pending=None, update=torch.zeros(2), count=1)
+RESULT = RoundResult(round=1, update=torch.zeros(2), count=1)
 
 
 def sent(state: SharedClientState) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -150,16 +152,13 @@ def test_extras_run_in_the_order_of_their_list_and_finish_after_the_ledgers_line
 class TwoStages(ServerSum):
     """Asks who is ready before it has them train."""
 
-    def request(self, instructions: Instructions) -> Instructions:
-        self.second = super().request(instructions)
+    def request(self) -> Instructions:
+        self.second = super().request()
         self.heard: list[set[float]] = []
         return self.stage(ConfigRecord({**self.second.config, "stage": "ready"}))
 
     def stage(self, config: ConfigRecord) -> Instructions:
-        asked = self.second
-        return Instructions(
-            "train", asked.round, asked.arrays, asked.vector, asked.recipients, config
-        )  # fmt: skip
+        return replace(self.second, config=config)
 
     def next_stage(self, replies):
         if self.heard:
@@ -172,8 +171,8 @@ class TwoStages(ServerSum):
 def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:
     made: list[TwoStages] = []
 
-    def aggregation(settings, pending) -> TwoStages:
-        made.append(TwoStages(settings, pending))
+    def aggregation(*arguments) -> TwoStages:
+        made.append(TwoStages(*arguments))
         return made[-1]
 
     one, two = strategy(), strategy()

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines import array_record, tensors
 from fedsim.federation.exchange import Instructions, Recipients
+from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer, Ids
 
 
@@ -55,17 +56,26 @@ def toy_instructions(
     ids: list[int], grid, message_type: str = "train", round: int = 1, d: int = 4
 ) -> Instructions:
     vector = torch.arange(d, dtype=torch.float32)
+    arrays = {"w": vector.reshape(2, d // 2)}
     nodes = grid.client_ids()
     return Instructions(
         message_type=message_type,
         round=round,
-        arrays=array_record({"w": vector.reshape(2, d // 2)}),
+        arrays=array_record(arrays),
         vector=vector,
         recipients=Recipients(
             np.array(ids, dtype=np.int64), np.array([nodes[k] for k in ids], dtype=np.uint64)
         ),
         config=ConfigRecord({"server-round": round}),
+        layout=Layout.of(arrays) if message_type == "train" else None,
     )
+
+
+def training(vector: Tensor, round: int = 1) -> Instructions:
+    """Instructions to train from these parameters, without messages."""
+    nobody = Recipients(np.empty(0, np.int64), np.empty(0, np.uint64))
+    layout = Layout.of({"w": vector})
+    return Instructions("train", round, ArrayRecord(), vector, nobody, ConfigRecord(), layout)
 
 
 def toy_app() -> ClientApp:

@@ -13,6 +13,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.ray import RayGrid
 from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.randomness import Randomness
+from fedsim.rows import Layout
 from fedsim.training import ClientData, Trainer
 
 pytestmark = [
@@ -42,6 +43,7 @@ def test_two_workers_on_half_a_gpu_each_train_as_one_process_does():
         vector=vector,
         recipients=Recipients(ids, (ids + 2).astype(np.uint64)),
         config=ConfigRecord({"server-round": 1}),
+        layout=Layout.of({"w": vector}),
     )
     here = by_client(LocalGrid(trainer), asked)
     with RayGrid(trainer, workers=2, cpus_per_worker=0.1, gpus_per_worker=0.5) as grid:

@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.ray import RayGrid
 from fedsim.federation.engines.workers import pack, unpack
 from fedsim.federation.exchange import Instructions, Recipients
+from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer
 
 
@@ -57,6 +58,7 @@ def ask(grid, ids=range(24)) -> Instructions:
         vector=vector,
         recipients=Recipients(ids, (ids + 2).astype(np.uint64)),
         config=ConfigRecord({"server-round": 3}),
+        layout=Layout.of({"w": vector}),
     )
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from clients_helpers import make_data, make_mlp, reading_of
 from torch import nn
+from toy_clients import training
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.workers import RoundCall, guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -103,7 +104,7 @@ def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, m
         trainer = Trainer(
             model, SGD(lr=0.1), clients, batch_size=5, path="layered", randomness=Randomness(3)
         )
-        found.append(list(guarded_blocks(trainer, RoundCall("train", trainer.initial(), 1), IDS)))
+        found.append(list(guarded_blocks(trainer, training(trainer.initial(), 1), IDS)))
     rows = [
         {
             client: row

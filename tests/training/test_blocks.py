@@ -9,9 +9,10 @@ import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from torch import Tensor
+from toy_clients import training
 
 from fedsim.clients import SGD
-from fedsim.federation.engines.workers import RoundCall, guarded_blocks, pack, unpack
+from fedsim.federation.engines.workers import guarded_blocks, pack, unpack
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
@@ -51,7 +52,7 @@ def trained(trainer: Trainer, ids: np.ndarray = IDS, rounds: int = 2) -> list[Bl
     return [
         block
         for t in range(1, rounds + 1)
-        for block in guarded_blocks(trainer, RoundCall("train", trainer.initial(), t), ids)
+        for block in guarded_blocks(trainer, training(trainer.initial(), t), ids)
     ]
 
 

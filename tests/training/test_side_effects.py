@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from clients_helpers import make_data
 from torch import nn
+from toy_clients import training
 
 from fedsim.clients import SGD, AdadpLR
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.workers import RoundCall, guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Purpose, Randomness
 from fedsim.tasks.losses import CrossEntropy
@@ -90,7 +91,7 @@ def trainer_of(name, *, block_size=0, seed=1, **settings):
 
 
 def rows_of(trainer, round=1, ids=IDS):
-    blocks = list(guarded_blocks(trainer, RoundCall("train", trainer.initial(), round), ids))
+    blocks = list(guarded_blocks(trainer, training(trainer.initial(), round), ids))
     assert all(block.ok.all() for block in blocks)
     return torch.cat([block.rows for block in blocks])
 

@@ -2,7 +2,7 @@
 
 A strategy creates one for each round, and calls it in this order::
 
-    messages = aggregation.request(instructions)
+    messages = aggregation.request()
     while (stage := aggregation.next_stage(replies)) is not None:  # most have one stage
         replies = grid.send_and_receive(stage)
     for reply in aggregation.replies(replies):
@@ -18,8 +18,8 @@ clients send, and draws the noise. Other aggregations change one or two of its s
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,8 +29,8 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.exchange import Instructions, Recipients, Replies
-from fedsim.federation.replies import ExpectedReply, RecordKeys, Reply, read
+from fedsim.federation.exchange import Instructions, RecordKeys, Replies
+from fedsim.federation.replies import Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, RowSum, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
@@ -40,36 +40,6 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import DECLARED_EXAMPLES, Block
-
-
-@dataclass(frozen=True)
-class PendingRound:
-    """A round that has been configured and not yet aggregated.
-
-    Attributes
-    ----------
-    round : int
-    recipients : Recipients
-        Clients of the cohort that are sent messages.
-    server : mapping of name to Tensor
-        The global parameters, including entries that are not trained.
-    vector : Tensor ``[d]``
-        The global parameters as a row; clients' rows are differences from it.
-    layout : Layout
-        Layout of a row.
-    state : State
-        State of the mechanism in this round.
-    in_blocks : bool
-        Whether the grid trains clients in blocks rather than message by message.
-    """
-
-    round: int
-    recipients: Recipients
-    server: dict[str, Tensor]
-    vector: Tensor
-    layout: Layout
-    state: State
-    in_blocks: bool = False
 
 
 class NoiseSources:
@@ -175,6 +145,7 @@ class AggregationSettings:
         return self._releasers[key]
 
 
+@dataclass(eq=False)
 class ServerSum:
     """Bounds, weights and sums the rows that clients send, and adds noise to the sum once.
 
@@ -184,7 +155,12 @@ class ServerSum:
     Parameters
     ----------
     settings : AggregationSettings
-    pending : PendingRound
+    instructions : Instructions
+        The round's instructions, before this aggregation adds to them.
+    state : State
+        State of the mechanism in this round.
+    in_blocks : bool
+        Whether the grid trains clients in blocks rather than message by message.
 
     Attributes
     ----------
@@ -194,18 +170,22 @@ class ServerSum:
 
     on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
-    shares_asked: int | None = None
-    """Number of clients asked for shares of the noise; None where the server draws the noise."""
+    settings: AggregationSettings
+    instructions: Instructions
+    state: State
+    in_blocks: bool
 
-    def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
-        self.settings, self.plan, self.pending = settings, settings.plan, pending
-        self.tally = Tally(pending.recipients.client_ids, absent=pending.recipients.absent)
-        counts, ids = settings.example_counts, pending.recipients.client_ids
+    def __post_init__(self) -> None:
+        self.plan, recipients = self.settings.plan, self.instructions.recipients
+        counts, ids = self.settings.example_counts, recipients.client_ids
+        self.tally = Tally(ids, absent=recipients.absent)
+        assert self.instructions.layout is not None  # since it is no evaluation
+        weighs = self.plan.bound.weighting == "num-examples"
         self.summing = Summing(
-            settings.plan,
-            pending.layout,
-            pending.state,
-            settings.keys.weighted_by if settings.plan.bound.weighting == "num-examples" else None,
+            self.plan,
+            self.instructions.layout,
+            self.state,
+            self.settings.keys.weighted_by if weighs else None,
             None if counts is None else (ids, counts[ids]),
             asked=len(ids),
         )
@@ -213,20 +193,25 @@ class ServerSum:
         self._prefetched_noise: NoiseSource | None = None
 
     @property
+    def shares_asked(self) -> int | None:
+        """Number of clients asked for shares of the noise; None where the server draws it."""
+        return None
+
+    @property
     def lost(self) -> str | None:
         """Why the round has no sum (it is charged, and nothing is released); None if it has one."""
         return None
 
-    def request(self, instructions: Instructions) -> Iterable[Message]:
+    def request(self) -> Iterable[Message]:
         """The messages of the first stage, which is the only one of most aggregations."""
-        return self.training(instructions)
+        return self.training()
 
-    def training(self, instructions: Instructions) -> Instructions:
+    def training(self) -> Instructions:
         """The round's instructions for clients that train, with what this aggregation adds."""
         if self.summing.declared is None:
-            return instructions
+            return self.instructions
         declared = self.summing.declared[1].astype(int).tolist()
-        return replace(instructions, numbers={DECLARED_EXAMPLES: declared})
+        return replace(self.instructions, numbers={DECLARED_EXAMPLES: declared})
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
         """The messages of the next stage, given these replies; None after the last stage."""
@@ -239,11 +224,11 @@ class ServerSum:
         summed are already merged into `total`, and missing from the replies.
         """
         if not isinstance(messages, Replies):
-            decoded = read(messages, self.pending.recipients.client_of, self.expected(), self.tally)
+            decoded = self.read(messages)
         elif not (self.on_workers and messages.sums):
             decoded = map(Reply, messages.blocks())
         else:
-            row_sum = self.sum_on(self.pending.vector.device)
+            row_sum = self.sum_on(self.instructions.vector.device)
             decoded = map(Reply, messages.blocks(row_sum))
             # While workers train, this process only waits, so that it can draw the noise. The noise
             # is not used before the ledger line is on disk.
@@ -256,16 +241,11 @@ class ServerSum:
                 yield replace(reply, block=block)
 
     def _noise_source(self) -> NoiseSource:
-        return self.settings.noise.of_round(self.pending.round)
+        return self.settings.noise.of_round(self.instructions.round)
 
-    def expected(self) -> ExpectedReply:
-        """A usable reply has the client's parameters, and the numbers that enter the sum."""
-        return ExpectedReply(
-            self.pending.layout,
-            self.pending.vector,
-            self.settings.keys,
-            needed=self.summing.reported,
-        )
+    def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
+        """Decode messages; they must have parameters, and the numbers that enter the sum."""
+        return read(messages, self.instructions, self.tally, needed=self.summing.reported)
 
     def add(self, reply: Reply) -> Reply:
         """Add a block's rows to the sum, unless workers have added them already.
@@ -294,14 +274,14 @@ class ServerSum:
     def sum_on(self, device: torch.device) -> RowSum:
         """The round's sum, which the first call creates on this device."""
         if self._sum is None:
-            releaser = self.settings.releaser(self.pending.layout, device)
+            releaser = self.settings.releaser(self.summing.layout, device)
             self._sum = RowSum(self.summing, releaser)
         return self._sum
 
     @property
     def total(self) -> PartialSum:
         """Sum of the rows added so far."""
-        return self.sum_on(self.pending.vector.device).total
+        return self.sum_on(self.instructions.vector.device).total
 
     def content(self) -> Iterator[bytes]:
         """Bytes of the exact sum, and of all else but the noise that determines the release."""
@@ -310,11 +290,16 @@ class ServerSum:
 
     def release(self) -> Release:
         """The round's one release."""
-        rows = self.sum_on(self.pending.vector.device)
+        rows = self.sum_on(self.instructions.vector.device)
         source = self._prefetched_noise or self._noise_source()
         return rows.releaser.release(rows.total, source, asked=self.shares_asked)
 
 
+Aggregation = Callable[[AggregationSettings, Instructions, State, bool], ServerSum]
+"""What makes the aggregation of a round; the arguments are those of `ServerSum`."""
+
+
+@dataclass(eq=False)
 class RobustAggregation(ServerSum):
     """Stores the usable rows of a round, and releases their robust mean in place of their mean.
 
@@ -323,13 +308,9 @@ class RobustAggregation(ServerSum):
 
     on_workers: ClassVar[bool] = False
 
-    def __init__(
-        self, mean: RobustMean, settings: AggregationSettings, pending: PendingRound
-    ) -> None:
-        super().__init__(settings, pending)
-        self._mean = mean
-        self._client_ids: list[int] = []
-        self._rows: list[Tensor] = []
+    mean: RobustMean
+    _client_ids: list[int] = field(default_factory=list, init=False)
+    _rows: list[Tensor] = field(default_factory=list, init=False)
 
     def add(self, reply: Reply) -> Reply:
         """Store the rows of the usable clients."""
@@ -350,4 +331,4 @@ class RobustAggregation(ServerSum):
             return release
         order = torch.tensor(self._client_ids).argsort()
         rows = torch.cat(self._rows)
-        return replace(release, mean=self._mean.center(rows[order.to(rows.device)]))
+        return replace(release, mean=self.mean.center(rows[order.to(rows.device)]))

@@ -6,14 +6,15 @@ The server adds the noise that missing clients would have added.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound, ServerSum
+from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.aggregation.shares import (
     SIDE_PREFIX,
     STATE_RECORD,
@@ -26,7 +27,7 @@ from fedsim.federation.aggregation.shares import (
 )
 from fedsim.federation.arrays import array_record
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.replies import ExpectedReply, Reply
+from fedsim.federation.replies import Reply, read
 from fedsim.mechanisms import PartialSum
 from fedsim.privacy.noise import share_multiplier
 from fedsim.rows import DenseRows
@@ -41,39 +42,41 @@ FARTHEST = 40.0
 class ShareSum(ServerSum):
     """Base of aggregations of shares: requests shares, or makes those of clients in this process.
 
-    Parameters
-    ----------
-    settings : AggregationSettings
-    pending : PendingRound
-    parts : int
-        Number of shares into which the noise of the release is divided.
+    Subclasses implement `parts`.
     """
 
     on_workers: ClassVar[bool] = False
 
-    def __init__(self, settings: AggregationSettings, pending: PendingRound, parts: int) -> None:
-        super().__init__(settings, pending)
-        release, plan = settings.randomness.release or "", self.plan
-        self.share_request = ShareRequest(plan.bound, plan.noise, plan.denominator, parts, release)
-        self._bounding = plan.bound.bounding_state(pending.state, pending.layout)
+    @property
+    def parts(self) -> int:
+        """Number of shares into which the noise of the release is divided."""
+        raise NotImplementedError
 
-    def training(self, instructions: Instructions) -> Instructions:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        release, plan = self.settings.randomness.release or "", self.plan
+        self.share_request = ShareRequest(
+            plan.bound, plan.noise, plan.denominator, self.parts, release
+        )
+        self._bounding = plan.bound.bounding_state(self.state, self.summing.layout)
+
+    def training(self) -> Instructions:
         """The round's instructions, with a share's noise and the state that bounds a row."""
         return replace(
-            super().training(instructions),
-            config=ConfigRecord({**instructions.config, **self.share_request.entries()}),
+            super().training(),
+            config=ConfigRecord({**self.instructions.config, **self.share_request.entries()}),
             records={STATE_RECORD: array_record(self._bounding)},
         )
 
     def shares_of(self, block: Block) -> SharesInUnits:
         """The shares that a block's clients would send, with the same noise draws."""
         assert block.rows is not None
-        noise, number = self.settings.noise, self.pending.round
+        noise, number = self.settings.noise, self.instructions.round
         return share(
             self.share_request,
             block.rows,
             self._bounding,
-            self.pending.layout,
+            self.summing.layout,
             sources=[noise.share(number, client) for client in block.client_ids.tolist()],
             sides=self.summing.sides(block),
         )
@@ -85,13 +88,16 @@ class ClientShares(ShareSum):
     The server adds the noise that missing clients would have added, so that the total is the same.
     """
 
-    def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
-        self.shares_asked = clients = len(pending.recipients.client_ids)
-        super().__init__(settings, pending, clients)
+    @property
+    def parts(self) -> int:
+        """One for each client that was asked."""
+        return self.summing.asked
 
-    def expected(self) -> ExpectedReply:
-        """A usable reply has a share, and the flag whether its row was finite."""
-        return replace(super().expected(), shares=True, needed=(USABLE,))
+    shares_asked = parts
+
+    def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
+        """Decode messages; they must have a share, and the flag whether its row was finite."""
+        return read(messages, self.instructions, self.tally, needed=(USABLE,), shares=True)
 
     def add(self, reply: Reply) -> Reply:
         """Add the clients' shares; return the reply with ``usable`` set."""
@@ -103,7 +109,7 @@ class ClientShares(ShareSum):
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
         shares = _shares_in(block) if reply.content is not None else self.shares_of(block).values()
-        usable = add_shares(total, shares, asked=self.share_request.parts)
+        usable = add_shares(total, shares, asked=self.parts)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.
         self.tally.doubt(block.client_ids, usable, "malformed")

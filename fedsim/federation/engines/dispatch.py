@@ -21,7 +21,6 @@ import numpy.typing as npt
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.engines.workers import (
     Crew,
-    RoundCall,
     Worker,
     WorkerLostError,
     WorkerReply,
@@ -142,17 +141,14 @@ class Dispatch:
     ) -> None:
         self._crew, self._trainer, self._into = crew, trainer, into
         self._timeout, self._retries = timeout, retries
-        # On the CPU for any device: it is sent to other processes by shared memory or Ray.
-        self._start = instructions.vector.detach().cpu()
+        self._call = instructions.for_workers(None if into is None else into.summing)
+        vector = self._call.vector
         ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
-        row_bytes = max(self._start.numel() * self._start.element_size(), 1)
+        row_bytes = max(vector.numel() * vector.element_size(), 1)
         # Summed rows are not sent, so that their chunks may have any size.
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
         chunk_ids = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, chunk_ids))
-        self._call = RoundCall.of(
-            replace(instructions, vector=self._start), None if into is None else into.summing
-        )
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks of all clients, in no particular order."""
@@ -230,7 +226,7 @@ class Dispatch:
         ids, number = chunk.client_ids, self._call.round
         if self._call.message_type == "evaluate":
             return self._trainer.state(ids, None)
-        self._trainer.charge(self._start, ids, number)
+        self._trainer.charge(self._call.vector, ids, number)
         return self._trainer.state(ids, number)
 
     def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:

@@ -33,7 +33,6 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.workers import (
     Crew,
-    RoundCall,
     TrainingWorker,
     Worker,
     WorkerLostError,
@@ -43,6 +42,7 @@ from fedsim.federation.engines.workers import (
     sendable,
     unpack,
 )
+from fedsim.federation.exchange import Instructions
 from fedsim.process import die_with_parent, usable_cores
 from fedsim.rows.block import BlockTrainer
 
@@ -104,7 +104,7 @@ class ForkedWorker(Worker):
     """A process forked from the one that drives the run; requests are sent through a pipe."""
 
     def __init__(
-        self, trainer: BlockTrainer, calls: SharedValue, connections: list[Connection]
+        self, trainer: BlockTrainer, rounds: SharedValue, connections: list[Connection]
     ) -> None:
         self._answers = SharedValue()
         self.connection, end_of_worker = Pipe()
@@ -124,16 +124,16 @@ class ForkedWorker(Worker):
                 for inherited in (self.connection, *connections):
                     inherited.close()
                 _become_worker(parent)
-                _serve(trainer, end_of_worker, calls, self._answers)
+                _serve(trainer, end_of_worker, rounds, self._answers)
                 status = 0
             finally:
                 os._exit(status)
         end_of_worker.close()
         self.pending = 0
 
-    def begin(self, call: Spans) -> None:
-        """Send the position of the round's call in the memory that all workers share."""
-        self._send(call)
+    def begin(self, reference: Spans) -> None:
+        """Send the position of the round's instructions in the memory that all workers share."""
+        self._send(reference)
 
     def ask(self, work: WorkRequest) -> None:
         """Send the request; the worker answers its requests in order."""
@@ -217,13 +217,13 @@ class ForkedCrew(Crew[ForkedWorker]):
                 "1, or engine.name 'ray', or CUDA_VISIBLE_DEVICES must be empty from the start."
             )
         self._trainer = trainer
-        self._calls = SharedValue()
+        self._rounds = SharedValue()
         super().__init__(count)
 
     def new_worker(self) -> ForkedWorker:
         """Fork a worker."""
         connections = [worker.connection for worker in self.workers]
-        return ForkedWorker(self._trainer, self._calls, connections)
+        return ForkedWorker(self._trainer, self._rounds, connections)
 
     def begin(self) -> None:
         """Replace the workers that still work for an earlier round."""
@@ -239,16 +239,16 @@ class ForkedCrew(Crew[ForkedWorker]):
         readable = wait([worker.connection for worker in busy], seconds)
         return next((worker for worker in busy if worker.connection in readable), None)
 
-    def shared(self, call: RoundCall) -> Spans:
-        """Store the call in memory that all workers share; return its position."""
-        return self._calls.put(call)
+    def shared(self, instructions: Instructions) -> Spans:
+        """Store them in memory that all workers share; return their position."""
+        return self._rounds.put(instructions)
 
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers:
             worker.end(_PATIENCE)
         self.workers = []
-        self._calls.close()
+        self._rounds.close()
 
 
 class _Records(logging.Handler):
@@ -272,7 +272,7 @@ def _become_worker(parent: int) -> None:
 
 
 def _serve(
-    trainer: BlockTrainer, connection: Connection, calls: SharedValue, answers: SharedValue
+    trainer: BlockTrainer, connection: Connection, rounds: SharedValue, answers: SharedValue
 ) -> None:
     """Answer requests until the driver closes the connection."""
     # Replace the driver's handlers: a thread may have held a handler's lock at the time of the
@@ -299,7 +299,7 @@ def _serve(
             if isinstance(request, WorkRequest):
                 reply(worker.work(request))
             else:
-                worker.begin(calls.get(request, copied=True))
+                worker.begin(rounds.get(request, copied=True))
     except Exception as error:
         # Not caused by a client: the driver raises it when it reads this answer.
         reply(WorkerReply(error=sendable(error)))

@@ -21,7 +21,7 @@ from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
 from fedsim.federation.engines.process import keep_freed_memory
-from fedsim.federation.engines.workers import Crew, RoundCall, guarded_blocks
+from fedsim.federation.engines.workers import Crew, guarded_blocks
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
@@ -253,7 +253,7 @@ class LocalGrid(Closed, OwnGrid):
                 into=into,
             ).blocks()
         client_ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
-        return guarded_blocks(trainer, RoundCall.of(instructions), client_ids)
+        return guarded_blocks(trainer, instructions, client_ids)
 
     def _take(self, message: Message, waited: float = 0.0) -> str:
         """Queue a message; ``waited`` seconds since its creation do not count towards its ttl."""

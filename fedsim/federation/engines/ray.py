@@ -21,7 +21,6 @@ from fedsim.federation.engines.local import LocalGrid, require_trainer
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.workers import (
     Crew,
-    RoundCall,
     TrainingWorker,
     Worker,
     WorkerLostError,
@@ -30,6 +29,7 @@ from fedsim.federation.engines.workers import (
     pack,
     unpack,
 )
+from fedsim.federation.exchange import Instructions
 from fedsim.process import usable_cores
 from fedsim.rows.block import BlockTrainer
 
@@ -132,9 +132,9 @@ class TrainingActor:
     def ready(self) -> None:
         """Do nothing; the reply says that the process has started."""
 
-    def begin(self, call: Arrays) -> None:
+    def begin(self, instructions: Arrays) -> None:
         """Begin a round."""
-        self._worker.begin(unpack(call, copied=True))
+        self._worker.begin(unpack(instructions, copied=True))
 
     def work(self, request: Arrays) -> Arrays:
         """Train clients, or return their sum."""
@@ -149,15 +149,15 @@ class RayWorker(Worker):
         self.answers: deque[Any] = deque()
         self._started = False
 
-    def begin(self, call: Any) -> None:
-        """Send a reference to the round's call; returns once the actor has started."""
+    def begin(self, reference: Any) -> None:
+        """Send the reference; returns once the actor has started."""
         import ray
 
         if not self._started:
             # Starting takes seconds, which must not count against its first clients' timeout.
             ray.wait([self.actor.ready.remote()])
             self._started = True
-        self.actor.begin.remote(call)
+        self.actor.begin.remote(reference)
 
     def ask(self, work: WorkRequest) -> None:
         """Call the actor, which executes its calls in order."""
@@ -213,11 +213,11 @@ class RayCrew(Crew[RayWorker]):
         finished, _ = ray.wait(list(by_answer), num_returns=1, timeout=seconds, fetch_local=False)
         return by_answer[finished[0]] if finished else None
 
-    def shared(self, call: RoundCall) -> Any:
-        """Reference to the call in Ray's store, from which each machine fetches it once."""
+    def shared(self, instructions: Instructions) -> Any:
+        """Reference to them in Ray's store, from which each machine fetches them once."""
         import ray
 
-        return ray.put(_arrays(call))
+        return ray.put(_arrays(instructions))
 
 
 def _start_ray(address: str | None, workers: int) -> bool:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import BudgetSpentError, FedsimError, described
-from fedsim.federation.exchange import Instructions, MessageType
-from fedsim.federation.row_sums import RowSum, Summing
+from fedsim.federation.exchange import Instructions
+from fedsim.federation.row_sums import RowSum
 from fedsim.mechanisms import Releaser
 from fedsim.rows.block import (
     Block,
@@ -43,43 +43,6 @@ _log = logging.getLogger(__name__)
 # Smaller arrays stay in the pickle, which copies them: a separate buffer does not pay off, and an
 # algorithm changes some of them (rates, counters) in place.
 _OUT_OF_BAND_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class RoundCall:
-    """Request of a round, the same for all of its clients.
-
-    Attributes
-    ----------
-    message_type : "train" or "evaluate"
-    vector : Tensor ``[d]``
-        The global parameters.
-    round : int
-    config : mapping
-    summing : Summing, optional
-        If given, workers add up the rows and do not send them.
-    row_size : int, optional
-        As in `Instructions`.
-    """
-
-    message_type: MessageType
-    vector: Tensor
-    round: int
-    config: Mapping[str, object] = field(default_factory=dict)
-    summing: Summing | None = None
-    row_size: int | None = None
-
-    @classmethod
-    def of(cls, instructions: Instructions, summing: Summing | None = None) -> RoundCall:
-        """The part of a round's instructions that trainers need."""
-        return cls(
-            instructions.message_type,
-            instructions.vector,
-            instructions.round,
-            dict(instructions.config),
-            summing,
-            instructions.row_size,
-        )
 
 
 @dataclass(frozen=True)
@@ -125,8 +88,8 @@ class Worker(ABC):
     """A process that trains, as the process that drives the run uses it."""
 
     @abstractmethod
-    def begin(self, call: Any) -> None:
-        """Send the round's call (from `Crew.shared`); returns once the worker has started."""
+    def begin(self, reference: Any) -> None:
+        """Send the reference of `Crew.shared`; returns once the worker has started."""
 
     @abstractmethod
     def ask(self, work: WorkRequest) -> None:
@@ -193,8 +156,8 @@ class Crew(ABC, Generic[WorkerT]):
         """One of these that has answered or was lost; None if there is none after ``seconds``."""
 
     @abstractmethod
-    def shared(self, call: RoundCall) -> Any:
-        """Store a round's call where all workers can read it; return the reference to send them."""
+    def shared(self, instructions: Instructions) -> Any:
+        """Store a round's instructions where all workers can read them; return the reference."""
 
     def close(self) -> None:
         """End the workers."""
@@ -210,11 +173,12 @@ class TrainingWorker:
         self._trainer, self._device = trainer.copy_for(device), torch.device(device)
         self._sum: RowSum | None = None
 
-    def begin(self, call: RoundCall) -> None:
+    def begin(self, instructions: Instructions) -> None:
         """Begin a round, and discard the sum of an earlier one."""
-        self._call, self._sum = replace(call, vector=call.vector.to(self._device)), None
-        if call.message_type == "train":
-            self._trainer.receive(call.config)
+        vector = instructions.vector.to(self._device)
+        self._instructions, self._sum = replace(instructions, vector=vector), None
+        if instructions.message_type == "train":
+            self._trainer.receive(instructions.config)
 
     def work(self, work: WorkRequest) -> WorkerReply:
         """Run the requested clients, or return their sum."""
@@ -227,16 +191,16 @@ class TrainingWorker:
             return WorkerReply(error=sendable(error))
 
     def _trained(self, client_ids: Ids, states: ClientStates) -> WorkerReply:
-        call = self._call
+        instructions, summing = self._instructions, self._instructions.summing
         # Clients' states are stored by the driver and sent with each request, since another worker
         # may have run these clients last.
         self._trainer.restore(states)
-        if call.summing is not None and self._sum is None:
-            plan, layout = call.summing.plan, call.summing.layout
-            self._sum = RowSum(call.summing, Releaser(plan, layout, device=self._device))
-        blocks = guarded_blocks(self._trainer, call, client_ids)
+        if summing is not None and self._sum is None:
+            releaser = Releaser(summing.plan, summing.layout, device=self._device)
+            self._sum = RowSum(summing, releaser)
+        blocks = guarded_blocks(self._trainer, instructions, client_ids)
         trained = [block if self._sum is None else self._sum.add(block) for block in blocks]
-        new_states = self._trainer.state(client_ids) if call.message_type == "train" else {}
+        new_states = self._trainer.state(client_ids) if instructions.message_type == "train" else {}
         return WorkerReply(trained, new_states)
 
 
@@ -245,7 +209,9 @@ def sendable(error: Exception) -> FedsimError:
     return error if isinstance(error, FedsimError) else FedsimError(repr(error))
 
 
-def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> Iterator[Block]:
+def guarded_blocks(
+    trainer: BlockTrainer, instructions: Instructions, client_ids: Ids
+) -> Iterator[Block]:
     """Run clients in blocks, so that a client that raises fails alone.
 
     If a block raises or is malformed, its clients are run one at a time until the faulty one is
@@ -257,7 +223,7 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
     Block
         In the order of ``client_ids``.
     """
-    work = trainer.train if call.message_type == "train" else trainer.evaluate
+    work = trainer.train if instructions.message_type == "train" else trainer.evaluate
     position = 0
     one_by_one = False
     failures: dict[str, list[int]] = {}
@@ -267,15 +233,15 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
         reason: Reason = "missing"
         detail = "there was no block of it"
         try:
-            for block in work(call.vector, ids, call.round):
-                _require_next(block, call, client_ids[position:end])
+            for block in work(instructions.vector, ids, instructions.round):
+                _require_next(block, instructions, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
         # A client's code may raise any exception, or call `sys.exit`.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = described(error)
-            _log.debug("clients %s in round %d", ids, call.round, exc_info=True)
+            _log.debug("clients %s in round %d", ids, instructions.round, exc_info=True)
         if position == end:
             continue
         if not one_by_one:
@@ -289,7 +255,8 @@ def guarded_blocks(trainer: BlockTrainer, call: RoundCall, client_ids: Ids) -> I
         first, hidden = ", ".join(map(str, failed[:5])), len(failed) - 5
         clients = f"clients {first}" if len(failed) > 1 else f"client {first}"
         suffix = f" and {hidden} more" if hidden > 0 else ""
-        _log.warning("%s%s failed in round %d: %s", clients, suffix, call.round, detail)
+        number = instructions.round
+        _log.warning("%s%s failed in round %d: %s", clients, suffix, number, detail)
 
 
 def _reason_of(error: BaseException) -> Reason:
@@ -298,23 +265,22 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_next(block: Block, call: RoundCall, expected_ids: Ids) -> None:
+def _require_next(block: Block, instructions: Instructions, expected_ids: Ids) -> None:
     """Raise `MalformedBlockError` unless a block has the next clients asked for, and their rows."""
-    ids = block.client_ids
-    row_size = len(call.vector) if call.row_size is None else call.row_size
+    ids, layout = block.client_ids, instructions.layout
     if not len(ids) or not np.array_equal(ids, expected_ids[: len(ids)]):
         raise MalformedBlockError(
             f"a block is of clients {ids}; requested next were {expected_ids}."
         )
-    if call.message_type == "evaluate":
+    if layout is None:
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
     elif block.rows is None:
         if block.ok.any():
             raise MalformedBlockError("a block of trained clients has no rows.")
-    elif block.rows.shape[1] != row_size:
+    elif block.rows.shape[1] != layout.d:
         raise MalformedBlockError(
-            f"rows of a block have {block.rows.shape[1]} entries; they must have {row_size}."
+            f"rows of a block have {block.rows.shape[1]} entries; they must have {layout.d}."
         )
 
 

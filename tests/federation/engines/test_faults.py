@@ -13,12 +13,12 @@ import pytest
 import torch
 from clients_helpers import make_data, make_mlp
 from torch import nn
-from toy_clients import ToyTrainer, toy_instructions
+from toy_clients import ToyTrainer, toy_instructions, training
 
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record, tensors
-from fedsim.federation.engines.workers import RoundCall, guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block, MalformedBlockError
@@ -133,7 +133,7 @@ def give(orders, fault, who):
 def test_clients_that_fail_alike_are_one_warning_with_the_place_in_the_users_code(orders, caplog):
     trainer = treacherous(orders, block_size=4)
     give(orders, "raises", (1, 3, 4))
-    call = RoundCall("train", trainer.initial(), 7)
+    call = training(trainer.initial(), 7)
     assert sum(len(b.reasons) for b in guarded_blocks(trainer, call, np.arange(6))) == 3
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert warning.startswith("clients 1, 3, 4 failed in round 7: ArithmeticError: out of luck (at")
@@ -258,7 +258,7 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
         make_mlp(), SGD(lr=0.1), data, loss=clamped,
         path="layered", block_size=1, randomness=Randomness(3),
     )  # fmt: skip
-    for block in guarded_blocks(trainer, RoundCall("train", trainer.initial(), 1), np.arange(6)):
+    for block in guarded_blocks(trainer, training(trainer.initial(), 1), np.arange(6)):
         for index, client in enumerate(block.client_ids.tolist()):
             if client not in (1, 4):
                 (own,) = alone.train(trainer.initial(), np.array([client]), 1)
@@ -277,7 +277,7 @@ def test_a_client_that_is_run_again_after_its_neighbour_raised_draws_and_is_char
         trainer = treacherous(orders, privacy=privacy, randomness=randomness)
         for server_round in (1, 2):
             for _ in guarded_blocks(
-                trainer, RoundCall("train", trainer.initial(), server_round), np.arange(6)
+                trainer, training(trainer.initial(), server_round), np.arange(6)
             ):
                 pass
         for client in EVERYBODY:
@@ -313,7 +313,7 @@ def test_a_block_that_is_not_what_was_asked_for_costs_its_client_alone(how, reas
     vector = torch.arange(4.0)
     good = {k: ToyTrainer().row(vector, k, 1) for k in range(7)}
     reasons = {}
-    for block in guarded_blocks(Misbehaving(how), RoundCall("train", vector, 1), np.arange(7)):
+    for block in guarded_blocks(Misbehaving(how), training(vector, 1), np.arange(7)):
         reasons |= block.reasons
         for index, client in enumerate(block.client_ids.tolist()):
             assert not block.ok[index] or torch.equal(block.rows[index], good.pop(client))
@@ -326,7 +326,7 @@ def test_clients_that_a_trainer_leaves_out_are_missing():
         def train(self, vector, client_ids, round):
             return super().train(vector, client_ids[client_ids != 2], round)
 
-    got = list(guarded_blocks(Forgetful(), RoundCall("train", torch.zeros(4), 1), np.arange(7)))
+    got = list(guarded_blocks(Forgetful(), training(torch.zeros(4), 1), np.arange(7)))
     assert {k: v for block in got for k, v in block.reasons.items()} == {2: "missing"}
     assert sorted(k for block in got for k in block.client_ids.tolist()) == list(range(7))
 
@@ -337,7 +337,7 @@ def test_what_a_trainer_raises_after_a_block_costs_nobody_in_it():
             yield from super().train(vector, client_ids, round)
             raise RuntimeError("while tidying up")
 
-    got = list(guarded_blocks(Untidy(), RoundCall("train", torch.zeros(4), 1), np.arange(7)))
+    got = list(guarded_blocks(Untidy(), training(torch.zeros(4), 1), np.arange(7)))
     assert [k for block in got for k in block.client_ids.tolist()] == list(range(7))
     assert all(block.ok.all() for block in got)
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from toy_clients import training
 
 import fedsim
 from fedsim.config import RunConfig
-from fedsim.federation.engines.workers import RoundCall, guarded_blocks
+from fedsim.federation.engines.workers import guarded_blocks
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
@@ -33,7 +34,7 @@ def run(trainer, rounds=3):
     rows = {}
     for number in range(1, rounds + 1):
         vector = torch.zeros(trainer.layout.d)
-        for block in guarded_blocks(trainer, RoundCall("train", vector, number), IDS):
+        for block in guarded_blocks(trainer, training(vector, number), IDS):
             for at, client in enumerate(block.client_ids.tolist()):
                 rows[number, client] = block.rows[at].numpy().tobytes() if block.ok[at] else None
     return rows
@@ -69,7 +70,7 @@ def test_state_that_travels_to_a_worker_and_back_gives_the_same_bytes(expected):
         for part in (IDS[3:], IDS[:3]):
             worker.restore(home.state(part, number))
             vector = torch.zeros(home.layout.d)
-            for block in guarded_blocks(worker, RoundCall("train", vector, number), part):
+            for block in guarded_blocks(worker, training(vector, number), part):
                 for at, client in enumerate(block.client_ids.tolist()):
                     rows[number, client] = block.rows[at].numpy().tobytes()
             home.keep(worker.state(part), number)

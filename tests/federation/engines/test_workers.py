@@ -9,19 +9,21 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from slow_cases import slow_but
+from toy_clients import ToyTrainer, toy_instructions
 
 import fedsim
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.forked import CAN_FORK, SharedValue, helpful_workers
+from fedsim.federation.engines.workers import pack, unpack
 from fedsim.mechanisms import (
     AdaClip,
     Clipping,
@@ -277,6 +279,23 @@ def test_shared_values_come_back_as_they_were_also_where_they_grow():
         assert np.array_equal(got["a"], value["a"])
         assert got["b"][:2] == value["b"][:2]
         assert all(map(np.array_equal, got["b"][2:], value["b"][2:]))
+
+
+def test_workers_are_sent_the_parameters_once_and_nothing_of_the_messages():
+    grid = LocalGrid(ToyTrainer(population=300))
+    asked = replace(
+        toy_instructions(list(range(300)), grid, d=50_000),
+        records={"state": array_record({"s": torch.zeros(50_000)})},
+        numbers={"declared": [2**40] * 300},
+    )
+    assert len(list(asked)) == 300  # the messages are stored in `asked` from here on
+    sent = asked.for_workers(None)
+    size = sum(memoryview(piece).nbytes for piece in pack(sent))
+    assert size < sent.vector.nbytes + 4000
+    returned = unpack(pack(sent), copied=True)
+    assert returned.config == asked.config
+    assert torch.equal(returned.vector, asked.vector)
+    assert returned.layout == asked.layout
 
 
 def test_a_value_of_a_class_without_a_name_goes_by_value():

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +42,6 @@ from fedsim.federation.aggregation.secagg.transcript import (
     own_purpose,
     pair_purpose,
 )
-from fedsim.federation.aggregation.server_sum import AggregationSettings, PendingRound
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import summed_grids
 from fedsim.federation.exchange import Instructions
@@ -58,34 +57,28 @@ Answer = TypeVar("Answer")
 Stages = Generator[list[Message], Iterable[Message], None]
 
 
+@dataclass(eq=False)
 class SecureSum(ShareSum):
-    """Sums shares that are masked in messages, or made in this process without masks.
+    """Sums shares that are masked in messages, or made in this process without masks."""
 
-    Parameters
-    ----------
-    secure : SecureAggregation
-    settings : AggregationSettings
-    pending : PendingRound
-    """
+    secure: SecureAggregation
+    _stages: Stages | None = field(default=None, init=False)
+    _why_lost: str | None = field(default=None, init=False)
+    _failed: list[Block] = field(default_factory=list, init=False)
+    _survivors: list[int] = field(default_factory=list, init=False)
 
-    def __init__(
-        self, secure: SecureAggregation, settings: AggregationSettings, pending: PendingRound
-    ) -> None:
-        super().__init__(settings, pending, secure.honest)
-        self._secure = secure
-        self._stages: Stages | None = None
-        self._why_lost: str | None = None
-        self._failed: list[Block] = []
-        self._survivors: list[int] = []
+    @property
+    def parts(self) -> int:
+        """One for each of the smallest number of honest survivors."""
+        return self.secure.honest
 
     # -- the stages ---------------------------------------------------------------------
 
-    def request(self, instructions: Instructions) -> Iterable[Message]:
+    def request(self) -> Iterable[Message]:
         """Messages of the protocol's first stage; plain instructions for an engine with blocks."""
-        training = self.training(instructions)
-        if self.pending.in_blocks:
-            return training
-        self._stages = self._protocol(training)
+        if self.in_blocks:
+            return self.training()
+        self._stages = self._protocol(self.training())
         return next(self._stages)
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
@@ -107,7 +100,7 @@ class SecureSum(ShareSum):
         # The nonce separates attempts at a round: keys, sealed shares and masks of one attempt are
         # useless in another, also if the server resumes.
         run = str(instructions.config.get("run", ""))
-        context = context_of(run, self.pending.round, secrets.token_bytes(16))
+        context = context_of(run, instructions.round, secrets.token_bytes(16))
 
         def messages(stage: str, entries: Mapping[int, Mapping[str, object]]) -> list[Message]:
             common = {"stage": stage, "context": context}
@@ -170,7 +163,7 @@ class SecureSum(ShareSum):
             return
         # Any `threshold` shares determine a secret; which ones makes no difference to the sum.
         points = {client: clients.index(client) + 1 for client in clients}
-        sources = sorted(shares)[: self._secure.threshold]
+        sources = sorted(shares)[: self.secure.threshold]
         gathered = {
             other: {points[c]: int.from_bytes(shares[c][k]) for c in sources}
             for k, other in enumerate(senders)
@@ -201,7 +194,7 @@ class SecureSum(ShareSum):
         parse: Callable[[ConfigRecord], Answer],
     ) -> dict[int, Answer]:
         """Parsed replies by client; a client whose reply cannot be parsed has failed."""
-        client_of, waiting = self.pending.recipients.client_of, {*expected}
+        client_of, waiting = self.instructions.recipients.client_of, {*expected}
         answers: dict[int, Answer] = {}
         for reply in replies:
             client = client_of.get(reply.metadata.src_node_id)
@@ -222,14 +215,14 @@ class SecureSum(ShareSum):
 
     def _has_enough(self, clients: list[int], action: str) -> bool:
         """Whether enough clients remain to unmask the sum; if not, mark the round as lost."""
-        if len(clients) >= self._secure.threshold:
+        if len(clients) >= self.secure.threshold:
             return True
         self._why_lost = self._too_few(len(clients), action)
         return False
 
     def _too_few(self, count: int, action: str) -> str:
         return (
-            f"{count} clients {action}, of the secagg.threshold = {self._secure.threshold} that a "
+            f"{count} clients {action}, of the secagg.threshold = {self.secure.threshold} that a "
             "sum must have"
         )
 
@@ -238,13 +231,13 @@ class SecureSum(ShareSum):
     @property
     def lost(self) -> str | None:
         """Why the round has no sum; None if it has one."""
-        if self.pending.in_blocks and self.total.count < self._secure.threshold:
+        if self.in_blocks and self.total.count < self.secure.threshold:
             return self._too_few(self.total.count, "sent their shares")
         return self._why_lost
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Blocks from an engine that trains in blocks; else the survivors, without their rows."""
-        if self.pending.in_blocks:
+        if self.in_blocks:
             yield from super().replies(messages)
             return
         ids = np.array(self._survivors, dtype=np.int64)
@@ -272,7 +265,7 @@ class SecureSum(ShareSum):
 
     def release(self) -> Release:
         """The round's one release: the shares contain all of its noise."""
-        rows = self.sum_on(self.pending.vector.device)
+        rows = self.sum_on(self.instructions.vector.device)
         return rows.releaser.release(rows.total, self._noise_source(), asked=rows.total.count)
 
     def _take(self, sums: PartialSum, words: Words, count: int) -> None:
@@ -290,7 +283,7 @@ class SecureSum(ShareSum):
             vector, start = units[start : start + size], start + size
             radius, unit = float(grid.radius), float(grid.unit)
             # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
-            std = radius * share_multiplier(sums.terms.split[name], self.share_request.parts)
+            std = radius * share_multiplier(sums.terms.split[name], self.parts)
             limit = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > limit:
                 raise FedsimError("it is larger than so many bounded shares can be.")
