@@ -28,7 +28,7 @@ from fedsim.rows.block import Block, Reason
 
 _log = logging.getLogger("fedsim")
 
-SHARE = "share"
+SHARE_ARRAY = "share-units"
 """Name of the one array in a client's share."""
 MOST_METRICS = 1000
 """Largest number of metrics that a client may report."""
@@ -75,7 +75,7 @@ def read(
     tally: Tally,
     *,
     needed: tuple[str, ...] = (),
-    shares: bool = False,
+    share_size: int | None = None,
 ) -> Iterator[Reply]:
     """Decode replies, each into a block of one client; unusable ones into failed blocks.
 
@@ -87,8 +87,9 @@ def read(
         Counts the replies of nodes that were not asked, which are dropped.
     needed : tuple of str
         Names of the numbers that a usable reply must report, each finite.
-    shares : bool
-        Whether the clients bound and noise their own rows; the block's ``rows`` are then shares.
+    share_size : int, optional
+        If the clients bound and noise their own rows, the size of such a share; the block's
+        ``rows`` are then shares.
     """
     client_of = instructions.recipients.client_of
     for reply in replies:
@@ -102,7 +103,7 @@ def read(
                 raise _UnusableError(error_reason(reply), str(reply.error.reason))
             numbers, lists = _reported(reply.content)
             _require_sound(numbers, instructions.keys.weighted_by, needed)
-            rows = _rows(reply.content, instructions, shares)
+            rows = _rows(reply.content, instructions, share_size)
             metrics = {name: np.array([value]) for name, value in numbers.items()}
             block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
             yield Reply(block, lists, reply.content)
@@ -186,18 +187,18 @@ def _require_sound(numbers: Mapping[str, float], weighted_by: str, needed: tuple
             raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
 
 
-def _rows(content: RecordDict, instructions: Instructions, shares: bool) -> Tensor | None:
+def _rows(content: RecordDict, instructions: Instructions, share_size: int | None) -> Tensor | None:
     """The client's row or share, ``[1, d]``; None for an evaluation."""
     layout = instructions.layout
     if layout is None:
         return None
-    arrays = _arrays_of(content, "arrays" if shares else instructions.keys.arrays)
-    if shares:
-        if set(arrays) != {SHARE}:
+    arrays = _arrays_of(content, instructions.keys.arrays if share_size is None else "arrays")
+    if share_size is not None:
+        if set(arrays) != {SHARE_ARRAY}:
             raise _UnusableError(
                 "malformed", "it is no share; the client app must bound and noise its own update."
             )
-        return float_tensor(arrays[SHARE], (layout.d,), torch.float64).unsqueeze(0)
+        return float_tensor(arrays[SHARE_ARRAY], (share_size,), torch.float64).unsqueeze(0)
     surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.untrained)
     absent = {entry.name for entry in layout.entries} - set(arrays)
     if surplus or absent:

@@ -24,6 +24,7 @@ from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.flower_internals import CLIENT_RAISED, NODE_UNAVAILABLE
+from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.federation.round_report import failures_in
 from fedsim.mechanisms import (
     AdaClip,
@@ -365,16 +366,12 @@ def shares_of(rng: random.Random, placement: str) -> RecordDict:
     metrics = MetricRecord({})
     if rng.random() < 0.9:
         dict.__setitem__(metrics._data, "share-usable", usable)
-    for name in ("unclipped", "0.unclipped", "1.unclipped", "loss"):
-        if rng.random() < 0.7:
-            value = rng.choice([0.1, math.nan, 1e308, 10**400])
-            dict.__setitem__(metrics._data, f"share-side.{name}", value)
-    size = rng.choice([D, D, D, D - 1, 0])
+    size = rng.choice([D, D, D + 1, D + 2, D - 1, 0])
     kind = rng.choice(["f8", "f8", "f8", "f4", "i8"])
-    scale = rng.choice([1e-3, 1.0, 1e200, 1e308])
+    scale = rng.choice([1e-3, 2.0**25, 1e200, 1e308])
     with np.errstate(over="ignore"):
         values = (np.ones(size) * (1.0 if kind == "i8" else scale)).astype(kind)
-    return RecordDict({"arrays": ArrayRecord({"share": Array(values)}), "metrics": metrics})
+    return RecordDict({"arrays": ArrayRecord({SHARE_ARRAY: Array(values)}), "metrics": metrics})
 
 
 def hostile(rng: random.Random) -> RecordDict:

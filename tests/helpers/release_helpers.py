@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.cohorts import FullCohort, PoissonCohort
-from fedsim.federation.aggregation.shares import ShareRequest
-from fedsim.federation.aggregation.shares import share as made_share
+from fedsim.federation.aggregation.shares import ShareRequest, make_shares, split
 from fedsim.mechanisms import Mechanism, NoiseSource, Release, Releaser
 from fedsim.privacy import Independent
 from fedsim.privacy.noise import Noise
@@ -73,11 +72,20 @@ def shares_of(
 ):
     """What these rows' clients would send."""
     layout = layout or layout_of_rows(rows)
-    return made_share(
+    return make_shares(
         ShareRequest(mechanism, Independent(z), denominator, len(rows) if asked is None else asked),
         rows,
         mechanism.bounding_state(state, layout),
         layout,
         sources=noise,
         sides=sides,
-    ).values()
+    )
+
+
+def numbers_in(shares, total) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rows in the mechanism's coordinates, and scalars, of shares that enter this sum."""
+    values = {
+        name: units * total.grids[name].unit for name, units in split(total, shares.units).items()
+    }
+    rows = total.joined([values.pop(part.segment.prefix + "sum") for part in total.segments])
+    return rows, values

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from release_helpers import numbers_in, releaser, shares_of, source, sources
 from release_helpers import one_round as released
-from release_helpers import releaser, shares_of, source, sources
 from scipy import stats
 from slow_cases import hypothesis_examples
 from torch import Tensor
@@ -98,10 +98,12 @@ def state_after(mechanism: Mechanism, layout: Layout, rounds: int) -> State:
 
 def in_the_ball(mechanism: Mechanism, state: State, rows: Tensor) -> Tensor:
     """Bounded rows in the mechanism's coordinates: shares without noise."""
-    return shares_of(
-        mechanism, state, rows, 0.0, 10.0, sources(0, len(rows)),
-        layout=layout_of(rows.shape[1]), sides=sides_of(mechanism, rows),
-    ).rows  # fmt: skip
+    layout = layout_of(rows.shape[1])
+    shares = shares_of(
+        mechanism, state, rows, 0.0, 10.0, sources(0, len(rows)), layout=layout,
+        sides=sides_of(mechanism, rows),
+    )  # fmt: skip
+    return numbers_in(shares, releaser(mechanism, layout, 0.0, 10.0).start(state))[0]
 
 
 def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tuple[slice, float]]:
@@ -339,7 +341,7 @@ def test_without_privacy_there_is_nothing_to_share() -> None:
 def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() -> None:
     mechanism, layout = Clipping(1.0), Layout.of({"w": torch.empty(5000)})
     shares = shares_of(mechanism, {}, torch.zeros(4, 5000), 2.0, 4.0, sources(0, 4))
-    shares.rows[1, 17] = NAN
+    shares.units[1, 17] = NAN
     releasing = releaser(mechanism, layout, 2.0, 4.0)
     total = releasing.start({})
     add_shares(total, shares)

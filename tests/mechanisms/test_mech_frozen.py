@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from release_cases import cases, digest, released
-from release_helpers import plan_of
+from release_helpers import numbers_in, plan_of
 from this_machine import machine
 
 from fedsim.federation.aggregation.share_sums import add_shares
-from fedsim.federation.aggregation.shares import ShareRequest, share
+from fedsim.federation.aggregation.shares import ShareRequest, make_shares
 from fedsim.mechanisms import Releaser
 from fedsim.privacy import Independent
 
@@ -34,21 +35,22 @@ class OneReleaser:
     def shares(self, mechanism, state, layout, block, z, sources, server):
         rows, sides = block
         noise = Independent(z)
-        sent = share(
+        sent = make_shares(
             ShareRequest(mechanism, noise, 7.0, 10),
             rows,
             mechanism.bounding_state(state, layout),
             layout,
             sources=sources,
             sides=sides,
-        ).values()
+        )
         releaser = Releaser(plan_of(mechanism, noise, 7.0), layout)
         total = releaser.start(state)
         add_shares(total, sent)
         release = releaser.release(total, server, asked=10)
         counts = {"count": total.count}
-        scalars = [sent.sides[name][sent.usable] for name in sorted(sent.sides)]
-        flat = torch.cat([sent.rows[sent.usable].flatten(), sent.usable.double(), *scalars])
+        rows, scalars = numbers_in(replace(sent, units=sent.units[sent.usable]), total)
+        parts = [rows, sent.usable.double(), *scalars.values()]
+        flat = torch.cat([values.flatten() for values in parts])
         return flat, (release.mean, release.state, {**release.sides, **counts})
 
     def owners(self, mechanism, layout, z, rounds):

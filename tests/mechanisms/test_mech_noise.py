@@ -14,6 +14,7 @@ from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
 from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
+from fedsim.rows.exact import grid_unit
 
 
 @pytest.mark.parametrize("hardened", [False, True])
@@ -89,5 +90,5 @@ def test_the_signal_to_noise_ratio_of_normalisation_is_das_constant() -> None:
         assert ratio(Normalization(c), c) == pytest.approx(0.032307, abs=5e-7)
         assert ratio(Clipping(c), c) <= ratio(Normalization(c), c)
     shares = shares_of(Normalization(1.0), {}, torch.zeros(n, d), z, 100.0, sources(4, n))
-    measured = shares.rows.norm(dim=1).mean().item()
+    measured = shares.units.norm(dim=1).mean().item() * grid_unit(1.0)
     assert 1 / measured == pytest.approx(0.032307, rel=0.02)

@@ -16,21 +16,19 @@ from torch import Tensor
 
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.aggregation.shares import (
-    SIDE_PREFIX,
     STATE_RECORD,
     USABLE,
     ShareRequest,
     Shares,
-    SharesInUnits,
-    share,
-    summed_grids,
+    make_shares,
+    share_sizes,
+    split,
 )
 from fedsim.federation.arrays import array_record
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply, read
 from fedsim.mechanisms import PartialSum
 from fedsim.privacy.noise import share_multiplier
-from fedsim.rows import DenseRows
 from fedsim.rows.block import Block
 from fedsim.rows.exact import RowMasks
 
@@ -68,11 +66,11 @@ class ShareSum(ServerSum):
             records={STATE_RECORD: array_record(self._bounding)},
         )
 
-    def shares_of(self, block: Block) -> SharesInUnits:
+    def shares_of(self, block: Block) -> Shares:
         """The shares that a block's clients would send, with the same noise draws."""
         assert block.rows is not None
         noise, number = self.settings.noise, self.instructions.round
-        return share(
+        return make_shares(
             self.share_request,
             block.rows,
             self._bounding,
@@ -97,35 +95,25 @@ class ClientShares(ShareSum):
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have a share, and the flag whether its row was finite."""
-        return read(messages, self.instructions, self.tally, needed=(USABLE,), shares=True)
+        size = sum(share_sizes(self.total).values())
+        return read(messages, self.instructions, self.tally, needed=(USABLE,), share_size=size)
 
     def add(self, reply: Reply) -> Reply:
         """Add the clients' shares; return the reply with ``usable`` set."""
         block = reply.block
-        # A message's share contains its noisy scalars, while the scalars of a block are still exact
-        # and must be checked here.
-        if reply.content is None:
+        if reply.content is None:  # a block has rows without noise, and exact scalars
             block = self.without_failed(self.summing.checked(block))
-        assert block.rows is not None
-        total = self.sum_on(block.rows.device).total
-        shares = _shares_in(block) if reply.content is not None else self.shares_of(block).values()
+            shares = self.shares_of(block)
+        else:
+            assert block.rows is not None
+            shares = Shares(block.rows, torch.from_numpy(block.metrics[USABLE] > 0))
+        total = self.sum_on(shares.units.device).total
         usable = add_shares(total, shares, asked=self.parts)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.
         self.tally.doubt(block.client_ids, usable, "malformed")
         self.tally.doubt(block.client_ids, shares.usable, "non-finite")
         return replace(reply, block=replace(block, rows=None, usable=usable))
-
-
-def _shares_in(block: Block) -> Shares:
-    """The shares in a decoded message."""
-    assert block.rows is not None
-    sides = {
-        name.removeprefix(SIDE_PREFIX): torch.from_numpy(values)
-        for name, values in block.metrics.items()
-        if name.startswith(SIDE_PREFIX)
-    }
-    return Shares(block.rows, sides, torch.from_numpy(block.metrics[USABLE] > 0))
 
 
 def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
@@ -145,29 +133,22 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     asked : int
         Number of clients asked in this round: each adds noise of variance ``z^2 C^2 / asked``.
     """
-    device, split = total.terms.device, total.terms.split
-    rows = DenseRows(shares.rows.to(device, torch.float64))
+    device = total.terms.device
     masks = RowMasks(shares.usable.shape, device)
     masks.usable &= shares.usable.to(device)
-    absent = torch.full(shares.usable.shape, torch.nan)
-    grids = summed_grids(total)
-    named_vectors = {
-        segment.prefix + "sum": segment.part_of(rows).dense() for segment in total.terms.segments
-    }
-    for name in grids.keys() - named_vectors.keys():
-        named_vectors[name] = shares.sides.get(name, absent).to(device, torch.float64)[:, None]
-    for name, vectors in named_vectors.items():
-        radius, unit = grids[name].radius, grids[name].unit
-        std = radius * share_multiplier(split[name], asked)
-        root = math.sqrt(vectors.shape[1])
+    parts = split(total, shares.units.to(device))
+    for name, vectors in parts.items():
+        grid, root = total.grids[name], math.sqrt(vectors.shape[1])
+        radius = grid.radius / grid.unit
+        std = radius * share_multiplier(total.terms.split[name], asked)
         # One unit more, since noise is rounded to the grid. `<=` is False for NaN, as it must be.
-        entry = radius + std * FARTHEST + unit
-        norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
+        entry = radius + std * FARTHEST + 1
+        norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + root
         masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
         masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
     total.expect(int(masks.usable.sum()))
-    for name, vectors in named_vectors.items():
-        grids[name].add_(vectors[masks.usable] / grids[name].unit)
+    for name, vectors in parts.items():
+        total.grids[name].add_(vectors[masks.usable])
     masks.rejected |= ~masks.usable
     total.note(masks)
     return masks.usable

@@ -5,7 +5,7 @@ without noise. The server adds the noise that missing clients would have added.
 
 A message has the noise parameters of a share (``share-*`` entries of its config) and the part of
 the mechanism's state that is needed to bound a row (an array record named `STATE_RECORD`). The
-client's reply has its bounded and noised row (an array record with the one entry ``share``) and
+client's reply has its bounded and noised row (an array record with the one entry `SHARE_ARRAY`) and
 nothing else about its data. Engines that train clients in this process send no messages: the shares
 are then made here, with the draws that each client would have used.
 """
@@ -23,70 +23,64 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.federation.replies import SHARE
+from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
 from fedsim.privacy.noise import Independent, Noise, share_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.dense import Weights
-from fedsim.rows.exact import GridSum, RowMasks
+from fedsim.rows.exact import RowMasks
 
 STATE_RECORD = "mechanism-state"
 USABLE = "share-usable"
-SIDE_PREFIX = "share-side."
 
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Rows that clients have bounded and noised themselves, as they send them.
+    """Rows that n clients have bounded and noised themselves, each as one vector of whole numbers.
 
     Attributes
     ----------
-    rows : float64 ``[n, d]``
-        Bounded rows in the mechanism's coordinates, with noise, on the sum's grid.
-    sides : mapping of name to float64 ``[n]``
-        Noisy scalars, centred.
+    units : float64 ``[n, size]``
+        Shares in units of the grids of the sums that they enter, one sum after another (`split`).
     usable : bool ``[n]``
-        False where the client's row was not finite: its share is noise alone, and the server drops
-        it.
+        False where the client's row was not finite: its share is noise alone. The server drops it,
+        unless it is masked.
     """
 
-    rows: Tensor
-    sides: Mapping[str, Tensor]
+    units: Tensor
     usable: Tensor
-
-
-@dataclass(frozen=True)
-class SharesInUnits:
-    """Shares as whole numbers, in units of the grids of the sums that they enter.
-
-    Attributes
-    ----------
-    sums : PartialSum
-        Sums of n owners, which define the grids.
-    units : mapping of name to float64 ``[n, ...]``
-        Shares in grid units, by the name of the sum.
-    usable : bool ``[n]``
-        As in `Shares`.
-    """
-
-    sums: PartialSum
-    units: Mapping[str, Tensor]
-    usable: Tensor
-
-    def values(self) -> Shares:
-        """The shares as numbers, to be sent without masks."""
-        grids = self.sums.grids
-        values = {name: units * grids[name].unit[:, None] for name, units in self.units.items()}
-        rows = self.sums.joined([values.pop(s.segment.prefix + "sum") for s in self.sums.segments])
-        return Shares(rows, {name: column[:, 0] for name, column in values.items()}, self.usable)
 
     def words(self) -> npt.NDArray[np.uint64]:
-        """The shares as words modulo 2^64, ``[n, ...]``, all sums concatenated, to be masked."""
-        vectors = [self.units[name].cpu().numpy() for name in summed_grids(self.sums)]
-        return np.concatenate(vectors, axis=1).astype(np.int64).view(np.uint64)
+        """The shares as words modulo 2^64, ``[n, size]``, to be masked."""
+        return self.units.cpu().numpy().astype(np.int64).view(np.uint64)
+
+    def reply(self) -> RecordDict:
+        """Content of one client's reply without masks: all that it reveals of its data."""
+        return RecordDict(
+            {
+                "arrays": ArrayRecord({SHARE_ARRAY: Array(self.units[0].cpu().numpy())}),
+                "metrics": MetricRecord({USABLE: int(self.usable[0])}),
+            }
+        )
+
+
+def split(total: PartialSum, vector: Tensor) -> dict[str, Tensor]:
+    """The parts of shares ``vector [..., size]`` that enter each sum, sorted by its name.
+
+    Sums with infinite noise have no part.
+    """
+    sizes = share_sizes(total)
+    return dict(zip(sizes, torch.split(vector, [*sizes.values()], dim=-1), strict=True))
+
+
+def share_sizes(total: PartialSum) -> dict[str, int]:
+    """Number of a share's entries that enter each sum, sorted by its name."""
+    multipliers = total.terms.split
+    names = (name for name in sorted(total.grids) if multipliers[name] < math.inf)
+    return {name: total.grids[name].coarse.shape[-1] for name in names}
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ def _int(entries: Mapping[str, object], key: str) -> int:
     return value
 
 
-def share(
+def make_shares(
     request: ShareRequest,
     block: Tensor,
     bounding: State,
@@ -157,7 +151,7 @@ def share(
     *,
     sources: Sequence[NoiseSource],
     sides: Mapping[str, Weights] | None = None,
-) -> SharesInUnits:
+) -> Shares:
     """Bound and noise the rows of n clients, on the clients' side.
 
     Each share is one bounded row plus noise of variance ``z^2 C^2 / parts`` from that client's own
@@ -200,7 +194,8 @@ def share(
     total.add_owners(DenseRows(block[:, None]), weights, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.parts))
-    return SharesInUnits(total, units, masks.usable[:, 0])
+    vectors = torch.cat([units[name] for name in share_sizes(total)], dim=1)
+    return Shares(vectors, masks.usable[:, 0])
 
 
 def _require_state(bounding: State, required: State) -> None:
@@ -235,7 +230,7 @@ def share_entries(message: Message) -> ConfigRecord | None:
     return None
 
 
-def requested_share(
+def share_for_message(
     message: Message,
     mechanism: Mechanism,
     row: Tensor,
@@ -243,7 +238,7 @@ def requested_share(
     reported: Mapping[str, float],
     randomness: Randomness,
     client: int,
-) -> SharesInUnits:
+) -> Shares:
     """The share that a message asks one client for.
 
     Parameters
@@ -261,7 +256,7 @@ def requested_share(
     Raises
     ------
     FedsimError
-        If the message does not ask for a share, or as `share` does.
+        If the message does not ask for a share, or as `make_shares` does.
     """
     entries = share_entries(message)
     if entries is None:
@@ -274,7 +269,7 @@ def requested_share(
     generator = Randomness(randomness.seed, request.release or None).generator(
         Purpose.SHARE, level="client", round=_int(entries, "server-round"), client=client
     )
-    return share(
+    return make_shares(
         request,
         row.unsqueeze(0),
         message.content.array_records[STATE_RECORD].to_torch_state_dict(),
@@ -282,20 +277,3 @@ def requested_share(
         sources=[NoiseSource(generator, hardened=request.noise.hardened)],
         sides={name: np.array([reported[name]]) for name in mechanism.side_names},
     )
-
-
-def share_reply(shares: Shares) -> RecordDict:
-    """Content of one client's reply; the share is all that it reveals of the client's data."""
-    metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
-    return RecordDict(
-        {
-            "arrays": ArrayRecord({SHARE: Array(shares.rows[0].cpu().numpy())}),
-            "metrics": MetricRecord({USABLE: int(shares.usable[0]), **metrics}),
-        }
-    )
-
-
-def summed_grids(total: PartialSum) -> dict[str, GridSum]:
-    """The sums that shares enter, sorted by name; sums with infinite noise are not sent."""
-    split = total.terms.split
-    return {name: total.grids[name] for name in sorted(total.grids) if split[name] < math.inf}

@@ -18,13 +18,11 @@ from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.secagg.client import answer
 from fedsim.federation.aggregation.secagg.transcript import stage_of
 from fedsim.federation.aggregation.shares import (
-    SIDE_PREFIX,
     STATE_RECORD,
     USABLE,
-    SharesInUnits,
-    requested_share,
+    Shares,
     share_entries,
-    share_reply,
+    share_for_message,
 )
 from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
@@ -33,7 +31,7 @@ from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult
 
-AGGREGATED_METRICS = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
+AGGREGATED_METRICS = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE)
 """Prefixes of the metrics that a server needs to aggregate an update; others are for display."""
 
 
@@ -76,19 +74,21 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        def share() -> SharesInUnits:
+        def own_share() -> Shares:
             if mechanism_for is None:
                 raise FedsimError("this client has no mechanism to noise its own share with.")
-            return _share(message, context, trainer_for(context), mechanism_for(context))
+            return _trained_share(message, context, trainer_for(context), mechanism_for(context))
 
         try:
-            # Only the stage "masked" of secure aggregation calls `share`, which trains.
+            # Only the stage "masked" of secure aggregation calls `own_share`, which trains.
             if stage_of(message) is not None:
                 threshold = 0 if threshold_for is None else threshold_for(context)
                 client = client_id(context.node_config)
-                content = answer(message, context, client, threshold, lambda: share().words()[0])
+                content = answer(
+                    message, context, client, threshold, lambda: own_share().words()[0]
+                )
             elif share_entries(message) is not None:
-                content = share_reply(share().values())
+                content = own_share().reply()
             else:
                 content = _parameters(message, context, trainer_for(context))
         except BudgetSpentError as error:
@@ -135,9 +135,9 @@ def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalRes
     return trainer.fit(vector, ids, _round(message)), vector
 
 
-def _share(
+def _trained_share(
     message: Message, context: Context, trainer: Trainer, mechanism: Mechanism
-) -> SharesInUnits:
+) -> Shares:
     """The client's share of the noisy sum.
 
     Raises
@@ -147,7 +147,7 @@ def _share(
     """
     local, vector = _fit(trainer, message, context)
     layout = trainer.row_layout
-    return requested_share(
+    return share_for_message(
         message,
         mechanism,
         local.theta[0] - vector[: layout.d].to(local.theta),

@@ -15,9 +15,10 @@ from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.share_sums import add_shares
-from fedsim.federation.aggregation.shares import ShareRequest, share
+from fedsim.federation.aggregation.shares import ShareRequest, make_shares
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
+from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -35,6 +36,7 @@ from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer
+from fedsim.rows.exact import grid_unit
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 
@@ -163,7 +165,12 @@ def _metric_names(reply: Message) -> set[str]:
     return {name for record in reply.content.metric_records.values() for name in record}
 
 
-def one_round(mechanism: Mechanism, z: float, change: Callable[[np.ndarray], np.ndarray]):
+def one_round(
+    mechanism: Mechanism,
+    z: float,
+    change: Callable[[np.ndarray], np.ndarray],
+    name: str = SHARE_ARRAY,
+):
     """A round in which client 0 changes the share that it would have sent."""
     shared = trainer()
     strategy = DPFedAvg(
@@ -174,8 +181,9 @@ def one_round(mechanism: Mechanism, z: float, change: Callable[[np.ndarray], np.
     initial = array_record(dict(shared.model.named_parameters()))
     asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
     replies = list(grid.send_and_receive(asked))
-    sent = replies[0].content.array_records["arrays"]["share"].numpy()
-    replies[0].content["arrays"] = ArrayRecord({"share": Array(change(sent.copy()))})
+    sent, unit = replies[0].content.array_records["arrays"][SHARE_ARRAY].numpy(), grid_unit(C)
+    with np.errstate(over="ignore"):
+        replies[0].content["arrays"] = ArrayRecord({name: Array(change(sent * unit) / unit)})
     arrays, _ = strategy.aggregate_train(1, replies)
     assert arrays is not None
     assert strategy.report is not None
@@ -223,6 +231,18 @@ def test_entries_that_are_each_possible_are_not_together():
     assert (pushed - honest).norm() <= 1.001 * furthest / CLIENTS
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("share", lambda share: share),  # as numbers, which an earlier version sent under this name
+        (SHARE_ARRAY, lambda share: share[:-1]),
+        (SHARE_ARRAY, lambda share: np.append(share, 0.0)),
+    ],
+)
+def test_a_share_of_another_form_or_size_is_malformed(name, change):
+    assert one_round(Clipping(C), Z, change, name)[1] == 1
+
+
 def test_without_noise_a_share_is_no_longer_than_its_bound():
     assert one_round(Clipping(C), 0.0, lambda share: np.full(15, 0.0))[1] == 0
     assert one_round(Clipping(C), 0.0, lambda share: np.full(15, 1.001 * C / 15**0.5))[1] == 1
@@ -236,7 +256,7 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
     n = 400 if d < 3000 else 20
     rng = np.random.default_rng([asked, d])
     noise = Independent(z)
-    shares = share(
+    shares = make_shares(
         ShareRequest(mechanism, noise, 10.0, asked),
         torch.from_numpy(rng.normal(size=(n, d))),
         mechanism.bounding_state(mechanism.init(layout), layout),
@@ -244,7 +264,7 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
         sources=[
             NoiseSource(np.random.default_rng([asked, d, k]), hardened=True) for k in range(n)
         ],
-    ).values()
+    )
     releaser = Releaser(plan_of(mechanism, noise, 10.0), layout)
     assert add_shares(releaser.start(mechanism.init(layout)), shares, asked=asked).all()
 
@@ -258,13 +278,13 @@ def test_no_state_that_a_server_sends_takes_a_row_out_of_its_ball():
     }
 
     def shared(bounding: State) -> None:
-        share(
+        make_shares(
             ShareRequest(mechanism, Independent(1.0), 10.0, 10),
             torch.full((1, 4), 0.3, dtype=torch.float64),
             {name: tensor.clone() for name, tensor in bounding.items()},
             layout,
             sources=[NoiseSource(np.random.default_rng(1))],
-        ).values()
+        )
 
     shared(honest)
     for factor in (1.01, 1e6):
@@ -281,10 +301,10 @@ def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
         ({**own, "m": torch.zeros(7)}, r"has the shape \(7,\) for 'm'"),
     ]:
         with pytest.raises(FedsimError, match=f"mechanism-state of the message {told}"):
-            share(
+            make_shares(
                 ShareRequest(mechanism, Independent(1.0), 10.0, parts=10),
                 torch.ones(1, 4),
                 bounding,
                 layout,
                 sources=[NoiseSource(np.random.default_rng(1))],
-            ).values()
+            )

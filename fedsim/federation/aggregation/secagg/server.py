@@ -43,7 +43,7 @@ from fedsim.federation.aggregation.secagg.transcript import (
     pair_purpose,
 )
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
-from fedsim.federation.aggregation.shares import summed_grids
+from fedsim.federation.aggregation.shares import share_sizes, split
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
@@ -145,7 +145,7 @@ class SecureSum(ShareSum):
         replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
         # The sum of all shares is far below 2^63 grid units, so that it is exact modulo 2^64.
         sums = self.total
-        size = sum(grid.coarse.shape[-1] for grid in summed_grids(sums).values())
+        size = sum(share_sizes(sums).values())
         masked = self._answers(
             replies,
             senders,
@@ -257,9 +257,8 @@ class SecureSum(ShareSum):
         assert block.rows is not None
         total = self.sum_on(block.rows.device).total
         if len(block.client_ids):
-            units = self.shares_of(block).units
-            for name, grid in summed_grids(total).items():
-                grid.add_(units[name])
+            for name, units in split(total, self.shares_of(block).units).items():
+                total.grids[name].add_(units)
         usable = _count(total, len(block.client_ids))
         return replace(reply, block=replace(block, rows=None, usable=usable))
 
@@ -276,11 +275,9 @@ class SecureSum(ShareSum):
         FedsimError
             If the sum is larger than ``count`` shares can be: some mask was not removed.
         """
-        start = 0
         units = torch.from_numpy(words.view(np.int64).astype(np.float64))
-        for name, grid in summed_grids(sums).items():
-            size = grid.coarse.shape[-1]
-            vector, start = units[start : start + size], start + size
+        for name, vector in split(sums, units).items():
+            grid = sums.grids[name]
             radius, unit = float(grid.radius), float(grid.unit)
             # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
             std = radius * share_multiplier(sums.terms.split[name], self.parts)
