@@ -295,7 +295,7 @@ class StrategyTarget(Target):
         moves = np.zeros((self.rounds, layout.d))
         statistics: list[Mapping[str, float]] = []
         charged: list[int] = []
-        states: list[State] = [strategy.mechanism.init(layout)]
+        states: list[State] = [strategy.plan.bound.init(layout)]
         numbers: list[Mapping[str, Floats]] = []
         recording = _RecordingGrid(clients, strategy.ledger.run) if outputs else None
         grid = grid or recording or LocalGrid(clients)

@@ -18,7 +18,6 @@ from fedsim.arguments import shown
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.round_report import RoundReport
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
@@ -30,7 +29,7 @@ from fedsim.rows.block import Ids
 from fedsim.rows.layout import Alternation
 from fedsim.settings import Ge, check_settings
 
-Plan = ReleasePlan[Mechanism | RobustMean]
+Plan = ReleasePlan[Mechanism]
 
 ClientBudget = Callable[[Tensor, Ids, int], str | None]
 """Function of ``(vector [d], client ids, round)``: why budgets do not allow the round, or None."""
@@ -127,7 +126,7 @@ class ClientTraining:
         if bound.guarantee != "none" and not algorithm.sends:
             return  # such an algorithm applies the same bound itself
         name = type(algorithm).__name__
-        if isinstance(bound, NoPrivacy):
+        if type(bound) is NoPrivacy:
             raise FedsimError(
                 f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, but "
                 f"{name} (client.name) needs its plain mean; it must be 'uniform'."
@@ -147,7 +146,7 @@ class ClientTraining:
         by_norm = isinstance(bound, ScalingBound) and all(
             value.numel() == 1 for value in bound.init(layout).values()
         )
-        if not (by_norm or isinstance(bound, NoPrivacy | RobustMean)):
+        if not (by_norm or isinstance(bound, NoPrivacy)):
             raise FedsimError(
                 f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
                 "entries are frozen in each round (adapter.factors = 'alternating'); it must be "

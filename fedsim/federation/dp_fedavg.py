@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 from flwr.serverapp import PrivacySpent
 from flwr.serverapp.strategy import Strategy
@@ -38,11 +37,10 @@ from fedsim.federation.strategy_checks import (
     refuse_shares,
     refuse_void_settings,
 )
-from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.flower_records import privacy_spent
-from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 
@@ -64,7 +62,7 @@ class DPFedAvg(PrivateRounds):
     plan : ReleasePlan, optional
         What every round releases: cohort, mechanism and noise in one value. Without it the next
         three keywords, and ``hardened_noise``, make one.
-    mechanism : Mechanism or RobustMean
+    mechanism : Mechanism
         Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg; a robust mean
         (`Krum`, `Median`, `TrimmedMean`), without privacy, takes the place of the sum.
     cohort : Cohort
@@ -133,7 +131,7 @@ evaluate_metrics_aggr_fn
         self,
         *,
         plan: Plan | None = None,
-        mechanism: Mechanism | RobustMean | None = None,
+        mechanism: Mechanism | None = None,
         cohort: Cohort | None = None,
         noise_multiplier: float | None = None,
         delta: float = 1e-5,
@@ -176,8 +174,7 @@ evaluate_metrics_aggr_fn
         )
         if secure is not None:
             secure.check(plan, unprotected_metrics=metrics.unprotected)
-        summed, self.aggregation = _aggregation_of(plan, placement, secure)
-        self.mechanism = summed.bound
+        self.aggregation = _aggregation_of(plan, placement, secure)
 
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
@@ -212,7 +209,7 @@ evaluate_metrics_aggr_fn
         self._failures = Failures(None if self.protects else min(limit, plan.rounds or limit))
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
         counts = clients.counts(plan.sampler.population)
-        self._aggregation_settings = AggregationSettings(summed, self.randomness, keys, counts)
+        self._aggregation_settings = AggregationSettings(plan, self.randomness, keys, counts)
         self.participants = Participants(
             plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
@@ -266,17 +263,15 @@ evaluate_metrics_aggr_fn
 
 def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
-) -> tuple[ReleasePlan[Mechanism], Aggregation]:
-    """The plan of a round's sum, and what makes its aggregation."""
+) -> Aggregation:
+    """What makes the aggregation of each round."""
     refuse_shares(plan, placement)
-    bound = plan.bound
-    if isinstance(bound, RobustMean):
-        bound.check(plan.sampler.expected_size)
-        aggregation = partial(RobustAggregation, mean=bound)
-        return cast(Any, replace(plan, bound=NoPrivacy("uniform"))), aggregation
+    if isinstance(plan.bound, RobustMean):
+        plan.bound.check(plan.sampler.expected_size)
+        return RobustAggregation
     if secure is not None:
-        return cast(Any, plan), partial(SecureSum, secure=secure)
-    return cast(Any, plan), ClientShares if placement == "client" else ServerSum
+        return partial(SecureSum, secure=secure)
+    return ClientShares if placement == "client" else ServerSum
 
 
 def _extras_of(

@@ -37,7 +37,7 @@ from fedsim.federation.strategy_checks import (
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger
-from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -57,8 +57,6 @@ class PrivateRounds(ResumableStrategy):
     ----------
     plan : ReleasePlan
         What every round releases, and what that costs.
-    mechanism : Mechanism
-        The bound of a round's sum: the plan's, or `NoPrivacy` where a robust mean replaces the sum.
     private, protects : bool
         Whether the run claims privacy at client level, and at either level.
     participants : Participants
@@ -73,10 +71,9 @@ class PrivateRounds(ResumableStrategy):
         What happened in the round aggregated last.
     """
 
-    plan: ReleasePlan[Bounded]
+    plan: ReleasePlan[Mechanism]
     delta: float
     placement: Placement
-    mechanism: Mechanism
     ledger: Ledger
     randomness: Randomness
     private: bool
@@ -198,7 +195,7 @@ class PrivateRounds(ResumableStrategy):
         summed = aggregation.total.count
         self.report = replace(report, summed=summed, ignored=self.participants.ignored)
         summing = aggregation.summing
-        clip_norm = self.mechanism.sensitivity(summing.state, summing.layout)
+        clip_norm = self.plan.bound.sensitivity(summing.state, summing.layout)
         content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(
@@ -261,7 +258,7 @@ class PrivateRounds(ResumableStrategy):
             If the mechanism or the budget does not fit the model.
         """
         layout = self.take_layout(tensors(arrays))
-        self.mechanism.sensitivity(self._mechanism_state, layout)
+        self.plan.bound.sensitivity(self._mechanism_state, layout)
         self._accounting.check()
         if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()
@@ -285,7 +282,7 @@ class PrivateRounds(ResumableStrategy):
             refuse_running_statistics(server)
         parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
         if self._parameters is None:
-            self._mechanism_state = self.mechanism.init(layout)
+            self._mechanism_state = self.plan.bound.init(layout)
         elif self._parameters != parameters:
             raise FedsimError("state= is of a model with other parameters than these.")
         device = next(iter(server.values())).device
@@ -351,7 +348,7 @@ class PrivateRounds(ResumableStrategy):
             plan = resumed_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
             strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)
-            strategy_state.check_shapes(state, self.mechanism, self.server_optimizer)
+            strategy_state.check_shapes(state, self.plan.bound, self.server_optimizer)
             mechanism = {name: value.clone() for name, value in state["mechanism"].items()}
             noise = self._aggregation_settings.noise
             strategy_state.restore_parts({"noise": noise, **self._parts}, state)

@@ -60,12 +60,12 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
 
 
 def plan_of_keywords(
-    plan: ReleasePlan[Mechanism | RobustMean] | None,
-    mechanism: Mechanism | RobustMean | None,
+    plan: ReleasePlan[Mechanism] | None,
+    mechanism: Mechanism | None,
     cohort: Cohort | None,
     noise_multiplier: float | None,
     hardened_noise: bool | None,
-) -> ReleasePlan[Mechanism | RobustMean]:
+) -> ReleasePlan[Mechanism]:
     """The given plan, or a plan built from the other keywords.
 
     Raises
@@ -156,9 +156,7 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
-def refuse_void_settings(
-    plan: ReleasePlan[Mechanism | RobustMean], max_epsilon: float | None
-) -> None:
+def refuse_void_settings(plan: ReleasePlan[Mechanism], max_epsilon: float | None) -> None:
     """Refuse noise or a budget in a strategy whose mechanism gives no guarantee.
 
     Raises

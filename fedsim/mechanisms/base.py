@@ -238,17 +238,17 @@ class Mechanism(ABC):
 
 
 def require_mechanism(part: object, wrapper: str) -> None:
-    """Refuse a part of a composition that is no mechanism.
+    """Refuse a part of a composition that is no mechanism, or a robust mean.
 
     Raises
     ------
     FedsimError
     """
-    if not isinstance(part, Mechanism):
+    if not isinstance(part, Mechanism) or getattr(part, "protects_nobody", False):
         raise FedsimError(
-            f"{wrapper} wraps {part!r}, which is not a Mechanism. A robust mean takes a round's "
-            "rows whole: mechanism.per-layer and mechanism.private-scalar must be unset with it, "
-            "and client.mechanism.name another."
+            f"{wrapper} wraps {part!r}, which is no bound of single rows. A robust mean takes a "
+            "round's rows whole: mechanism.per-layer and mechanism.private-scalar must be unset "
+            "with it, and client.mechanism.name another."
         )
 
 

@@ -39,7 +39,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.layout import Alternation
 from fedsim.runs.data_split import RunData
 from fedsim.runs.devices import work_counts
-from fedsim.strategies import RobustMean, ServerOptimizer
+from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.frozen_stem import behind_frozen_stem
@@ -48,10 +48,7 @@ from fedsim.training.payload import Compression
 
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:
-    """The `Mechanism` that bounds updates, or a client's per-example gradients.
-
-    For updates it may also be a `RobustMean`.
-    """
+    """The `Mechanism` that bounds updates, or a client's per-example gradients."""
     bound = settings.make()
     if settings.per_layer:
         bound = mechanisms.PerLayer(bound)
@@ -83,7 +80,7 @@ def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
     return adapter.alternation(model)
 
 
-def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
+def release_plan(config: RunConfig) -> ReleasePlan[Mechanism]:
     """The server's release plan, with the config's noise or noise calibrated to its target."""
     return plan.release_plan(config, mechanism(config.mechanism))
 

@@ -45,7 +45,6 @@ from fedsim.strategies import (
     ClientMetrics,
     ClientTraining,
     DPFedAvg,
-    RobustMean,
 )
 from fedsim.training import ExamplePrivacy, Trainer
 
@@ -91,7 +90,7 @@ class Resolved:
     model: nn.Module
     notes: tuple[str, ...]
     initial_arrays: ArrayRecord
-    plan: ReleasePlan[Mechanism | RobustMean]
+    plan: ReleasePlan[Mechanism]
     local: LocalTraining
     trainer: Trainer
     release: str
@@ -197,7 +196,7 @@ def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> R
 
 def _multipliers(
     config: RunConfig,
-    plan: ReleasePlan[Mechanism | RobustMean] | None,
+    plan: ReleasePlan[Mechanism] | None,
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
     resolved_keys: dict[str, str | float] = {}
@@ -217,7 +216,7 @@ def _multipliers(
 
 def _released(
     config: RunConfig,
-    plan: ReleasePlan[Mechanism | RobustMean],
+    plan: ReleasePlan[Mechanism],
     privacy: ExamplePrivacy | None,
     trainer: Trainer,
 ) -> RunConfig:

@@ -22,7 +22,6 @@ from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
-from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
 from fedsim.process import end_on_signal
@@ -324,7 +323,6 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
 def masking_app(resolved: Resolved) -> ClientApp:
     """The clients as a Flower app that takes part in secure aggregation."""
     bound = resolved.plan.bound
-    assert isinstance(bound, Mechanism)
     threshold = resolved.config.secagg.threshold
     return client_app(
         lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: threshold

@@ -19,7 +19,6 @@ from fedsim.config.privacy_sections import NoiseSection
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
 from fedsim.models.statistics import Statistics
 from fedsim.rows import Layout
@@ -135,7 +134,6 @@ class StatisticsPlan:
         """Compute the statistics from the run's release."""
         arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, bound = Layout.of(arrays), plan.bound
-        assert isinstance(bound, Mechanism)
         clients, secagg = self.config.partition.clients, self.config.secagg
         multiplier = plan.noise.multiplier
         # With secure aggregation `threshold - colluders` shares of noise are accounted for, but the

@@ -19,6 +19,7 @@ from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms.base import require_mechanism
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
@@ -92,6 +93,7 @@ class ExamplePrivacy:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        require_mechanism(self.mechanism, "ExamplePrivacy")
         independent = self.noise_multiplier is not None
         if independent == (self.noise is not None) or (self.noise and self.hardened is not None):
             raise FedsimError(

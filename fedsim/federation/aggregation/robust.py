@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.mechanisms.base import Weighting
+from fedsim.mechanisms.none import NoPrivacy
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Lt, check_settings
+from fedsim.settings import Doc, Ge, Lt
 
 CHUNK = 2**22
 """Numbers that are sorted at a time, which bounds the memory needed."""
 
 
-class RobustMean(ABC):
-    """A centre of a round's rows that is not a function of their sum.
+@dataclass(frozen=True)
+class RobustMean(NoPrivacy):
+    """A centre of a round's rows that is not a function of their sum, and replaces their mean.
 
     Every usable client has the same weight, whatever its number of examples. All rows of a round
     are stored: memory is cohort times parameters, where a sum needs that of one row. The influence
     of one client depends on the others' rows and is not bounded by a plan's C, so that noise in
     units of C would not protect it: noise is refused. Subclasses are frozen dataclasses of their
-    settings that implement `center`; they are used in place of a mechanism, in a config and in a
-    strategy.
+    settings that implement `center`.
     """
 
     protects_nobody: ClassVar[bool] = True
-    guarantee: ClassVar[Literal["gaussian", "none"]] = "none"
-    weighting: ClassVar[Literal["uniform", "num-examples"]] = "uniform"
-
-    def __post_init__(self) -> None:
-        check_settings(self)
+    weighting: ClassVar[Weighting] = "uniform"  # type: ignore[misc]
 
     @abstractmethod
     def center(self, rows: Tensor) -> Tensor:
         """The centre, float64 ``[d]``, of finite rows ``[n, d]`` sorted by client id, n >= 1."""
 
-    def check(self, expected: float) -> None:  # noqa: B027 - most have nothing to refuse
+    def check(self, expected: float) -> None:
         """Refuse an ``expected`` cohort size that is too small for the settings.
 
         Raises

@@ -308,7 +308,6 @@ class RobustAggregation(ServerSum):
 
     on_workers: ClassVar[bool] = False
 
-    mean: RobustMean
     _client_ids: list[int] = field(default_factory=list, init=False)
     _rows: list[Tensor] = field(default_factory=list, init=False)
 
@@ -331,4 +330,5 @@ class RobustAggregation(ServerSum):
             return release
         order = torch.tensor(self._client_ids).argsort()
         rows = torch.cat(self._rows)
-        return replace(release, mean=self.mean.center(rows[order.to(rows.device)]))
+        assert isinstance(self.plan.bound, RobustMean)
+        return replace(release, mean=self.plan.bound.center(rows[order.to(rows.device)]))

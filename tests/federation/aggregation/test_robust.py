@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import PerLayer, PrivateScalar
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, Krum, Median, TrimmedMean
-from fedsim.training import Trainer
+from fedsim.training import ExamplePrivacy, Trainer
 
 ROBUST = [Median(), TrimmedMean(0.2), Krum(1), Krum(1, keep=3)]
 
@@ -145,6 +145,11 @@ def test_noise_on_a_robust_mean_is_refused_with_the_reason() -> None:
 def test_a_robust_mean_is_part_of_nothing_else(wrap) -> None:
     with pytest.raises(FedsimError, match=r"mechanism\.per-layer and mechanism\.private-scalar"):
         train(wrap(Median()))
+
+
+def test_a_robust_mean_of_clients_is_none_of_a_clients_examples() -> None:
+    with pytest.raises(FedsimError, match=r"client\.mechanism\.name another"):
+        ExamplePrivacy(Median(), noise_multiplier=0.0)
 
 
 def test_krum_wants_a_cohort_that_it_can_protect() -> None:
