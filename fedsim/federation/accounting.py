@@ -73,7 +73,7 @@ class Accounting:
         Public facts of every release, in addition to those of the plan.
     kind : "release" or "evaluation"
         What is released: a round's sum, or clients' metrics.
-    known : int or None
+    entries_in_state : int or None
         Number of ledger entries that the resumed state counts; None if nothing was resumed.
     """
 
@@ -87,7 +87,7 @@ class Accounting:
     randomness: Randomness
     public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
-    known: int | None = None
+    entries_in_state: int | None = None
 
     @property
     def _budget(self) -> Budget | None:
@@ -109,9 +109,9 @@ class Accounting:
         0 with a seed: the repeated round has the same draws, and is charged once; a repetition with
         another sum is refused.
         """
-        if self.known is None or self.randomness.seed is not None:
+        if self.entries_in_state is None or self.randomness.seed is not None:
             return 0
-        later_entries = self.ledger.entries[self.known :]
+        later_entries = self.ledger.entries[self.entries_in_state :]
         return sum((e.kind, e.round) == (self.kind, server_round) for e in later_entries)
 
     def _charge(self, server_round: int) -> Event:
@@ -248,4 +248,4 @@ class Accounting:
             self.ledger.load_state_dict(dict(state))
         # The first line is the header, which is no entry.
         heads, self.plan = self.ledger.heads, plan
-        self.known = heads.index(state["head"]) if state["head"] in heads else 0
+        self.entries_in_state = heads.index(state["head"]) if state["head"] in heads else 0

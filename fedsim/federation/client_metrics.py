@@ -86,11 +86,11 @@ class MetricMeans:
         metrics = {k: v.tolist() for k, v in _without_state(reply.block.metrics).items()}
         weights = metrics.get(self._key, [1.0] * len(reply.block.client_ids))
         for name, values in metrics.items():
-            self._note(name, weights, values)
+            self._add_reports(name, weights, values)
         for name, entries in _without_state(reply.lists).items() if weights else ():
             self._lists.setdefault(name, []).append((weights[0], entries))
 
-    def _note(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
+    def _add_reports(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
         reports = self._reports.setdefault(name, [])
         for weight, value in zip(weights, values, strict=True):
             if abs(value) <= LARGEST:

@@ -117,7 +117,7 @@ class DPFedAvg(PrivateRounds):
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weights metrics, and updates only under
         ``NoPrivacy(weighting="num-examples")``.
-    **flowers
+    **flower_keywords
         Other keywords of Flower's strategies; refused with an error that names the one to use here.
 
     Raises
@@ -152,10 +152,10 @@ evaluate_metrics_aggr_fn
         configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregator | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
-        **flowers: object,
+        **flower_keywords: object,
     ) -> None:
         super().__init__()
-        refuse_flowers_keywords(flowers)
+        refuse_flowers_keywords(flower_keywords)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
         secure: SecureAggregation | None = None
         if isinstance(placement, SecureAggregation):
@@ -204,7 +204,7 @@ evaluate_metrics_aggr_fn
         )
         # Where the cohort is secret, clients' budgets are neither checked nor believed: stopping
         # because one is spent would reveal that its client was sampled.
-        self._budgets = ClientTraining() if plan.private else clients
+        self._client_training = ClientTraining() if plan.private else clients
         limit = availability.max_failed_rounds
         self._failures = Failures(None if self.protects else min(limit, plan.rounds or limit))
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)

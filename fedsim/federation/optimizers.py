@@ -102,14 +102,14 @@ class FlowerOptimizer(ServerOptimizer):
 
     def client_config(self, vector: Tensor, config: ConfigRecord) -> ConfigRecord:
         """The strategy's config entries for clients, given ``vector [d]`` and the caller's."""
-        self._request = self._ask(vector, config)
+        self._request = self._configured_message(vector, config)
         records = self._request.content.config_records
         return records.get(self._strategy.configrecord_key, config)
 
-    def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
+    def _configured_message(self, vector: Tensor, config: ConfigRecord) -> Message:
         """One of the messages that the strategy sends in the next round."""
         arrays = array_record({_NAME: vector})
-        with _without_its_counts():
+        with _flower_logs_muted():
             messages = self._strategy.configure_train(
                 self._round + 1, arrays, ConfigRecord(dict(config)), self._grid
             )
@@ -118,7 +118,10 @@ class FlowerOptimizer(ServerOptimizer):
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
         # Configure at most once a round, since a strategy may count its calls.
-        request, self._request = self._request or self._ask(vector, ConfigRecord()), None
+        request, self._request = (
+            self._request or self._configured_message(vector, ConfigRecord()),
+            None,
+        )
         self._round += 1
         parameters = (vector + update.to(vector.dtype)).cpu()
         content = RecordDict(
@@ -130,7 +133,7 @@ class FlowerOptimizer(ServerOptimizer):
             }
         )
         reply = Message(content, reply_to=request)
-        with _without_its_counts():
+        with _flower_logs_muted():
             arrays, _ = self._strategy.aggregate_train(self._round, [reply])
         if arrays is None:
             raise FedsimError(
@@ -175,7 +178,7 @@ class StrategyConfig(Extra):
 
 
 @contextmanager
-def _without_its_counts() -> Iterator[None]:
+def _flower_logs_muted() -> Iterator[None]:
     """Drop Flower's log lines on sampled nodes and replies: the numbers here are synthetic."""
 
     def is_users(record: logging.LogRecord) -> bool:

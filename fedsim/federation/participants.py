@@ -23,7 +23,7 @@ from fedsim.settings import Ge, check_settings
 
 _log = logging.getLogger("fedsim")
 
-Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
+AvailabilityRule = Callable[[int, Ids], npt.NDArray[np.bool_]]
 """Function of ``(round, client ids [n])`` that returns which of them take part, bool ``[n]``."""
 
 
@@ -45,8 +45,8 @@ class Availability:
         all rounds of a shorter run.
     """
 
-    replying: Replying | None = None
-    reachable: Replying | None = None
+    replying: AvailabilityRule | None = None
+    reachable: AvailabilityRule | None = None
     node_timeout: Annotated[float, Ge(0)] = 180.0
     max_failed_rounds: Annotated[int, Ge(1)] = 3
 
@@ -144,7 +144,7 @@ class Participants:
         if outsiders:
             _log.warning("%d nodes beyond the population have no part in the run.", outsiders)
 
-    def drawn(self, server_round: int, grid: Grid) -> Recipients:
+    def recipients_of_round(self, server_round: int, grid: Grid) -> Recipients:
         """Sample this round's cohort; its clients that are available and replying take part.
 
         Raises
@@ -152,10 +152,10 @@ class Participants:
         FedsimError
             If the nodes are no clients of this population, or too few came in time.
         """
-        return self.present(server_round, self.cohort(server_round), grid, self.replying)
+        return self.available_part(server_round, self.cohort(server_round), grid, self.replying)
 
-    def present(
-        self, server_round: int, cohort: Ids, grid: Grid, replying: Replying | None
+    def available_part(
+        self, server_round: int, cohort: Ids, grid: Grid, replying: AvailabilityRule | None
     ) -> Recipients:
         """The clients of a ``cohort`` that are available and ``replying``."""
         nodes, present = self.nodes(grid), cohort

@@ -70,7 +70,9 @@ class PrivateEvaluation(ClientEvaluation):
         """Sample each client independently, at the rate that the ledger charges."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         sampled = self.plan.sampler.draw(server_round, draws)
-        return self.participants.present(server_round, sampled, grid, self.participants.reachable)
+        return self.participants.available_part(
+            server_round, sampled, grid, self.participants.reachable
+        )
 
     def metrics_sum(self, server_round: int) -> MetricsRelease:
         """A new noisy sum; its ledger line is written before it is released."""

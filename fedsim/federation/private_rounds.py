@@ -80,7 +80,7 @@ class PrivateRounds(ResumableStrategy):
     server_optimizer: ServerOptimizer
     alternation: Alternation | None
     _accounting: Accounting
-    _budgets: ClientTraining
+    _client_training: ClientTraining
     participants: Participants
     evaluation: ClientEvaluation
     _aggregation_settings: AggregationSettings
@@ -121,10 +121,12 @@ class PrivateRounds(ResumableStrategy):
         server = tensors(arrays)
         layout = self.take_layout(server)
         attempt = self._accounting.attempt(server_round)
-        self._aggregation_settings.noise.begin(server_round, attempt)
-        recipients = self.participants.drawn(server_round, grid)
+        self._aggregation_settings.noise.set_attempt(server_round, attempt)
+        recipients = self.participants.recipients_of_round(server_round, grid)
         vector = self._model.flatten(server)
-        if self._stops(self._budgets.over_budget(vector, recipients.client_ids, server_round)):
+        if self._stops(
+            self._client_training.over_budget(vector, recipients.client_ids, server_round)
+        ):
             return []
         instructions = Instructions(
             message_type="train",
@@ -199,7 +201,7 @@ class PrivateRounds(ResumableStrategy):
         content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(
-            self._budgets.budgets_spent(report)
+            self._client_training.budgets_spent(report)
             or self._accounting.record(server_round, clip_norm, content)
         ):
             self.rounds_done = server_round - 1  # this round is not made
@@ -207,10 +209,10 @@ class PrivateRounds(ResumableStrategy):
         if aggregation.lost is not None:
             self.log.warning("round %s is lost, and charged: %s.", server_round, aggregation.lost)
             return None, None
-        lost = summed == 0 and summing.asked > 0
-        self._failures.note(self.report, lost)
+        all_failed = summed == 0 and summing.asked > 0
+        self._failures.record(self.report, lost=all_failed)
         # Whether noise is released must not depend on which clients failed.
-        if lost and not self.private:
+        if all_failed and not self.private:
             return None, None
         return self._release(aggregation)
 
@@ -224,12 +226,14 @@ class PrivateRounds(ResumableStrategy):
         for extra in self.extras.values():
             result = extra.finish(result)
         update, start = result.update, instructions.vector[: len(result.update)]
-        turns = self.alternation
-        if turns is not None:  # at parameters that rest, the release is noise: no optimiser sees it
-            update = turns.replaced(update, torch.zeros_like(update), self._model, number)
+        alternation = self.alternation
+        # At frozen parameters the release is noise alone: no optimiser sees it, nor may an
+        # optimiser's momentum move them.
+        if alternation is not None:
+            update = alternation.replaced(update, torch.zeros_like(update), self._model, number)
         vector = self.server_optimizer.step(start, update)
-        if turns is not None:  # nor may an optimiser's momentum move parameters that rest
-            vector = turns.replaced(vector, start.to(vector), self._model, number)
+        if alternation is not None:
+            vector = alternation.replaced(vector, start.to(vector), self._model, number)
         sides = {name: float(mean) for name, mean in release.sides.items()}
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())
@@ -344,7 +348,7 @@ class PrivateRounds(ResumableStrategy):
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        with strategy_state.in_one_sentence(strategy):
+        with strategy_state.as_state_error(strategy):
             plan = resumed_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
             strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)

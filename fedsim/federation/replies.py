@@ -97,7 +97,7 @@ def read(
         try:
             client = client_of.get(reply.metadata.src_node_id)
             if client is None:
-                _note_stranger(reply, tally)
+                _count_unknown_node(reply, tally)
                 continue
             if reply.has_error():
                 raise _UnusableError(error_reason(reply), str(reply.error.reason))
@@ -123,7 +123,7 @@ def _failed(client: int | None, reason: Reason) -> Reply:
     return Reply(Block.failed(np.array(ids, dtype=np.int64), reason))
 
 
-def _note_stranger(reply: Message, tally: Tally) -> None:
+def _count_unknown_node(reply: Message, tally: Tally) -> None:
     # For a node that it has lost, Flower sends an error from the SuperLink's id: the client is then
     # missing, and this is not a reply from an unknown node.
     node = reply.metadata.src_node_id

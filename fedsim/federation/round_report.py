@@ -181,7 +181,7 @@ class Tally:
         """Mark these clients, whose replies were taken, as failed."""
         self._outcomes[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
-    def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
+    def reject_later(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
         """`reject` the clients that are False in ``usable [n]``, once the report is made.
 
         Reading ``usable`` earlier would wait for the GPU after every block.
@@ -219,19 +219,19 @@ class Failures:
 
     def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed
-        self._in_a_row = 0
+        self._consecutive = 0
         self._reasons: Counter[Reason] = Counter()
 
     def state(self) -> dict[str, Any]:
         """The counts, for a checkpoint."""
-        return {"in-a-row": self._in_a_row, "reasons": dict(self._reasons)}
+        return {"in-a-row": self._consecutive, "reasons": dict(self._reasons)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self._in_a_row = state["in-a-row"]
+        self._consecutive = state["in-a-row"]
         self._reasons = Counter(state["reasons"])
 
-    def note(self, report: RoundReport, lost: bool) -> None:
+    def record(self, report: RoundReport, *, lost: bool) -> None:
         """Count a round, and log its failures.
 
         Raises
@@ -242,20 +242,20 @@ class Failures:
         if report.failed:
             failed = (report.failed, report.asked, describe_reasons(report.reasons))
             _log.info("round %s: %s of %s failed: %s.", report.round, *failed)
-        self._in_a_row = self._in_a_row + 1 if lost else 0
+        self._consecutive = self._consecutive + 1 if lost else 0
         if not lost:
             self._reasons.clear()
             return
         self._reasons.update(report.reasons)
-        n = self._in_a_row
+        n = self._consecutive
         rounds = "round" if n == 1 else f"{n} rounds in a row, the last of them round"
-        happened = (
+        sentence = (
             f"every client that was asked failed in {rounds} {report.round}: "
             f"{describe_reasons(self._reasons, advise=True)}."
         )
-        if self._allowed is not None and self._in_a_row >= self._allowed:
-            raise RunFailedError(happened)
-        _log.warning("%s", happened)
+        if self._allowed is not None and self._consecutive >= self._allowed:
+            raise RunFailedError(sentence)
+        _log.warning("%s", sentence)
 
 
 def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:

@@ -29,7 +29,7 @@ _FORM = {
 
 
 @contextmanager
-def in_one_sentence(strategy: str) -> Iterator[None]:
+def as_state_error(strategy: str) -> Iterator[None]:
     """Turn errors that another strategy's state causes into one sentence."""
     try:
         yield
@@ -99,12 +99,15 @@ def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) 
     if not of_user(mechanism):
         expected = mechanism.init(Layout.of(entries))
         _compare("mechanism", without_noise(state["mechanism"]), expected)
-    kept = state["optimizer"]
+    optimizer_state = state["optimizer"]
     if isinstance(optimizer, Scheduled):
-        optimizer, kept = optimizer.optimizer, {k: v for k, v in kept.items() if k != "releases"}
-    if kept and isinstance(optimizer, StatefulOptimizer) and not of_user(optimizer):
+        optimizer, optimizer_state = (
+            optimizer.optimizer,
+            {k: v for k, v in optimizer_state.items() if k != "releases"},
+        )
+    if optimizer_state and isinstance(optimizer, StatefulOptimizer) and not of_user(optimizer):
         trained = {name: like for name, like in entries.items() if not name.startswith(PREFIX)}
-        _compare("server optimiser", kept, optimizer.after_a_step(Layout.of(trained).d))
+        _compare("server optimiser", optimizer_state, optimizer.after_a_step(Layout.of(trained).d))
 
 
 def _compare(part: str, state: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:

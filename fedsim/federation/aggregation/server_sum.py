@@ -61,7 +61,7 @@ class NoiseSources:
     def _take_secret(self, secret: str) -> None:
         self._secret, self._randomness = secret, Randomness(0, secret)
 
-    def share(self, server_round: int, client: int) -> NoiseSource:
+    def of_share(self, server_round: int, client: int) -> NoiseSource:
         """The source of a client's share of this round's noise."""
         generator = self._randomness.generator(
             Purpose.SHARE, level="client", round=server_round, client=client
@@ -83,7 +83,7 @@ class NoiseSources:
         part = self._attempts.get(draw_round, 0) * NUMBERS + number
         return randomness.generator(Purpose.NOISE, level="client", round=draw_round, part=part)
 
-    def begin(self, server_round: int, attempt: int) -> None:
+    def set_attempt(self, server_round: int, attempt: int) -> None:
         """Use new addresses for a round that was drawn ``attempt`` times before."""
         if attempt:
             self._attempts[server_round] = attempt
@@ -262,7 +262,9 @@ class ServerSum:
         weights = self.summing.weights(block)
         # A client without examples has weight 0: it is not in the sum, but has not failed.
         has_weight = slice(None) if weights is None else weights > 0
-        self.tally.doubt(block.client_ids[has_weight], block.usable[has_weight], "non-finite")
+        self.tally.reject_later(
+            block.client_ids[has_weight], block.usable[has_weight], "non-finite"
+        )
         return replace(reply, block=block)
 
     def without_failed(self, block: Block) -> Block:

@@ -75,7 +75,7 @@ class ShareSum(ServerSum):
             block.rows,
             self._bounding,
             self.summing.layout,
-            sources=[noise.share(number, client) for client in block.client_ids.tolist()],
+            sources=[noise.of_share(number, client) for client in block.client_ids.tolist()],
             sides=self.summing.sides(block),
         )
 
@@ -111,8 +111,8 @@ class ClientShares(ShareSum):
         usable = add_shares(total, shares, asked=self.parts)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.
-        self.tally.doubt(block.client_ids, usable, "malformed")
-        self.tally.doubt(block.client_ids, shares.usable, "non-finite")
+        self.tally.reject_later(block.client_ids, usable, "malformed")
+        self.tally.reject_later(block.client_ids, shares.usable, "non-finite")
         return replace(reply, block=replace(block, rows=None, usable=usable))
 
 

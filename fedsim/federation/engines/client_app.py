@@ -70,7 +70,9 @@ def client_app(
         and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
         allow a round replies with the error code `BUDGET_SPENT`.
     """
-    app = ClientApp(mods=[_without_exit, *([_in_time(seconds_for)] if seconds_for else [])])
+    app = ClientApp(
+        mods=[_exit_as_failure, *([_with_time_limit(seconds_for)] if seconds_for else [])]
+    )
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -169,7 +171,7 @@ def _require_declared(examples: int, config: Mapping[str, object]) -> None:
         )
 
 
-def _without_exit(
+def _exit_as_failure(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
     """Turn `sys.exit` in a client's code into its failure: the process serves other clients too."""
@@ -179,7 +181,7 @@ def _without_exit(
         raise RuntimeError(f"the client's code exited with {ended.code!r}.") from ended
 
 
-def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
+def _with_time_limit(seconds_for: Callable[[Context], float]) -> Mod:
     """Mod that ends a client that hangs, with an error reply: the round would wait for it."""
 
     def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

@@ -95,8 +95,9 @@ class ClientDirectory:
     Parameters
     ----------
     timeout : float
-        Seconds that the first `look` waits for the nodes' answers, and `wait` for clients. A
-        node that has not answered is left out until it does; later calls do not wait for it.
+        Seconds that the first `connected_clients` waits for the nodes' answers, and `wait` for
+        clients. A node that has not answered is left out until it does; later calls do not wait
+        for it.
     roster : mapping of str to int, optional
         Client id of each registered key, by its `key_digest`. If given, nodes are not asked.
     asks : bool
@@ -121,9 +122,9 @@ class ClientDirectory:
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
-    _looked: bool = field(default=False, init=False, repr=False)
+    _has_asked: bool = field(default=False, init=False, repr=False)
 
-    def look(self, grid: Grid) -> Mapping[int, int]:
+    def connected_clients(self, grid: Grid) -> Mapping[int, int]:
         """Node id of each client id, for the nodes connected now; sorted by client id.
 
         Nodes that share one client id are all ignored, since any of them may be an impostor.
@@ -139,8 +140,8 @@ class ClientDirectory:
         nodes = sorted(grid.get_node_ids())
         if self.asks:
             # In later rounds a new node must not delay a round.
-            patience = 0.0 if self._looked else self.timeout
-            self._looked = True
+            patience = 0.0 if self._has_asked else self.timeout
+            self._has_asked = True
             self._ask(grid, nodes)
             self._listen(grid, patience)
         else:
@@ -151,7 +152,7 @@ class ClientDirectory:
         return self._node_of_client((node, claims[node]) for node in nodes if node in claims)
 
     def wait(self, grid: Grid, clients: int) -> Mapping[int, int]:
-        """Repeat `look` until there are enough clients or ``timeout`` has passed.
+        """Repeat `connected_clients` until there are enough clients or ``timeout`` has passed.
 
         Parameters
         ----------
@@ -165,8 +166,8 @@ class ClientDirectory:
             other node joins.
         """
         deadline = time.monotonic() + self.timeout
-        self._looked = True
-        while len(present := self.look(grid)) < clients:
+        self._has_asked = True
+        while len(present := self.connected_clients(grid)) < clients:
             if isinstance(present, ConsecutiveNodes):
                 raise FedsimError(
                     f"the grid has {len(present)} nodes, and min_available_nodes = {clients} waits "
@@ -182,15 +183,15 @@ class ClientDirectory:
             time.sleep(0.1)
         return present
 
-    def _node_of_client(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
+    def _node_of_client(self, ids_or_reasons: Iterable[tuple[int, int | str]]) -> dict[int, int]:
         """Node of each client, given each node's client id or the reason why it has none."""
         nodes_of: dict[int, list[int]] = {}
         ignored: Counter[str] = Counter()
-        for node, claim in claims:
-            if isinstance(claim, str):
-                ignored[claim] += 1
+        for node, id_or_reason in ids_or_reasons:
+            if isinstance(id_or_reason, str):
+                ignored[id_or_reason] += 1
             else:
-                nodes_of.setdefault(claim, []).append(node)
+                nodes_of.setdefault(id_or_reason, []).append(node)
         node_of = {
             client: nodes[0] for client, nodes in sorted(nodes_of.items()) if len(nodes) == 1
         }
@@ -225,7 +226,7 @@ class ClientDirectory:
                 # Flower sends errors on a node's behalf from another node id: identify the node by
                 # the query that the reply answers.
                 node = self._pending.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None and not self._note(node, reply):
+                if node is not None and not self._record_claim(node, reply):
                     numberless.add(node)
             if time.monotonic() >= deadline:
                 break
@@ -237,7 +238,7 @@ class ClientDirectory:
         for node in nodes:
             self._number_of.setdefault(node, len(self._number_of))
 
-    def _note(self, node: int, reply: Message) -> bool:
+    def _record_claim(self, node: int, reply: Message) -> bool:
         """Record the client id that a node claims; False if its app does not answer queries."""
         if reply.has_error():
             # Flower's error for an app without a query handler is that of one that raised. Any
@@ -285,4 +286,4 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
 @check_arguments
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
     """Node id of each client id, for the connected nodes, which must run fedsim's client app."""
-    return ClientDirectory(timeout, asks=True).look(grid)
+    return ClientDirectory(timeout, asks=True).connected_clients(grid)

@@ -32,10 +32,10 @@ from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
 
 _log = logging.getLogger(__name__)
 
-SHARE = 0.75
+CHUNK_FRACTION = 0.75
 """Cost of a chunk, as a fraction of the remaining cost per worker."""
-LEAST_SHARE = 12
-"""A chunk costs at least the round's cost per worker divided by this."""
+MOST_CHUNKS_PER_WORKER = 12
+"""A chunk costs at least the round's cost per worker divided by this number."""
 RETRIES = 2
 """How many times a chunk may lose its worker before its clients are tried one by one."""
 # Largest reply with rows, unless a single client's row is larger.
@@ -323,11 +323,11 @@ def chunks(
     """
     order = np.argsort(-costs, kind="stable")
     cumulative = np.concatenate([[0.0], np.cumsum(costs[order])])
-    min_cost = cumulative[-1] / (LEAST_SHARE * workers)
+    min_cost = cumulative[-1] / (MOST_CHUNKS_PER_WORKER * workers)
     parts: list[Ids] = []
     start = 0
     while start < len(order):
-        target = max(SHARE * (cumulative[-1] - cumulative[start]) / workers, min_cost)
+        target = max(CHUNK_FRACTION * (cumulative[-1] - cumulative[start]) / workers, min_cost)
         # Include the client whose cost reaches the target.
         stop = int(np.searchsorted(cumulative, cumulative[start] + target))
         stop = min(max(stop, start + 1), start + largest, len(order))

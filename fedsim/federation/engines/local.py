@@ -119,8 +119,8 @@ class LocalGrid(Closed, OwnGrid):
         self._pushed: dict[str, Message] = {}
         self._one_client = threading.Lock()
         self._expires: dict[str, float] = {}
-        # Total seconds that clients have worked; they do not count towards a message's ttl, since
-        # clients here wait for each other.
+        # A message's ttl excludes the time in which other clients train, since clients here train
+        # one after another.
         self._worked = 0.0
         self._serial = itertools.count(1)
         self._open: Replies | None = None
@@ -171,7 +171,7 @@ class LocalGrid(Closed, OwnGrid):
         list of str
             Ids to pull the replies by, in the order of the messages.
         """
-        return [self._take(message) for message in messages]
+        return [self._queue(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Run the clients of these messages, and return each reply once.
@@ -226,7 +226,7 @@ class LocalGrid(Closed, OwnGrid):
         replies = []
         worked = self._worked
         for message in messages:
-            message_id = self._take(message, self._worked - worked)
+            message_id = self._queue(message, self._worked - worked)
             started = time.monotonic()
             reply = self._reply(message_id)
             if timeout is None or time.monotonic() - started < timeout:
@@ -255,15 +255,15 @@ class LocalGrid(Closed, OwnGrid):
         client_ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         return guarded_blocks(trainer, instructions, client_ids)
 
-    def _take(self, message: Message, waited: float = 0.0) -> str:
-        """Queue a message; ``waited`` seconds since its creation do not count towards its ttl."""
+    def _queue(self, message: Message, excluded_seconds: float = 0.0) -> str:
+        """Queue a message; its ttl excludes these seconds since its creation."""
         metadata = message.metadata
         if metadata.ttl <= 0:
             raise FedsimError(f"a message's ttl is {metadata.ttl} s; it must be positive.")
         # A counter and not a random id, so that ids are the same in every run.
         message_id = f"{next(self._serial):016x}"
         send_as(message, message_id, self._run.run_id)
-        age = time.time() - metadata.created_at - waited
+        age = time.time() - metadata.created_at - excluded_seconds
         # Flower's strategies put one RecordDict into all of a round's messages, so that a client
         # could change its neighbours'. Only the arrays' immutable bytes stay shared.
         self._pushed[message_id] = deliver(message, copy.deepcopy(message.content))

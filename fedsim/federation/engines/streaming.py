@@ -47,7 +47,7 @@ class StreamingGrid(OwnGrid):
         the sending of a message is per client, and no client can delay another.
     packs : bool
         Whether the nodes run fedsim's app, which unpacks messages (`packed_messages`).
-    slowest_look : float
+    max_poll_seconds : float
         Maximum seconds between two polls.
     """
 
@@ -61,13 +61,13 @@ class StreamingGrid(OwnGrid):
         roster: Mapping[str, int] | None = None,
         times_each_client: bool = False,
         packs: bool = False,
-        slowest_look: float = 0.5,
+        max_poll_seconds: float = 0.5,
     ) -> None:
         self.times_each_client = times_each_client
         self._grid = grid
         self._clients = clients
         self._packs = packs
-        self._slowest_look = slowest_look
+        self._max_poll_seconds = max_poll_seconds
         self._directory = ClientDirectory(
             timeout=patience, roster=roster, asks=True, population=clients
         )
@@ -102,7 +102,7 @@ class StreamingGrid(OwnGrid):
                 return self._directory.wait(self._grid, self._clients)
             except FedsimError as error:
                 _log.warning("the run begins with the clients that are connected: %s", error)
-        return self._directory.look(self._grid)
+        return self._directory.connected_clients(self._grid)
 
     @property
     def ignored(self) -> Counter[str]:
@@ -118,12 +118,14 @@ class StreamingGrid(OwnGrid):
         messages = list(messages)
         if self._packs:
             messages = list(pack_messages(messages))
-        for then in ("they are sent once more", "these do not answer"):
+        for consequence in ("they are sent once more", "these do not answer"):
             try:
                 return self._grid.push_messages(messages)
             except ObjectPushError as error:
                 count = len(messages)
-                _log.warning("%d messages did not reach their nodes; %s: %s", count, then, error)
+                _log.warning(
+                    "%d messages did not reach their nodes; %s: %s", count, consequence, error
+                )
         return []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -167,7 +169,7 @@ class StreamingGrid(OwnGrid):
                     self._log_error(reply)
                     yield reply
             if waiting:
-                pause = 0.02 if arrived else min(1.5 * pause, self._slowest_look)
+                pause = 0.02 if arrived else min(1.5 * pause, self._max_poll_seconds)
                 time.sleep(pause)
 
     def _log_error(self, reply: Message) -> None:

@@ -77,33 +77,35 @@ def test_a_local_grid_answers_without_messages():
 def test_a_node_is_asked_once():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 2}), nodes=[4, 7])
     directory = ClientDirectory(asks=True)
-    assert directory.look(grid) == {0: 4, 1: 7}
+    assert directory.connected_clients(grid) == {0: 4, 1: 7}
     grid.nodes = [7, 9]
-    directory.look(grid)
-    assert directory.look(grid) == {1: 7, 2: 9}
+    directory.connected_clients(grid)
+    assert directory.connected_clients(grid) == {1: 7, 2: 9}
     assert grid.asked == [4, 7, 9]
 
 
 def test_of_two_nodes_that_claim_one_id_neither_is_believed():
     grid = RandomNodes(app_claiming({4: 1, 7: 1, 9: 0}), nodes=[4, 7, 9])
     directory = ClientDirectory(asks=True)
-    assert directory.look(grid) == {0: 9}
+    assert directory.connected_clients(grid) == {0: 9}
     assert directory.ignored == {"duplicate claim": 2}
 
 
 def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 1}), nodes=[4, 7])
     directory = ClientDirectory(asks=True)
-    directory.look(grid)
+    directory.connected_clients(grid)
     grid.nodes = [4, 9]
-    directory.look(grid)
-    assert directory.look(grid) == {0: 4, 1: 9}
+    directory.connected_clients(grid)
+    assert directory.connected_clients(grid) == {0: 4, 1: 9}
 
 
 @pytest.mark.parametrize("claim", [-3, 0.5, 2**63])
 def test_a_claim_that_is_no_client_id_is_ignored_and_counted(claim):
     directory = ClientDirectory(asks=True)
-    assert directory.look(RandomNodes(app_claiming({4: claim, 7: 1}), nodes=[4, 7])) == {1: 7}
+    assert directory.connected_clients(
+        RandomNodes(app_claiming({4: claim, 7: 1}), nodes=[4, 7])
+    ) == {1: 7}
     assert directory.ignored == {"bad claim": 1}
 
 
@@ -132,7 +134,7 @@ def pem(key):
 def test_a_registered_key_is_the_client_that_the_roster_says_and_nobody_is_asked(keys):
     grid = KeyedNodes({9: pem(keys[0]), 4: pem(keys[1])})
     directory = ClientDirectory(roster={key_digest(pem(keys[0])): 5, key_digest(pem(keys[1])): 2})
-    assert directory.look(grid) == {2: 4, 5: 9}
+    assert directory.connected_clients(grid) == {2: 4, 5: 9}
     assert grid.asked == []
 
 
@@ -140,7 +142,7 @@ def test_unlisted_duplicate_and_missing_keys_are_ignored_and_counted(keys):
     listed, twice, unlisted, _ = (pem(key) for key in keys)
     grid = KeyedNodes({4: listed, 5: unlisted, 6: twice, 7: twice, 8: b"", 9: b"garbage"})
     directory = ClientDirectory(roster={key_digest(listed): 0, key_digest(twice): 1})
-    assert directory.look(grid) == {0: 4}
+    assert directory.connected_clients(grid) == {0: 4}
     assert directory.ignored == {"duplicate key": 2, "no key": 2, "unlisted key": 1}
 
 
@@ -155,39 +157,39 @@ def test_a_key_has_one_digest_however_it_is_written(keys):
 def test_apps_without_a_query_handler_are_known_by_sorted_node_id():
     grid = RandomNodes(toy_app(), nodes=[9, 4, 7])
     directory = ClientDirectory(asks=True)
-    assert directory.look(grid) == {0: 4, 1: 7, 2: 9}
+    assert directory.connected_clients(grid) == {0: 4, 1: 7, 2: 9}
     grid.nodes = [9, 4, 7, 3]
-    directory.look(grid)
-    assert directory.look(grid) == {0: 4, 1: 7, 2: 9, 3: 3}
+    directory.connected_clients(grid)
+    assert directory.connected_clients(grid) == {0: 4, 1: 7, 2: 9, 3: 3}
 
 
 def test_apps_of_other_people_are_numbered_and_never_asked():
     grid = RandomNodes(app_claiming({4: 9, 7: 9, 9: 9}), nodes=[9, 4, 7])
     directory = ClientDirectory()
-    assert directory.look(grid) == {0: 4, 1: 7, 2: 9}
+    assert directory.connected_clients(grid) == {0: 4, 1: 7, 2: 9}
     grid.nodes = [9, 7, 3]
-    assert directory.look(grid) == {1: 7, 2: 9, 3: 3}
+    assert directory.connected_clients(grid) == {1: 7, 2: 9, 3: 3}
     assert grid.asked == []
 
 
 def test_a_silent_node_costs_one_wait_and_is_left_out():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], silent=[7])
     directory = ClientDirectory(timeout=0.2, asks=True)
-    assert directory.look(grid) == {0: 4}
+    assert directory.connected_clients(grid) == {0: 4}
     directory.timeout = 1e9  # nobody waits for it again, or this would never end
-    assert directory.look(grid) == {0: 4}
+    assert directory.connected_clients(grid) == {0: 4}
     grid.silent.clear()
-    assert directory.look(grid) == {0: 4, 1: 7}
+    assert directory.connected_clients(grid) == {0: 4, 1: 7}
     assert grid.asked == [4, 7]
 
 
 def test_an_unavailable_node_is_asked_again():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], unavailable=[7])
     directory = ClientDirectory(timeout=0.2, asks=True)
-    assert directory.look(grid) == {0: 4}
+    assert directory.connected_clients(grid) == {0: 4}
     grid.unavailable.clear()
-    directory.look(grid)
-    assert directory.look(grid) == {0: 4, 1: 7}
+    directory.connected_clients(grid)
+    assert directory.connected_clients(grid) == {0: 4, 1: 7}
 
 
 def test_waiting_for_clients_is_bounded():
