@@ -16,8 +16,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedsim.federation.aggregation.secagg.client import answer
+from fedsim.federation.aggregation.secagg.protocol import RECORD
 from fedsim.federation.aggregation.secagg.server import unmasked
-from fedsim.federation.aggregation.secagg.transcript import RECORD
 from fedsim.federation.flower_internals import ensure_identity
 
 CLIENTS, WEIGHTS = (10, 50, 100, 200), (10_000, 100_000, 1_000_000)

@@ -37,7 +37,7 @@ def train(message: Message, context: Context) -> Message:
     with _admitted(context) as policy:
         if policy is not None:
             from fedsim.config import RunConfig
-            from fedsim.federation.aggregation.secagg.transcript import stage_of
+            from fedsim.federation.aggregation.secagg.protocol import stage_of
             from fedsim.federation.aggregation.shares import share_entries
 
             config = RunConfig.from_run_config(context.run_config)

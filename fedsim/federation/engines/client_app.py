@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.secagg.client import answer
-from fedsim.federation.aggregation.secagg.transcript import stage_of
+from fedsim.federation.aggregation.secagg.protocol import stage_of
 from fedsim.federation.aggregation.shares import (
     STATE_RECORD,
     USABLE,

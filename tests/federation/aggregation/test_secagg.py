@@ -20,8 +20,9 @@ from fedsim.deploy.policy import Policy
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import client as secagg_client
-from fedsim.federation.aggregation.secagg.primitives import (
+from fedsim.federation.aggregation.secagg.protocol import (
     PRIME,
+    RECORD,
     agreed_key,
     join_secret,
     mask,
@@ -30,11 +31,11 @@ from fedsim.federation.aggregation.secagg.primitives import (
     public_key,
     seal,
     split_secret,
+    stage_of,
     unseal,
 )
 from fedsim.federation.aggregation.secagg.server import unmasked
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
-from fedsim.federation.aggregation.secagg.transcript import RECORD, stage_of
 from fedsim.federation.arrays import tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.runs.resolve import Resolved, resolve, strategy_of

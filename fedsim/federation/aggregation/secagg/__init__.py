@@ -2,6 +2,6 @@
 
 The protocol of Bonawitz et al. (2017) over Flower messages of one type, in four stages: public
 keys, shares of each client's secrets, the masked vector, and the secrets that unmask the sum.
-`primitives` has the cryptography, `client` the replies of a client, `server` the aggregation, and
-`transcript` the format of the messages.
+`protocol` has the format of the messages and the cryptography, `client` the replies of a client,
+and `server` the aggregation.
 """

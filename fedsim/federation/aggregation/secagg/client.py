@@ -12,30 +12,28 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg.primitives import (
+from fedsim.federation.aggregation.secagg.protocol import (
     KEY_BYTES,
+    RECORD,
+    SEALED_BYTES,
     SHARE_BYTES,
     Words,
     agreed_key,
+    byte_strings,
+    channel_purpose,
     derived_key,
+    entries_of,
+    join_shares,
     mask,
     new_key,
     new_seed,
+    numbers,
+    own_purpose,
+    pair_purpose,
     public_key,
     seal,
     split_secret,
     unseal,
-)
-from fedsim.federation.aggregation.secagg.transcript import (
-    RECORD,
-    SEALED_BYTES,
-    byte_strings,
-    channel_purpose,
-    entries_of,
-    join_shares,
-    numbers,
-    own_purpose,
-    pair_purpose,
 )
 
 _STATE = "fedsim.secagg"

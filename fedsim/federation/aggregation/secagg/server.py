@@ -22,26 +22,24 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedsim.errors import FedsimError, printable
-from fedsim.federation.aggregation.secagg.primitives import (
+from fedsim.federation.aggregation.secagg.protocol import (
     KEY_BYTES,
+    RECORD,
+    SEALED_BYTES,
     SHARE_BYTES,
     Words,
     agreed_key,
-    derived_key,
-    join_secret,
-    mask,
-    public_key,
-)
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
-from fedsim.federation.aggregation.secagg.transcript import (
-    RECORD,
-    SEALED_BYTES,
     byte_string,
     byte_strings,
     context_of,
+    derived_key,
+    join_secret,
+    mask,
     own_purpose,
     pair_purpose,
+    public_key,
 )
+from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import share_sizes, split
 from fedsim.federation.exchange import Instructions
