@@ -4,6 +4,7 @@ A page is run from top to bottom in a directory of its own, which has ``run.toml
 docs/first_run.md) and what it left, ``runs/digits``. Blocks of ``sh`` are commands of fedsim, run
 in this process; of ``python``, code that shares one namespace a page; of ``toml``, configs. A title
 names the file that a block is. A comment before a block says that it fails, or why it is not run.
+Blocks of ``text`` show parts of what the last command printed, or the one in their first line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SLOW = {"README.md"} | {
     )
 }  # fmt: skip
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<note>fails|not run: [^>]+) -->\n)?"
+    r"^(?:<!-- (?P<note>fails|not run: [^>]+|numbers vary: [^>]+) -->\n)?"
     r'```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n'
     r"(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
@@ -79,7 +80,34 @@ def status_of(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
-def run_block(block: Block, namespace: dict[str, Any]) -> None:
+DEMO = "fedsim run experiments/demo.toml --out runs/demo"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def assert_shown(block: Block, printed: str) -> None:
+    """Every line of a block was printed, up to line breaks and to a few percent of its numbers."""
+    printed = " ".join(printed.split())
+    for line in (" ".join(line.split()) for line in block.text.splitlines()):
+        if line.startswith("$ ") or line in ("", "..."):
+            continue
+        numbers = [float(number) for number in NUMBER.findall(line)]
+        pattern = rf"({NUMBER.pattern})".join(re.escape(words) for words in NUMBER.split(line))
+        matches = [[*map(float, match.groups())] for match in re.finditer(pattern, printed)]
+        assert matches, (block.line, line, printed)
+        if not block.note:  # else its numbers vary
+            assert pytest.approx(numbers, rel=0.05) in matches, (block.line, line, matches)
+
+
+def check_output(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    first_line = block.text.splitlines()[0]
+    if first_line.startswith("$ "):
+        command = first_line.removeprefix("$ ").replace("make demo", DEMO).split()
+        assert status_of(command[1:]) == 0
+    out, err = capsys.readouterr()
+    assert_shown(block, err + out)
+
+
+def run_block(block: Block, namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     if block.note and block.note.startswith("not run"):
         return
     if block.file:
@@ -95,8 +123,11 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
             check(resolve(config))
     elif block.language == "python" and not block.file:
         exec(compile(block.text, f"line {block.line}", "exec"), namespace)
+    elif block.language == "text":
+        check_output(block, capsys)
     elif block.language == "sh":
         for program, *arguments in commands(block):
+            capsys.readouterr()
             assert program == "fedsim", f"line {block.line}: say why {program} is not run"
             assert (status_of(arguments) != 0) == (block.note == "fails"), (block.line, arguments)
 
@@ -148,18 +179,19 @@ def test_what_a_page_shows_runs(
     flower_app: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(first_run, tmp_path, dirs_exist_ok=True)
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    if page == "docs/first_run.md":  # which begins with nothing
+    if page in ("docs/index.md", "docs/first_run.md"):  # which make it
         shutil.rmtree(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     try:
         for block in blocks(page):
-            run_block(block, flower_app)
+            run_block(block, flower_app, capsys)
     finally:
         for name in set(sys.modules) - before:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
@@ -194,6 +226,10 @@ NAMES = re.findall(r"`(fedsim\.[\w.]+)`", (ROOT / "docs" / "architecture.md").re
 @pytest.mark.parametrize("name", sorted(set(NAMES)))
 def test_a_name_on_the_architecture_page_is_in_the_code(name: str) -> None:
     assert pkgutil.resolve_name(name) is not None
+
+
+def test_the_demo_is_the_one_that_is_tested() -> None:
+    assert f"{DEMO} " in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
 def test_the_architecture_page_names_the_code() -> None:
