@@ -23,7 +23,9 @@ class CheckpointSection(ConfigTable, table="checkpoint"):
         ),
     ] = 600.0
     best: Annotated[
-        str, Doc("A column of metrics.csv; the model of its best round is saved too.")
+        str,
+        Needs("every"),
+        Doc("A column of metrics.csv; the model of its best round is saved too."),
     ] = ""
     resume: Annotated[
         bool,

@@ -126,10 +126,11 @@ class ConfigTable:
         for needed_key in (m.key for m in setting.metadata if isinstance(m, Needs)):
             needed_value = getattr(self, needed_key.replace("-", "_"))
             if value != setting.default and not needed_value:
+                needed = {"False": "= true", "0": "is above 0"}.get(str(needed_value), "is set")
                 raise FedsimError(
                     f"{self.key(setting.key)} = {shown(value)}; it must be "
                     f"{shown(setting.default) if setting.default else 'unset'} unless "
-                    f"{self.key(needed_key)} {'= true' if needed_value is False else 'is set'}."
+                    f"{self.key(needed_key)} {needed}."
                 )
 
     @classmethod
@@ -277,11 +278,8 @@ class Choice(ConfigTable):
     @classmethod
     def takers(cls, key: str) -> list[str]:
         """Names of the kind's things that have this key."""
-        return [
-            name
-            for name in registry.names(cls.kind)
-            if key in {setting.key for setting in cls.own_settings(name)}
-        ]
+        names = registry.names(cls.kind)
+        return [name for name in names if any(s.key == key for s in cls.own_settings(name))]
 
     @classmethod
     def name_in(cls, tree: Mapping[str, Any]) -> str:
@@ -388,8 +386,10 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if isinstance(value, setting.type):
         return value
     if not isinstance(value, Mapping):
-        such = f"{key}.{settings_of(setting.type)[0].key}"
-        raise FedsimError(f"{key} = {shown(value)}; it must be a table of settings such as {such}.")
+        example_key = f"{key}.{settings_of(setting.type)[0].key}"
+        raise FedsimError(
+            f"{key} = {shown(value)}; it must be a table of settings such as {example_key}."
+        )
     return setting.type(**value)
 
 

@@ -68,24 +68,29 @@ class MLflow(_Continued):
         """Start the run of MLflow, or resume it."""
         import mlflow
 
-        name = status.config.title or status.config.name
-        resumed = self._id is not None
-        self._id = mlflow.start_run(run_id=self._id, run_name=name).info.run_id
+        resumed, name = self._id is not None, status.config.title or status.config.name
+        self._id = mlflow.start_run(run_id=self._id, run_name=name, nested=True).info.run_id
+        # MLflow has one active run, and a sweep makes several runs at once: every call below names
+        # its run, which goes on without being the active one.
+        mlflow.end_run("RUNNING")
         if not resumed:
-            mlflow.log_params(status.config.to_run_config())
+            mlflow.log_params(status.config.to_run_config(), run_id=self._id)
 
     def on_round(self, status: RunStatus) -> None:
         """Log a round's numbers."""
-        import mlflow
+        if self._id is not None:  # without an id they would go to the active run
+            import mlflow
 
-        numbers = {name: float(value) for name, value in status.row.items() if name != "round"}
-        mlflow.log_metrics(numbers, step=status.round)
+            numbers = {name: float(value) for name, value in status.row.items() if name != "round"}
+            mlflow.log_metrics(numbers, step=status.round, run_id=self._id)
 
     def on_end(self, status: RunStatus) -> None:
         """End the run of MLflow."""
-        import mlflow
+        if self._id is not None:
+            import mlflow
 
-        mlflow.end_run("FINISHED" if status.ended else "FAILED")
+            state = "FINISHED" if status.ended else "FAILED"
+            mlflow.MlflowClient().set_terminated(self._id, state)
 
 
 class WandB(_Continued):
@@ -109,6 +114,7 @@ class WandB(_Continued):
             dir=None if status.directory is None else str(status.directory.path),
             id=self._id,
             resume="allow",
+            reinit="create_new",  # by default a sweep's second run would get the first one's
         )
         self._id = self._run.id
 

@@ -124,6 +124,8 @@ BAD = {
     ("evaluate.multiplier=2.0",): "it must be unset unless evaluate.private = true.",
     ("evaluate.quantiles=true",): "evaluate.quantiles = true; it must be unset unless",
     ("stop.patience=3",): "stop.patience = 3; it must be 10 unless stop.metric is set.",
+    ("checkpoint.every=0", "checkpoint.best=validation-loss"): "checkpoint.best = "
+    "'validation-loss'; it must be unset unless checkpoint.every is above 0.",
     ("mechanism.private-scalar-high=3.0",): "must be 1.0 unless mechanism.private-scalar is set.",
 }
 
