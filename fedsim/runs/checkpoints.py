@@ -4,7 +4,8 @@
 
     checkpoint/round-20/SHA256.safetensors      the last two
     checkpoint/round-10/SHA256.safetensors
-    checkpoint/best-12/SHA256.safetensors       if `checkpoint.best` names a metric
+    checkpoint/best-12/SHA256.safetensors       if `checkpoint.best` names a metric: the best
+    checkpoint/best-7/SHA256.safetensors        round, now and when each of these was the last
 
 A checkpoint is a directory that is written under a temporary name, synced and renamed. Its file is
 named by its digest, so that a file that was truncated by a crash of the machine, or edited, is
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -46,7 +47,7 @@ from fedsim.runs.resolve import Resolved
 _log = logging.getLogger("fedsim")
 
 Name = Literal["round", "best"]
-_KEEP: Mapping[Name, int] = {"round": 2, "best": 1}
+_KEPT = 2  # checkpoints of last rounds
 _STATE = "state"
 _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
@@ -163,7 +164,8 @@ class Checkpoints:
     def save(self, state: RunState, name: Name = "round") -> None:
         """Write a state as the latest checkpoint, or as the best, and remove older ones.
 
-        Of the latest, the previous one is kept too.
+        Of the latest, the previous one is kept too; of the best, those that were the best when one
+        of these two was the latest, from which the run may be resumed.
 
         Raises
         ------
@@ -194,13 +196,22 @@ class Checkpoints:
         # still there.
         draft.rename(target)
         self._clear_drafts()
-        for old in self.rounds(name)[: -_KEEP[name]]:
-            shutil.rmtree(self.path / f"{name}-{old}")
+        rounds, bests = self.rounds(), self.rounds("best")
+        self._remove("round", rounds[:-_KEPT])
+        best_rounds = {max((b for b in bests if b <= r), default=0) for r in rounds[-_KEPT:]}
+        self._remove("best", {*bests[:-1]} - best_rounds)
+
+    def _remove(self, name: Name, rounds: Iterable[int]) -> None:
+        for number in rounds:
+            shutil.rmtree(self.path / f"{name}-{number}")
+
+    def remove_later_bests(self, start_round: int) -> None:
+        """Remove the best checkpoints of rounds that a run resumed from ``start_round`` repeats."""
+        self._remove("best", [number for number in self.rounds("best") if number > start_round])
 
     def keep_newest(self) -> None:
         """Remove all checkpoints but the last."""
-        for old in self.rounds()[:-1]:
-            shutil.rmtree(self.path / f"round-{old}")
+        self._remove("round", self.rounds()[:-1])
 
     def newest(self) -> RunState | None:
         """Read the latest intact state; None if there is no checkpoint at all.
@@ -279,7 +290,7 @@ class Checkpointing:
     directory : RunDirectory
     state : callable
         Returns the state to save.
-    done : int
+    start_round : int
         Round after which the run starts or is resumed.
 
     Attributes
@@ -290,7 +301,11 @@ class Checkpointing:
     """
 
     def __init__(
-        self, resolved: Resolved, directory: RunDirectory, state: Callable[[], RunState], done: int
+        self,
+        resolved: Resolved,
+        directory: RunDirectory,
+        state: Callable[[], RunState],
+        start_round: int,
     ) -> None:
         self._state = state
         self._settings = resolved.config.checkpoint
@@ -301,9 +316,11 @@ class Checkpointing:
         self._measure: Measure | None = None
         if self._settings.best:
             self._measure = Measure.of_column(resolved, "checkpoint.best", self._settings.best)
+            # With the operating system's entropy a repeated round has other results.
+            self._checkpoints.remove_later_bests(start_round)
             best = self._checkpoints.best()
             self._best = None if best is None else best.row.get(self._settings.best)
-        self._saved = done
+        self._saved = start_round
         self._since = time.monotonic()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []

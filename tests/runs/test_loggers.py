@@ -86,9 +86,7 @@ class MLflow(ModuleType):
     def log_params(self, params: dict[str, object], run_id: str | None = None) -> None:
         self.params[run_id or self.active[-1]] = params
 
-    def log_metrics(
-        self, metrics: dict[str, float], step: int, run_id: str | None = None
-    ) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int, run_id: str | None = None) -> None:
         self.rows[run_id or self.active[-1]][step] = metrics
 
     def MlflowClient(self) -> Any:  # noqa: N802
@@ -106,23 +104,23 @@ class WandB(ModuleType):
         self.rows: dict[str, dict[int, dict[str, float]]] = {}
         self.states: dict[str, str] = {}
 
-    def init(self, *, id: str | None, reinit: str = "default", **settings: Any) -> Any:
+    def init(self, *, reinit: str = "default", **settings: Any) -> Any:
         if self.active and reinit != "create_new":
             return self.active[-1]
-        id = id or f"run-{len(self.rows)}"
-        rows = self.rows.setdefault(id, {})
-        self.params.setdefault(id, settings["config"])
+        run_id = settings["id"] or f"run-{len(self.rows)}"
+        rows = self.rows.setdefault(run_id, {})
+        self.params.setdefault(run_id, settings["config"])
 
         def log(row: dict[str, float], step: int) -> None:
-            assert self.states[id] == "RUNNING", f"Run ({id}) is finished."
+            assert self.states[run_id] == "RUNNING", f"Run ({run_id}) is finished."
             rows[step] = {name: value for name, value in row.items() if name != "round"}
 
         def finish(exit_code: int) -> None:
-            self.states[id] = "FAILED" if exit_code else "FINISHED"
+            self.states[run_id] = "FAILED" if exit_code else "FINISHED"
             self.active.remove(run)
 
-        run = SimpleNamespace(id=id, log=log, finish=finish)
-        self.states[id] = "RUNNING"
+        run = SimpleNamespace(id=run_id, log=log, finish=finish)
+        self.states[run_id] = "RUNNING"
         self.active.append(run)
         return run
 

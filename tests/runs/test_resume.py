@@ -16,6 +16,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
+from fedsim.runs.callbacks import Measure
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
@@ -297,3 +298,31 @@ def test_early_stopping_judges_no_round_without_its_metric_on_resume(tmp_path: P
         == (len(resumed.metrics), resumed.ended)
         == (10, "finished")
     )
+
+
+def test_the_best_checkpoint_is_of_a_round_that_was_not_repeated(tmp_path, monkeypatch) -> None:
+    config = BASE.replace(
+        **{**PLAN, "noise.entropy": "system", "data.validation": 0.2, "rounds": 6,
+           "checkpoint.best": "validation-loss"}
+    )  # fmt: skip
+
+    class Kill(fedsim.Callback):
+        def on_round(self, status: fedsim.RunStatus) -> None:
+            if status.round == 4:
+                raise KeyboardInterrupt
+
+    best_rounds = [1, 3]
+    monkeypatch.setattr(Measure, "improves", lambda self, row, best: row["round"] in best_rounds)
+    killed = fedsim.run(config, out=tmp_path / "run", callbacks=Kill())
+    checkpoints = Checkpoints(tmp_path / "run/checkpoint")
+    assert (killed.rounds, checkpoints.rounds(), checkpoints.rounds("best")) == (4, [2], [1, 3])
+    best_rounds.clear()  # no repeated or later round is as good as the first
+    fedsim.run(config, out=tmp_path / "run", resume=True)
+    assert (checkpoints.rounds(), checkpoints.rounds("best")) == ([4, 6], [1])
+    saved = fedsim.load(tmp_path / "run", best=True)
+    row = dict(saved.best.row)
+    assert row == saved.metrics[1]
+    best_rounds[:] = [7, 9, 10]
+    longer = config.replace(rounds=10)
+    fedsim.run(longer, out=tmp_path / "run", resume=True)
+    assert (checkpoints.rounds(), checkpoints.rounds("best")) == ([8, 10], [7, 10])
