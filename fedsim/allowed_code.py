@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import regular_files
-from fedsim.errors import FedsimError
+from fedsim.errors import INSTALLED, FedsimError
 
 VARIABLE = "FEDSIM_ALLOWED_CODE"
 """Environment variable by which a command passes its allow-list to its simulation's processes."""
 
 _PROJECT = "pyproject.toml"
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def _lies_in(spec: ModuleSpec, directory: Path) -> bool:
     places = [spec.origin] if spec.has_location else [*(spec.submodule_search_locations or ())]
     paths = [Path(os.path.realpath(place)) for place in places if place]
     return bool(paths) and all(
-        path.is_relative_to(directory) and not _INSTALLED & {*path.parts} for path in paths
+        path.is_relative_to(directory) and not INSTALLED & {*path.parts} for path in paths
     )
 
 

@@ -41,16 +41,12 @@ def arguments_of(
     keywords, takes_any = keywords_of(thing)
     takes = {*(settings or keywords)} - {*filled}
     for key in given:
+        dotted = f"{table}.{key.replace('_', '-')}"
         if key in filled:
-            raise FedsimError(
-                f"{table}.{key} is set; its value follows from other keys: leave it out."
-            )
+            raise FedsimError(f"{dotted} is set; its value follows from other keys: leave it out.")
         if key not in takes and (settings or not takes_any):
-            known = ", ".join(sorted(key.replace("_", "-") for key in takes))
-            raise FedsimError(
-                f"{table}.{key.replace('_', '-')} is not a setting of '{name}'; it takes "
-                f"{known or 'no options'}."
-            )
+            known = ", ".join(sorted(key.replace("_", "-") for key in takes)) or "no options"
+            raise FedsimError(f"{dotted} is not a setting of '{name}'; it takes {known}.")
     if settings:
         by_key = {settings[key].key: value for key, value in given.items()}
         return read_settings(settings.values(), by_key, table)

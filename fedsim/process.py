@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from fedsim.errors import FedsimError
 
@@ -73,11 +73,13 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     """Call ``end`` at the first Ctrl-C or SIGTERM; the second raises `KeyboardInterrupt`.
 
     The handlers that were installed before are called too, so that they know why the run ended. If
-    SIGTERM had its default action, it ends the process once the context is left.
+    SIGTERM had its default action, it ends the process once the context is left. A signal whose
+    handler was installed from C is left to that handler: Python could neither call nor restore it.
     """
     ending = False
     terminated = False
-    before: dict[int, object] = {}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[int, Any] = {n: handler for n, handler in handlers.items() if handler is not None}
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal ending, terminated
@@ -96,10 +98,8 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
         end()
         _log.warning("ending after this round; interrupt again to end at once.")
 
-    for number in _SIGNALS:
-        before[number] = signal.getsignal(number)
     try:
-        for number in _SIGNALS:
+        for number in before:
             signal.signal(number, handle)
     except ValueError:  # not the main thread: its owner decides
         yield
@@ -107,8 +107,8 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number in _SIGNALS:
-            signal.signal(number, before[number])  # type: ignore[arg-type]
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if terminated:
             signal.raise_signal(signal.SIGTERM)
 

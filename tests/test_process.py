@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,3 +79,14 @@ def test_threads_of_a_pool_are_gone_when_it_is_left() -> None:
         assert not used & {int(task.name) for task in Path("/proc/self/task").iterdir()}
     with pytest.raises(ZeroDivisionError), thread_pool(1) as pool:
         pool.submit(lambda: 1 / 0).result()
+
+
+def test_a_signal_handled_from_c_is_left_to_its_handler(monkeypatch) -> None:
+    usual, own = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        # What Python says of a handler that it did not install.
+        patch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else own)
+        with process.end_on_signal(lambda: None):
+            pass
+    assert signal.getsignal(signal.SIGTERM) is usual
+    assert signal.getsignal(signal.SIGINT) is own

@@ -405,7 +405,8 @@ def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
         with pytest.raises(FedsimError, match=f"{key} = 'validation-hits-2'.*higher_is_better"):
             fedsim.run(silent.replace(**{key: "validation-hits-2"}))
     rates = ["client.lr=0.3,0.00001"]
-    with pytest.raises(FedsimError, match="higher_is_better"):
+    sentence = "the column that --halving compares = 'validation-hits-2'; this metric"
+    with pytest.raises(FedsimError, match=f"{sentence}.*higher_is_better"):
         run_sweep(grid_runs(silent, parse_axes(rates)), tmp_path / "a", halving=Halving(2, 2))
     saying = config.replace(**{"task.metrics": own["hits_said"]})
     grid = grid_runs(saying, parse_axes(rates))

@@ -159,6 +159,10 @@ def scaled(outputs, targets, scale=1.0, *, shift=0.0):
     return scale * (outputs[:, 0] - targets).abs() + shift
 
 
+def compared(outputs, soft_targets):
+    return (outputs[:, 0] - soft_targets).abs()
+
+
 class NoLoss:
     pass
 
@@ -190,6 +194,10 @@ def test_settings_of_a_loss_are_keys_or_options_of_ones_own() -> None:
         (
             {"loss": "test_losses:scaled", "options": {"outputs": 1}},
             r"task.options.outputs is set; its value follows from other keys",
+        ),
+        (
+            {"loss": "test_losses:compared", "options": {"soft-targets": 1}},
+            r"task.options.soft-targets is set; its value follows from other keys",
         ),
         (
             {"loss": "test_losses:NoLoss"},

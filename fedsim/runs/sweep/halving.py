@@ -8,7 +8,7 @@ round ends with the same bytes as without halving.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +48,8 @@ class Halving:
             rung *= self.factor
         return [*lower, rounds]
 
-    def check(self, grid: Sequence[SweepRun], resolve_run: Callable[[SweepRun], Resolved]) -> None:
-        """Refuse runs that could not be compared or resumed.
+    def check(self, grid: Sequence[SweepRun]) -> None:
+        """Refuse configs of runs that could not be compared or resumed.
 
         Raises
         ------
@@ -83,8 +83,16 @@ class Halving:
                     f"to {self.first}, the rounds to the first rung, where runs are compared."
                 )
             require_validation(config, "--halving")
-            measure = f"validation-{measure_of(config).name}"
-            Measure.of_column(resolve_run(run), "--halving by", measure)
+
+    def check_column(self, resolved: Resolved) -> None:
+        """Refuse a run whose column in metrics.csv may not decide which runs continue.
+
+        Raises
+        ------
+        FedsimError
+        """
+        column = f"validation-{measure_of(resolved.config).name}"
+        Measure.of_column(resolved, "the column that --halving compares", column)
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
         """Number of ways to choose the settings that continue at each rung."""

@@ -107,11 +107,17 @@ def run_sweep(
     _check_clients_kept(grid)
     sweep = _Sweep(out, observer)
     if halving is not None:
-        halving.check(grid, sweep.resolve)
+        halving.check(grid)
     for run in grid:
-        if not is_done(run, out):
+        done = is_done(run, out)
+        if done and halving is None:
+            continue
+        resolved = sweep.resolve(run)
+        if halving is not None:
+            halving.check_column(resolved)
+        if not done:
             RunDirectory(out / run.label).check_free(overwrite=True)
-            check(sweep.resolve(run))
+            check(resolved)
     if halving is None:
         return _run_all(grid, sweep)
     return _halved(grid, sweep, halving)
@@ -179,9 +185,11 @@ def _run_all(
 
 
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
-    if is_done(run, out):
+    """Whether a run of ``out``, whose config `run_sweep` has compared, needs no further round."""
+    directory = RunDirectory(out / run.label)
+    if directory.done.exists():
         return True
-    state = _last_state(RunDirectory(out / run.label))
+    state = _last_state(directory)
     return until is not None and state is not None and state.round >= until
 
 

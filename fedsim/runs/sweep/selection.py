@@ -99,7 +99,7 @@ class RandomStopping:
         require_validation(first, "--select")
         measure = Measure.of_column(
             resolve(first, data=resolve_data(first)),
-            "--select",
+            "the column that --select compares",
             f"validation-{measure_of(first).name}",
         )
         generator = np.random.default_rng(secrets.randbits(128))
