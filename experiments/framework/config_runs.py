@@ -32,10 +32,11 @@ from fedsim.config.tables import Choice, ConfigTable
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
-from fedsim.runs.directory import RunDirectory, clients_ledgers
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import Resolved, resolve
+from fedsim.runs.run_ledgers import clients_ledgers
 from fedsim.runs.runner import run as run_config
 from fedsim.settings import settings_of
 

@@ -227,7 +227,7 @@ def _show_spent(
     contents: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
 ) -> None:
     """Print the statements of a run's ledgers, and a table of epsilon over rounds."""
-    statements = contents.ledgers.statements(delta)
+    statements = contents.ledgers.statements
     if group is not None:
         statements = [replace(statement, group=None).of_group(group) for statement in statements]
     if as_json:

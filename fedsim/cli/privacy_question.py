@@ -80,7 +80,8 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
         config = source.parent / "config.toml"
         if delta is None:
             delta = delta_of(read_config(config) if config.is_file() else {})
-        return Source(_further_rounds(ledger, delta), ledger, RunLedgers(server=ledger))
+        ledgers = RunLedgers(server=ledger, other_delta=delta)
+        return Source(_further_rounds(ledger, delta), ledger, ledgers)
     pattern = source / "client-*.jsonl"
     if any(source.glob(pattern.name)) or archived(pattern):
         delta = 1e-5 if delta is None else delta
@@ -106,13 +107,12 @@ def _of_config(config: RunConfig) -> Source:
 
 
 def _of_run(run: Path, delta: float | None) -> Source:
-    ledgers = RunLedgers.read(run, delta)
+    ledgers = RunLedgers.read(run, delta=delta)
     server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # raises if there is none
     ledgers = replace(ledgers, server=server)
-    delta = delta_of(ledgers.config) if delta is None else delta
-    if ledgers.clients is not None and not server.statement(delta).private:
+    if ledgers.clients is not None and not server.statement(ledgers.delta).private:
         return _of_clients(ledgers, ledgers.clients)
-    question = replace(_further_rounds(server, delta), stopping=stopping(ledgers.config))
+    question = replace(_further_rounds(server, ledgers.delta), stopping=stopping(ledgers.config))
     return Source(question, server, ledgers)
 
 

@@ -23,7 +23,7 @@ from fedsim.errors import FedsimError
 if TYPE_CHECKING:
     from fedsim.reports.seed_groups import SeedGroup
     from fedsim.runs.callbacks import Measure
-    from fedsim.runs.directory import Ending
+    from fedsim.runs.run_ledgers import Ending
     from fedsim.runs.sweep import Halving, SweepRun
 
 

@@ -27,11 +27,11 @@ from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import OUT, Ending, RunDirectory, ending, last_run
+from fedsim.runs.directory import OUT, RunDirectory, last_run
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RanElsewhere, RunResult
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.run_ledgers import RunLedgers
+from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.strategies import RunFailedError
 
 _log = logging.getLogger("fedsim")
@@ -217,7 +217,7 @@ class _Rows:
         try:
             yield lambda: self._poll(directory)
         finally:
-            end = ending(directory.path) if directory.done.is_file() else None
+            end = Ending.read(directory.path) if directory.done.is_file() else None
             self._callbacks.on_end(self._status(directory, end))
 
     def _poll(self, directory: RunDirectory) -> None:
@@ -251,8 +251,7 @@ class _Rows:
             protects=self._resolved.config.protects,
             uncovered=self._resolved.uncovered,
             directory=directory if directory.path.is_dir() else None,
-            ended=None if end is None else end.ended,
-            why="" if end is None else end.why,
+            ending=end,
         )
 
 
@@ -271,15 +270,12 @@ def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
     ledger = Ledger.read(directory.ledger, delta=delta) if has_ledger else Ledger(delta=delta)
     saved = load_file(regular_files.require(directory.model))
     rows = directory.metrics_file.rows()
-    end_state, reason = ending(directory.path)
     config, clients = resolved.config.to_run_config(), resolved.client_ledgers
     return RunResult(
         metrics=[*rows],
         # In the order of the model's parameters, which safetensors files do not preserve.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
-        claims=RunLedgers(config, ledger, clients, end_state).statements,
-        ended=end_state,
-        why=reason,
+        ledgers=RunLedgers(config, ledger, clients, Ending.read(directory.path)),
         directory=directory,
         notes=resolved.notes,
     )

@@ -18,9 +18,9 @@ from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.reports.seed_groups import SeedGroup, Spread
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.directory import Ending
 from fedsim.runs.metrics import display_name
 from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.sweep.search import Setting, SweepRun
 
 
@@ -33,10 +33,11 @@ def read_runs(
     """
     records = []
     for run in grid:
-        record = RunRecord(out / run.label, run.config.to_run_config(), rows=[])
-        if (record.path / "config.toml").is_file():
-            record = RunRecord.read(record.path, ledgers=False)
-        records.append(replace(record, ending=outcomes[run.label]))
+        path, ledgers = out / run.label, RunLedgers(ending=outcomes[run.label])
+        record = RunRecord(path, run.config.to_run_config(), [], ledgers)
+        if (path / "config.toml").is_file():
+            record = RunRecord.read(path, ledgers)
+        records.append(record)
     return records
 
 

@@ -12,9 +12,8 @@ from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import FileCheck, checked, verify
 from fedsim.reports.run_page import run_page
-from fedsim.runs.directory import clients_ledgers
 from fedsim.runs.record import RunRecord
-from fedsim.runs.run_ledgers import delta_of
+from fedsim.runs.run_ledgers import clients_ledgers, delta_of, example_delta_of
 
 # The ledger's path is left out of the comparison: the run may have been moved.
 _PLACE = re.compile(r"Ledger: [^<]*")
@@ -48,7 +47,7 @@ def verify_run(
         delta_of(config) if delta is None else delta,
         clients_ledgers(run, config),
         public_key,
-        examples_delta=delta_of(config, "client"),
+        examples_delta=example_delta_of(config),
         stopping=stopping(config),
     )
     return [*checks, checked("report", lambda: _compare_report(run), run / "report.html")]

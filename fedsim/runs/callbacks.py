@@ -15,10 +15,11 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
-from fedsim.runs.directory import EndState, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import Row, subject
 from fedsim.runs.resolve import Resolved
+from fedsim.runs.run_ledgers import Ending, EndState
 
 _log = logging.getLogger("fedsim")
 
@@ -44,10 +45,8 @@ class RunStatus:
         Subjects of the row's columns that no noise protects in a private run, such as "train".
     directory : RunDirectory or None
         The run's directory; None if nothing is written.
-    ended : "finished", "budget", "stopped", "interrupted" or None
+    ending : Ending or None
         How the run ended; None before its end, and at the end of one that failed.
-    why : str
-        One sentence if it ended early; else empty.
     """
 
     config: RunConfig
@@ -57,8 +56,18 @@ class RunStatus:
     protects: bool
     uncovered: tuple[str, ...] = ("train", "clients")
     directory: RunDirectory | None = None
-    ended: EndState | None = None
-    why: str = ""
+    ending: Ending | None = None
+
+    @property
+    def ended(self) -> EndState | None:
+        """How the run ended: "finished", "budget", "stopped" or "interrupted"; None if it has not,
+        or has failed."""
+        return None if self.ending is None else self.ending.ended
+
+    @property
+    def why(self) -> str:
+        """One sentence if the run ended early; else empty."""
+        return "" if self.ending is None else self.ending.why
 
     @property
     def metrics(self) -> dict[str, float | int]:

@@ -33,31 +33,19 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fedsim import regular_files
-from fedsim.config import Scalar
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.privacy.digest import KEY, Fingerprints
-from fedsim.privacy.durable import archive, archived, replace
+from fedsim.privacy.durable import archive, replace
 from fedsim.privacy.manifest import LEDGER_KEY, MANIFEST, Manifest, private_key, signature
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
+from fedsim.runs.run_ledgers import Ending, charge_planned, clients_ledgers
 from fedsim.runs.run_lock import RunLock, is_marked
-
-EndState = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
-"""How a run ended; 'dropped': by a sweep's successive halving."""
-
-
-class Ending(NamedTuple):
-    """How a run ended, and a sentence that says why if it ended early."""
-
-    ended: EndState
-    why: str = ""
-
 
 DATA_SPLIT = "data-split.json"
 
@@ -105,11 +93,11 @@ class RunDirectory:
         self.archive = self.path / "archive"
         self.metrics_file = MetricsFile(self.metrics)
         self._lock = RunLock(self.path)
-        self._of_ending = (self.done, self.summary, self.report, self.manifest, self.signature)
+        self._ending_files = (self.done, self.summary, self.report, self.manifest, self.signature)
         self._run_files = (
             *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
             *(self.checkpoint, self.tensorboard, self.clients, self.data_split),
-            *(self.path / NAMED_FILES, *self._of_ending),
+            *(self.path / NAMED_FILES, *self._ending_files),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,13 +165,13 @@ class RunDirectory:
         try:
             with self._explained():
                 self._refuse_in_use(self._lock.take())
-                files = (self.config, *self._of_ending)
+                files = (self.config, *self._ending_files)
                 before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
                 sizes = self._round_file_sizes()
             try:
                 with self._explained():
                     replace(self.config, config_toml.encode())
-                    for path in self._of_ending:
+                    for path in self._ending_files:
                         path.unlink(missing_ok=True)
                 yield
             except BaseException:
@@ -212,17 +200,17 @@ class RunDirectory:
             If the directory may not be used (see `check_free`) or cannot be written to.
         """
         new_directories = _missing(self.path)
-        is_marked_as_run = False
+        claimed = False
         try:
             with self._explained():
                 self._take(overwrite)
                 replace(self.config, config_toml.encode())
-                is_marked_as_run = True
+                claimed = True
             yield
         except BaseException:
             written_first = (self.config, self.path / NAMED_FILES)
             # These are written before the first round: with no other file, nothing is lost.
-            if is_marked_as_run and {*self._files()} <= {path.name for path in written_first}:
+            if claimed and {*self._files()} <= {path.name for path in written_first}:
                 for path in written_first:
                     path.unlink(missing_ok=True)
             self._lock.release(remove=not (self._files() or self.archive.exists()))
@@ -255,7 +243,7 @@ class RunDirectory:
         kinds = (self.ledger, self.manifest, self.signature, self.clients)
         if not any(path.exists() for path in kinds):
             return
-        resolve_name("fedsim.runs.run_ledgers:charge_planned")(self.path)
+        charge_planned(self.path)
         # Without the run's key, no HMAC in its data-split.json could be compared.
         key = [self.path / KEY] if self.data_split.exists() else []
         files = (self.config, self.data_split, *key, *kinds)
@@ -273,10 +261,10 @@ class RunDirectory:
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
         replace(self.model, save(tensors, metadata={METADATA: text}))
 
-    def finish(self, ended: EndState, why: str) -> None:
+    def finish(self, ending: Ending) -> None:
         """Write how the run ended; an interrupted run has not ended, since it can be resumed."""
-        if ended != "interrupted":
-            replace(self.done, json.dumps({"ended": ended, "why": why}).encode() + b"\n")
+        if ending.ended != "interrupted":
+            replace(self.done, json.dumps(ending._asdict()).encode() + b"\n")
 
     def save_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json."""
@@ -343,25 +331,6 @@ class RunDirectory:
                 f"--out {self.path} cannot be used ({error.strerror}); it must be a directory that "
                 "can be written to."
             ) from None
-
-
-def ending(path: Path) -> Ending:
-    """How the run in a directory ended; "interrupted" if it has not."""
-    try:
-        record = json.loads(regular_files.read_text(path / "done"))
-        return Ending(record["ended"], str(record["why"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return Ending("interrupted", "The run has not finished.")
-
-
-def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
-    """Directory of the ledgers of a run's clients; None if they are not on this machine."""
-    state_dir = config.get("client.state-dir")
-    pattern = "client-*.jsonl"
-    for path in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
-        if any(path.glob(pattern)) or archived(path / pattern):
-            return path
-    return None
 
 
 def last_run(runs: Path, name: str) -> RunDirectory | None:

@@ -25,7 +25,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated
-from fedsim.runs.run_ledgers import end_state_of
+from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.split_record import holds_other_examples, refuse_other_split
 
 _log = logging.getLogger("fedsim")
@@ -82,7 +82,7 @@ def resumed_config(
             "the run in %s has finished all %s rounds; --set rounds=N with a "
             "larger N lets it continue.", directory.path, state.round,
         )  # fmt: skip
-    end = stopping(start, end_state=end_state_of(directory))
+    end = stopping(start, end_state=Ending.read(directory.path).ended)
     _refuse_other_plan(start, resumed, state, end, directory.path)
     if end != FIXED:
         _refuse_lowered(start, requested, directory.path)

@@ -6,9 +6,8 @@ Files written by another version are read as far as possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -18,16 +17,13 @@ from fedsim.config.run_config import read_config
 from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
-from fedsim.runs.directory import Ending, EndState, RunDirectory, ending
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, brief, brief_metric, display_name, recent_mean
-from fedsim.runs.run_ledgers import RunLedgers, read_summary
+from fedsim.runs.run_ledgers import Ending, EndState, RunLedgers, read_summary
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
-
-
-_UNFINISHED = Ending("interrupted")
 
 
 @dataclass(frozen=True)
@@ -42,31 +38,22 @@ class RunRecord:
         Content of config.toml, with keys that this version may not know.
     rows : sequence of mapping
         Rows of metrics.csv: numbers by column, without columns that are empty in the row.
-    statements : list of Statement
-        Privacy statements, one for each level that has a ledger.
+    ledgers : RunLedgers
     summary : mapping
         Content of summary.json; empty for a run that has not ended properly.
-    released : Entry or None
-        The last round's line in the server's ledger.
-    ending : Ending
-        How it ended.
     """
 
     path: Path
     config: Mapping[str, Scalar]
     rows: Sequence[Row]
-    statements: list[Statement] = field(default_factory=list)
+    ledgers: RunLedgers = field(default_factory=RunLedgers)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    released: Entry | None = None
-    ending: Ending = _UNFINISHED
 
     @classmethod
-    def read(
-        cls, path: Path, *, ledgers: bool = True, statements: list[Statement] | None = None
-    ) -> RunRecord:
-        """Read a run's directory, with its ``ledgers`` or without.
+    def read(cls, path: Path, ledgers: RunLedgers | None = None) -> RunRecord:
+        """Read a run's directory; its ledgers, too, unless they are given.
 
-        Pass its ``statements`` if they are known: composing them takes a while.
+        Given ones have made their statements, which takes a while, or are none at all.
 
         Raises
         ------
@@ -81,17 +68,29 @@ class RunRecord:
                 "run` has written, such as runs/NAME."
             )
         config = read_config(directory.config)
-        run_ledgers = RunLedgers.read(path) if ledgers else RunLedgers(config)
-        charged = [] if run_ledgers.server is None else run_ledgers.server.charged
         return cls(
             path=path,
             config=config,
             rows=directory.metrics_file.rows(),
-            statements=run_ledgers.statements() if statements is None else statements,
+            ledgers=RunLedgers.read(path) if ledgers is None else ledgers,
             summary=read_summary(directory.summary),
-            released=next((entry for entry in reversed(charged) if entry.of_round), None),
-            ending=ending(path),
         )
+
+    @property
+    def statements(self) -> list[Statement]:
+        """Privacy statements, one for each level that has a ledger; none without a ledger."""
+        return self.ledgers.statements
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended."""
+        return self.ledgers.ending
+
+    @property
+    def released(self) -> Entry | None:
+        """The last round's line in the server's ledger; None if there is none."""
+        charged = () if self.ledgers.server is None else self.ledgers.server.charged
+        return next((entry for entry in reversed(charged) if entry.of_round), None)
 
     @property
     def name(self) -> str:
@@ -164,7 +163,10 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
                 f"{path} contains neither a run nor a sweep; name directories of runs."
             )
         runs |= {member.resolve(): member for member in members}
-    return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
+    return [
+        RunRecord.read(run, RunLedgers(ending=Ending.read(run)))
+        for run in dict.fromkeys(runs.values())
+    ]
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
@@ -193,13 +195,8 @@ class RunResult:
         Rows of metrics.csv, one for each round; round 0 is the initial model.
     arrays : ArrayRecord
         The final shared parameters.
-    claims : function
-        Makes `statements` from the ledgers. It takes a while after many rounds, and is called at
-        the first use of `statements`.
-    ended : "finished", "budget", "stopped" or "interrupted"
-        How the run ended: all rounds made, privacy budget reached, by a callback, by a signal.
-    why : str
-        One sentence if the run ended early; else empty.
+    ledgers : RunLedgers
+        What it cost, and how it ended.
     directory : RunDirectory or None
         The run's directory; None if nothing was written.
     notes : tuple of str
@@ -208,16 +205,25 @@ class RunResult:
 
     metrics: list[Row]
     arrays: ArrayRecord
-    claims: Callable[[], list[Statement]] = field(compare=False)
-    ended: EndState = "finished"
-    why: str = ""
+    ledgers: RunLedgers = field(compare=False)
     directory: RunDirectory | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
 
-    @cached_property
+    @property
+    def ended(self) -> EndState:
+        """How the run ended: "finished", or by "budget", a callback ("stopped") or a signal
+        ("interrupted")."""
+        return self.ledgers.ending.ended
+
+    @property
+    def why(self) -> str:
+        """One sentence if the run ended early; else empty."""
+        return self.ledgers.ending.why
+
+    @property
     def statements(self) -> list[Statement]:
-        """Privacy statements, as from `RunLedgers.statements`; the main one first."""
-        return self.claims()
+        """Privacy statements, the main one first; composing them takes a while at first use."""
+        return self.ledgers.statements
 
     @property
     def privacy(self) -> Statement:

@@ -1,12 +1,13 @@
-"""Ledgers of a run's server and clients, and the privacy statements that follow from them."""
+"""What a run cost and how it ended: its ledgers, its ending, and the statements that follow."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from fedsim import regular_files
 from fedsim.config import Scalar
@@ -16,20 +17,45 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.client_ledgers import run_of
-from fedsim.runs.directory import RunDirectory, clients_ledgers, ending
+from fedsim.privacy.durable import archived
 
 SUMMARY_FORMAT = 1
 
+EndState = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
+"""How a run ended; 'dropped': by a sweep's successive halving."""
 
-def delta_of(config: Mapping[str, Scalar], level: str = "server") -> float:
-    """Delta of a flat config: of the server's releases, or of the ``client``'s."""
-    delta = config.get("client.noise.delta" if level == "client" else "noise.delta")
-    return float(delta) if isinstance(delta, int | float) and 0 < delta < 1 else 1e-5
+
+class Ending(NamedTuple):
+    """How a run ended, and a sentence that says why if it ended early."""
+
+    ended: EndState
+    why: str = ""
+
+    @classmethod
+    def read(cls, run: Path) -> Ending:
+        """Read how the run in a directory ended; "interrupted" if it has not.
+
+        Raises
+        ------
+        FedsimError
+            See `read_summary`.
+        """
+        try:
+            record = json.loads(regular_files.read_text(run / "done"))
+            return cls(record["ended"], str(record["why"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            summary = read_summary(run / "summary.json")
+        if summary.get("ended") == "dropped":  # by a sweep, after the run had paused
+            return cls("dropped", str(summary.get("why", "")))
+        return UNFINISHED
+
+
+UNFINISHED = Ending("interrupted", "The run has not finished.")
 
 
 @dataclass(frozen=True)
 class RunLedgers:
-    """The ledgers of a run that are on this machine.
+    """The ledgers of a run that are on this machine, and how it ended.
 
     Attributes
     ----------
@@ -38,32 +64,54 @@ class RunLedgers:
     server : Ledger or None
     clients : ClientLedgers or None
         The clients' ledgers; None if they are not here.
-    ended : str
-        How the run ended, as in `RunResult`; "" if not known.
+    ending : Ending
+    other_delta : float or None
+        Delta of the server's statement, instead of the config's.
     """
 
     config: Mapping[str, Scalar] = field(default_factory=dict)
     server: Ledger | None = None
     clients: ClientLedgers | None = None
-    ended: str = ""
+    ending: Ending = UNFINISHED
+    other_delta: float | None = None
 
     @classmethod
-    def read(cls, run: Path, delta: float | None = None) -> Self:
-        """Read the ledgers of a run's directory; ``delta`` is the clients', if not the config's.
+    def read(cls, run: Path, *, delta: float | None = None, writable: bool = False) -> Self:
+        """Read the ledgers of a run's directory.
+
+        Parameters
+        ----------
+        run : path
+        delta : float, optional
+            Delta of the statements, instead of the config's.
+        writable : bool
+            Whether to open them for charges.
 
         Raises
         ------
         FedsimError
             If a file is damaged or of a later format.
         """
-        directory = RunDirectory(run)
-        config = read_config(directory.config) if directory.config.is_file() else {}
-        server = Ledger.read(directory.ledger) if directory.ledger.is_file() else None
-        clients_directory, clients = clients_ledgers(run, config), None
-        if clients_directory is not None:
-            delta = delta_of(config, "client") if delta is None else delta
-            clients = ClientLedgers(clients_directory, delta=delta, read_only=True)
-        return cls(config, server, clients, end_state_of(directory))
+        path, ledger, server, clients = run / "config.toml", run / "ledger.jsonl", None, None
+        config = read_config(path) if path.is_file() else {}
+        if ledger.is_file():
+            server = Ledger(ledger) if writable else Ledger.read(ledger)
+        if (directory := clients_ledgers(run, config)) is not None:
+            clients_delta = example_delta_of(config) if delta is None else delta
+            clients = ClientLedgers(directory, delta=clients_delta, read_only=not writable)
+        return cls(config, server, clients, Ending.read(run), delta)
+
+    @property
+    def delta(self) -> float:
+        """Delta of the server's statement."""
+        return delta_of(self.config) if self.other_delta is None else self.other_delta
+
+    @cached_property
+    def stopping(self) -> Stopping:
+        """The run's planned length, and whether its releases may have ended it earlier."""
+        if self.server is None:
+            return FIXED
+        return stopping(self.config, self.server.rounds_made, self.ending.ended)
 
     def charge_planned(self, *, server: bool = True) -> None:
         """Charge the planned rounds that were not made because releases ended the run.
@@ -71,34 +119,23 @@ class RunLedgers:
         The ledgers must be writable. If the number of rounds depends on what was released, the
         cost is that of the whole plan.
         """
-        end = self._stopping()
-        if not end.rounds_left or self.server is None:
+        if not self.stopping.rounds_left or self.server is None:
             return
         if server:
-            self.server.charge_planned(end)
+            self.server.charge_planned(self.stopping)
         if self.clients is not None:
-            self.clients.charge_planned(replace(end, run=run_of(self.server)))
+            self.clients.charge_planned(replace(self.stopping, run=run_of(self.server)))
 
-    def _stopping(self) -> Stopping:
-        if self.server is None:
-            return FIXED
-        return stopping(self.config, self.server.rounds_made, self.ended)
-
-    def statements(self, delta: float | None = None) -> list[Statement]:
-        """Privacy statements, one for each level that has a ledger; the main one first.
-
-        Parameters
-        ----------
-        delta : float, optional
-            Delta of the server's statement; by default the config's.
-        """
-        config, server = self.config, self.server
-        end, examples = self._stopping(), None
+    @cached_property
+    def statements(self) -> list[Statement]:
+        """Privacy statements, one for each level that has a ledger; the main one first."""
+        config, server, examples = self.config, self.server, None
         if self.clients is not None:
-            examples = self.clients.statement(stopping=replace(end, run=run_of(self.server)))
+            of_run = replace(self.stopping, run=run_of(server))
+            examples = self.clients.statement(stopping=of_run)
         if server is None:
             return claimed(None, examples)
-        of_server = server.statement(delta_of(config) if delta is None else delta, stopping=end)
+        of_server = server.statement(self.delta, stopping=self.stopping)
         of_server = with_config_figures(config, of_server, server.path)
         if examples is None and _clients_keep_ledgers(config):
             of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
@@ -114,22 +151,32 @@ def charge_planned(run: Path, *, server: bool = True) -> None:
     With ``server=False`` only the clients' ledgers are charged, which other runs may share; the
     server's must not change after the model was saved, whose metadata has its last line's hash.
     """
-    directory = RunDirectory(run)
-    config = read_config(directory.config) if directory.config.is_file() else {}
-    end_state = end_state_of(directory)
-    if not directory.ledger.is_file() or stopping(config, end_state=end_state) == FIXED:
-        return
-    place = clients_ledgers(run, config)
-    clients = None if place is None else ClientLedgers(place, delta=delta_of(config, "client"))
-    RunLedgers(config, Ledger(directory.ledger), clients, end_state).charge_planned(server=server)
+    if RunLedgers.read(run).stopping.rounds_left:
+        RunLedgers.read(run, writable=True).charge_planned(server=server)
 
 
-def end_state_of(directory: RunDirectory) -> str:
-    """How a run ended; also if a sweep dropped it after it had paused."""
-    end_state: str = ending(directory.path).ended
-    if end_state == "interrupted":
-        end_state = str(read_summary(directory.summary).get("ended", end_state))
-    return end_state
+def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
+    """Directory of the ledgers of a run's clients; None if they are not on this machine."""
+    state_dir = config.get("client.state-dir")
+    pattern = "client-*.jsonl"
+    for path in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
+        if any(path.glob(pattern)) or archived(path / pattern):
+            return path
+    return None
+
+
+def delta_of(config: Mapping[str, Scalar]) -> float:
+    """Delta of the server's releases, in a flat config."""
+    return _delta(config.get("noise.delta"))
+
+
+def example_delta_of(config: Mapping[str, Scalar]) -> float:
+    """Delta of the releases of clients that protect their examples, in a flat config."""
+    return _delta(config.get("client.noise.delta"))
+
+
+def _delta(value: Scalar | None) -> float:
+    return float(value) if isinstance(value, int | float) and 0 < value < 1 else 1e-5
 
 
 def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:

@@ -24,7 +24,6 @@ from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
-from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
@@ -40,10 +39,9 @@ from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.session import YOURS, Session
+from fedsim.runs.session import CALLERS, Session, run_sessions
 from fedsim.runs.split_record import write_record
-from fedsim.runs.summary import leave_report
-from fedsim.strategies import RunFailedError, run_to_end
+from fedsim.strategies import RunFailedError
 from fedsim.training.batches import local_multiplications
 
 if TYPE_CHECKING:
@@ -139,7 +137,7 @@ def run(
         if not resume:
             _archive_client_state(resolved.config)
         if grid is not None:
-            return drive(resolved, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+            return drive(resolved, grid, directory, {CALLERS: Callbacks.numbered(callbacks)})
         launch = FLOWER_RUNTIMES[resolved.config.engine.name]
         result: RunResult = resolve_name(launch)(resolved, directory and directory.path, callbacks)
         return result
@@ -195,38 +193,33 @@ def drive(
 ) -> RunResult:
     """Run all rounds of a config on ``grid``; parameters as for `Session`.
 
-    Resumes from the last checkpoint in ``directory`` if there is one. The current model is saved
-    whatever ends the run; Ctrl-C and SIGTERM end it after the current round.
+    Resumes from the last checkpoint in ``directory`` if there is one.
 
-    An interrupted run writes no report and composes no privacy statement, which would take too
-    long: SIGTERM is usually followed by SIGKILL a few seconds later.
+    Raises
+    ------
+    RunFailedError
+        See `run`.
     """
     checkpoints = None if directory is None else Checkpoints(directory.checkpoint)
     state = None if checkpoints is None else checkpoints.newest()
     session = Session(resolved, directory, callbacks, resume=state, end_request=end_request)
-    failure: RunFailedError | None = None
-    round_complete = False
-    with end_on_signal(session.end):
+
+    def make_rounds() -> dict[int, Exception]:
         try:
-            try:
-                run_to_end(session.rounds(grid), grid, session.timeout(grid))
-                round_complete = True  # the last round was completed: its state may be saved
-            except KeyboardInterrupt:
-                pass
-            except RunFailedError as error:
-                failure = error
-            finally:
-                session.finish(round_complete=round_complete)
-        except Exception as error:
-            if directory is not None and checkpoints is not None:
-                error.add_note(directory.remains(checkpoints.rounds()))
-            raise
-    result = session.result(interrupted=not round_complete)
-    if result.ended != "interrupted" or failure is not None:
-        leave_report(resolved, session.evaluation, result, str(failure or ""))
-    if failure is not None:
-        raise failure
-    return result
+            session.make_rounds(grid)
+        except RunFailedError as error:
+            return {0: error}
+        return {}
+
+    try:
+        failed = run_sessions([session], make_rounds)
+    except Exception as error:
+        if directory is not None and checkpoints is not None:
+            error.add_note(directory.remains(checkpoints.rounds()))
+        raise
+    if failed:
+        raise failed[0]
+    return session.result()
 
 
 def _callback_list(callbacks: Iterable[Callback] | Callback) -> list[Callback]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,27 +13,31 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
+from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
-from fedsim.runs.directory import EndState, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.round_rows import RoundRows
-from fedsim.runs.run_ledgers import RunLedgers
+from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.split_record import check_state_dir
+from fedsim.runs.summary import leave_report
 from fedsim.strategies import (
     Rounds,
     round_timeout,
     rounds_of,
+    run_to_end,
 )
 
-YOURS = "yours"
+CALLERS = "yours"
 """Name, in checkpoints, of the callbacks that the caller passed to `fedsim.run`."""
 
 _log = logging.getLogger("fedsim")
@@ -59,6 +63,11 @@ class Session:
         Round after which to pause, to be resumed later; by default the config's last.
     end_request : callable
         Returns whether another process has asked the run to end; called after each round.
+
+    Attributes
+    ----------
+    end_requested : bool
+        Whether a signal, another process or `end` has asked it to end.
     """
 
     def __init__(
@@ -82,7 +91,8 @@ class Session:
         self._rows_code = None if directory is None else directory.metrics_file.row_code()
         self._directory = directory
         self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
-        self._end_requested = False
+        self.end_requested = False
+        self._round_complete = True
         self._end_request = end_request
         if self.strategy.protects:
             resolved.trainer.join(self.strategy.ledger.run)
@@ -142,7 +152,7 @@ class Session:
 
     def end(self) -> None:
         """Ask the run to end after the current round."""
-        self._end_requested = True
+        self.end_requested = True
 
     def rounds(self, grid: Grid) -> Rounds:
         """The remaining rounds, as a generator; the caller sends their messages."""
@@ -163,13 +173,15 @@ class Session:
             on_round=self._on_round,
         )
 
-    def timeout(self, grid: Grid) -> float | None:
-        """Seconds that a client may take on ``grid``; None without a limit."""
+    def make_rounds(self, grid: Grid) -> None:
+        """Make the remaining rounds on ``grid``."""
         limit = self.resolved.config.engine.timeout
-        return round_timeout(grid, limit, private=self.strategy.protects)
+        timeout = round_timeout(grid, limit, private=self.strategy.protects)
+        run_to_end(self.rounds(grid), grid, timeout)
 
     def finish(self, *, round_complete: bool) -> None:
         """Write the model and, if the last round was complete, a checkpoint and how it ended."""
+        self._round_complete = round_complete
         if self._directory is not None and self._checkpoints is not None:
             if not round_complete:
                 with suppress(OSError):  # the error that ended the run matters more
@@ -177,9 +189,9 @@ class Session:
             self._save_model(self._directory)
             if round_complete:
                 self._checkpoints.save(self.strategy.rounds_done)
-                self._directory.finish(self.ended, self._why(self.ended))
+                self._directory.finish(self.ending)
             self._directory.seal()
-        self._callbacks.on_end(self.status(ended=self.ended if round_complete else None))
+        self._callbacks.on_end(self.status(self.ending if round_complete else None))
 
     def _save_model(self, directory: RunDirectory) -> None:
         # The run's arrays have trained parameters only; the file has the frozen ones too.
@@ -194,7 +206,7 @@ class Session:
         }
         directory.save_model(frozen | tensors(self._current_arrays), about)
 
-    def status(self, ended: EndState | None = None) -> RunStatus:
+    def status(self, ending: Ending | None = None) -> RunStatus:
         """The run's status, for callbacks."""
         return RunStatus(
             config=self.resolved.config,
@@ -204,43 +216,35 @@ class Session:
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,
             directory=self._directory,
-            ended=ended,
-            why="" if ended is None else self._why(ended),
+            ending=ending,
         )
 
-    def result(self, *, interrupted: bool = False) -> RunResult:
+    def result(self) -> RunResult:
         """Result of the run: its metrics, parameters and statements, and why it ended."""
-        ended: EndState = "interrupted" if interrupted else self.ended
         return RunResult(
             metrics=self._rows,
             arrays=self._current_arrays,
-            claims=self._ledgers(ended).statements,
-            ended=ended,
-            why=self._why(ended),
+            ledgers=self._ledgers(),
             directory=self._directory,
             notes=self.resolved.notes,
         )
 
-    def _ledgers(self, ended: EndState) -> RunLedgers:
+    def _ledgers(self) -> RunLedgers:
         clients = self.resolved.client_ledgers
-        return RunLedgers(self._config, self.strategy.ledger, clients, ended)
+        return RunLedgers(self._config, self.strategy.ledger, clients, self.ending)
 
     @property
-    def ended(self) -> EndState:
+    def ending(self) -> Ending:
         """How the run ended; meaningful only once no further round is made."""
-        if self._callbacks.stopped is not None:
-            return "stopped"
-        if self.strategy.rounds_done >= self.resolved.config.rounds:
-            return "finished"
+        if self._round_complete and self._callbacks.stopped is not None:
+            return Ending("stopped", f"Stopped early: {self._callbacks.stopped}.")
+        if self._round_complete and self.strategy.rounds_done >= self.resolved.config.rounds:
+            return Ending("finished")
         paused = self.strategy.rounds_done >= self._until
-        return "interrupted" if self._end_requested or paused else "budget"
-
-    def _why(self, ended: EndState) -> str:
-        if ended == "interrupted":
-            return "Interrupted; the model is that of the last complete round."
-        if ended == "budget":
-            return f"Stopped before the budget was exceeded: {self.strategy.stopped}."
-        return f"Stopped early: {self._callbacks.stopped}." if ended == "stopped" else ""
+        if self.end_requested or paused or not self._round_complete:
+            words = "Interrupted; the model is that of the last complete round."
+            return Ending("interrupted", words)
+        return Ending("budget", f"Stopped before the budget was exceeded: {self.strategy.stopped}.")
 
     @property
     def _current_arrays(self) -> ArrayRecord:
@@ -276,18 +280,71 @@ class Session:
         too: the ledger and the last row say so.
         """
         if self._callbacks.stopped is not None and self.strategy.rounds_done:
-            self._ledgers("stopped").charge_planned()
+            self._ledgers().charge_planned()
             # A run that was killed has recorded rounds after the one that it is resumed from.
             made = max(self.strategy.rounds_done, self.strategy.ledger.rounds_made)
             self._rows[-1] = {**self._rows[-1], **self._round_rows.spent(made)}
 
     def _stop_if_requested(self) -> None:
         """Let no further round begin if a callback, a signal or another process asked to end."""
-        self._end_requested |= self._end_request()
+        self.end_requested |= self._end_request()
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
-        elif self._end_requested:
+        elif self.end_requested:
             self.strategy.stopped = "it was asked to end"
+
+
+def run_sessions(
+    sessions: Sequence[Session], make_rounds: Callable[[], dict[int, Exception]]
+) -> dict[int, Exception]:
+    """Make the rounds of one run, or of several at once, and write what each leaves behind.
+
+    Ctrl-C and SIGTERM end the runs after the current round; the second one ends them at once. The
+    current models are saved whatever ends the rounds. A run that was asked to end, and can be
+    resumed, writes no report and composes no privacy statement, which would take too long: SIGTERM
+    is usually followed by SIGKILL a few seconds later.
+
+    Parameters
+    ----------
+    sessions : sequence of Session
+    make_rounds : callable
+        Makes all rounds of these sessions, and returns the errors of failed ones by index. What
+        it raises itself ends all of them, and is raised here.
+
+    Returns
+    -------
+    dict of int to Exception
+        What ``make_rounds`` has returned.
+    """
+    failed: dict[int, Exception] = {}
+    round_complete = False
+
+    def end() -> None:
+        for session in sessions:
+            session.end()
+
+    with end_on_signal(end):
+        try:
+            failed = make_rounds()
+            round_complete = True  # the last round was completed: its state may be saved
+        except KeyboardInterrupt:
+            end()
+        finally:
+            for index, session in enumerate(sessions):
+                session.finish(round_complete=round_complete and index not in failed)
+    for index, session in enumerate(sessions):
+        error = failed.get(index)
+        resumable = session.end_requested and session.ending.ended == "interrupted"
+        if error is not None or not resumable:
+            failure = "" if error is None else failure_sentence(error)
+            leave_report(session.resolved, session.evaluation, session.result(), failure)
+    return failed
+
+
+def failure_sentence(error: Exception) -> str:
+    """Why a run failed, for its summary."""
+    named = isinstance(error, RunFailedError | FedsimError)
+    return str(error) if named else f"{type(error).__name__}: {error}"
 
 
 def _of_config(resolved: Resolved) -> dict[str, Callback]:

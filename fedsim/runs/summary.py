@@ -28,13 +28,13 @@ from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
-from fedsim.runs.directory import EndState, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_objects
 from fedsim.runs.metrics import brief
 from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
-from fedsim.runs.run_ledgers import SUMMARY_FORMAT, charge_planned
+from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending, charge_planned, read_summary
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION
@@ -62,15 +62,13 @@ def leave_report(
     if directory is None:
         return
     try:
-        ended: str = result.ended
-        why = result.why
+        ending = result.ledgers.ending
         if failure:
-            ended, why = "failed", f"It failed: {failure}"
-        summary = summarise(resolved, evaluation, tensors(result.arrays), ended=ended, why=why)
+            ending = Ending("failed", f"It failed: {failure}")
+        summary = summarise(resolved, evaluation, tensors(result.arrays), ending)
         directory.save_summary(summary)
         directory.seal()
-        record = RunRecord.read(directory.path, statements=result.statements)
-        directory.save_report(_page(record))
+        directory.save_report(_page(RunRecord.read(directory.path, result.ledgers)))
     except (OSError, FedsimError) as error:
         _log.error("the run is complete, but its report could not be written: %s", error)
     except Exception:
@@ -82,19 +80,12 @@ def _page(record: RunRecord) -> str:
     return html
 
 
-def record_ending(directory: RunDirectory, ended: EndState, why: str) -> None:
-    """Write how a run ended into its files, if that was decided after it had paused.
-
-    Parameters
-    ----------
-    directory : RunDirectory
-    ended, why : str
-        As in `RunResult`.
-    """
+def record_ending(directory: RunDirectory, ending: Ending) -> None:
+    """Write how a run ended into its files, if that was decided after it had paused."""
     try:
-        record = RunRecord.read(directory.path)
-        ended_summary = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
-        if ended_summary != record.summary:
+        summary = read_summary(directory.summary)
+        ended_summary = {"format": SUMMARY_FORMAT, **summary, **ending._asdict()}
+        if ended_summary != summary:
             directory.save_summary(ended_summary)
             directory.seal()
             charge_planned(directory.path, server=False)
@@ -150,9 +141,7 @@ def summarise(
     resolved: Resolved,
     evaluation: CentralEvaluation,
     arrays: Mapping[str, Tensor],
-    *,
-    ended: str,
-    why: str,
+    ending: Ending,
 ) -> dict[str, Any]:
     """Summary, for JSON, of a run that has just ended in this process.
 
@@ -162,12 +151,10 @@ def summarise(
     evaluation : CentralEvaluation
     arrays : mapping of name to Tensor
         The final trained parameters.
-    ended, why : str
-        As in `RunResult`, or "failed".
+    ending : Ending
     """
     summary: dict[str, Any] = {
-        "ended": ended,
-        "why": why,
+        **ending._asdict(),
         "ended-at": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")[:16],
         "peak-memory": _peak_memory(),
         "machine": {

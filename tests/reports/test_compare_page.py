@@ -10,6 +10,7 @@ from left_runs import left_run
 from fedsim.errors import FedsimError
 from fedsim.reports.compare_page import compare_page, grouped
 from fedsim.runs.record import RunRecord, read_all
+from fedsim.runs.run_ledgers import RunLedgers
 
 
 def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:
@@ -21,7 +22,7 @@ def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:
         ]
         settings = {key: value for key, value in run.items() if key != "reached"}
         directory = left_run(tmp_path / f"run-{number}", rows, **settings)
-        read.append(RunRecord.read(directory, ledgers=False))
+        read.append(RunRecord.read(directory, RunLedgers()))
     return read
 
 
@@ -165,7 +166,7 @@ def test_every_epsilon_bears_its_marks(
         for k in range(1, 4)
     ]
     directory = left_run(tmp_path / "run", rows)
-    page = compare_page([RunRecord.read(directory, ledgers=False)])
+    page = compare_page([RunRecord.read(directory, RunLedgers())])
     # In the table, the chart's title and the name of its axis.
     assert page.count(marks) >= 3
     for word, marked in (("simulated", simulated), ("declared by the user", declared)):

@@ -17,7 +17,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation import client_metrics
-from fedsim.privacy import Entry, Event
+from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinned
 from fedsim.reports.compare_page import compare_page
@@ -26,6 +26,7 @@ from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.metrics import QUANTILES, MetricsFile, learning_columns, subject
 from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.summary import whole_record
 from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError
@@ -273,8 +274,9 @@ def test_noise_alone_has_its_closed_form_beside_the_released_norm() -> None:
     config = RunConfig().replace(**PRIVATE, **{"mechanism.clip-norm": 0.5}).to_run_config()
     rows = [{"round": k, "update-norm": 1.0, "clip-norm": 0.5} for k in (1.0, 2.0)]
     event = Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.5))
-    released = Entry(event=event, public={"denominator": 0.5 * 40})
-    record = RunRecord(Path("x"), config, rows, summary={"parameters": 400}, released=released)
+    ledger = Ledger()
+    ledger.record(Entry(event=event, public={"denominator": 0.5 * 40}))
+    record = RunRecord(Path("x"), config, rows, RunLedgers(server=ledger), {"parameters": 400})
     (chart,) = release_curves(record)
     released, bound, noise = chart.lines
     assert (released.y, bound.y) == ([1.0, 1.0], [0.5, 0.5])

@@ -10,10 +10,11 @@ from fedsim.federation.arrays import tensors
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import RunDirectory, ending
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
+from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.runner import drive
-from fedsim.runs.session import YOURS
+from fedsim.runs.session import CALLERS
 
 CONFIG = RunConfig.parse(
     {"rounds": 4, "partition": {"clients": 4, "max-examples": 40}, "engine": {"device": "cpu"}}
@@ -50,7 +51,7 @@ def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
     with CallbackServer([watching]) as server:
         resolved = resolve(CONFIG)
         distant = DistantCallback(server.variables[CHANNEL])
-        result = drive(resolved, LocalGrid(resolved.trainer), None, {YOURS: distant})
+        result = drive(resolved, LocalGrid(resolved.trainer), None, {CALLERS: distant})
         assert (result.ended, result.why) == ("stopped", "Stopped early: Watching has stopped it.")
         rounds = [("round", number) for number in range(3)]
         assert watching.seen == [("start", 0), *rounds, ("end: stopped", 2)]
@@ -76,12 +77,12 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
             resolved,
             LocalGrid(resolved.trainer),
             directory,
-            {YOURS: distant},
+            {CALLERS: distant},
             end_request=lambda: distant.asked_to_end,
         )
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
     assert Checkpoints(directory.checkpoint).rounds() == [2]
-    assert ending(directory.path)[0] == "interrupted"
+    assert Ending.read(directory.path)[0] == "interrupted"
 
 
 def test_a_run_that_nobody_watches_asks_nobody(monkeypatch):

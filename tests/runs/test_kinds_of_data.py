@@ -23,6 +23,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.sweep import grid_runs, measure_of, parse_axes, run_sweep
 
 OWNERS = 6
@@ -288,7 +289,7 @@ def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_p
         together, alone = tmp_path / "sweep" / member.label, tmp_path / "alone" / member.label
         name = "model.safetensors"
         assert (together / name).read_bytes() == (alone / name).read_bytes()
-        ours, theirs = (RunRecord.read(place, ledgers=False) for place in (together, alone))
+        ours, theirs = (RunRecord.read(place, RunLedgers()) for place in (together, alone))
         column = f"validation-{measure_of(member.config).name}"
         assert ours.columns() == theirs.columns()
         assert ours.recent(column) == theirs.recent(column) is not None

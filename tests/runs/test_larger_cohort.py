@@ -106,9 +106,7 @@ def _tensors(arrays) -> list[torch.Tensor]:
 def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
     config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
     ledger = strategy_of(resolve(config)).ledger
-    figure = (
-        RunLedgers(config.to_run_config(), ledger, None, "finished").statements()[0].extrapolated
-    )
+    figure = RunLedgers(config.to_run_config(), ledger, None).statements[0].extrapolated
     assert figure is not None
     assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})

@@ -17,8 +17,9 @@ from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.verification import verify
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import RunDirectory, ending
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import read_all
+from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
@@ -96,7 +97,7 @@ def test_a_run_of_another_version_whose_statement_needs_its_config_says_so(tmp_p
     config = RunDirectory(tmp_path / "run").config
     config.write_text(config.read_text() + "[strange]\nkey = 1\n")
     with pytest.raises(FedsimError, match="of another version of fedsim"):
-        whole_record(tmp_path / "run")
+        assert whole_record(tmp_path / "run").statements
 
 
 def test_a_calibrated_run_keeps_its_noise_whatever_its_rounds(tmp_path):
@@ -145,7 +146,7 @@ def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(tmp_path):
 
 def test_without_a_run_resume_starts_one(tmp_path):
     fedsim.run(CONFIG, out=tmp_path / "run", resume=True)
-    assert ending(RunDirectory(tmp_path / "run").path) == ("finished", "")
+    assert Ending.read(RunDirectory(tmp_path / "run").path) == ("finished", "")
 
 
 def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
@@ -287,7 +288,7 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     assert stopped.privacy.tradeoff.mu == planned.gaussian_mu
     assert fedsim.load(tmp_path / "run").privacy.epsilon == claimed
     source = read_source(tmp_path / "run", [], None)
-    (statement,) = source.ledgers.statements(delta)
+    (statement,) = source.ledgers.statements
     record = whole_record(tmp_path / "run")
     (shown,) = record.statements
     assert statement.epsilon == shown.epsilon == claimed

@@ -313,8 +313,8 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     assert resolved.client_ledgers is None
     server = Ledger(delta=1e-5)
     server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
-    ledgers = RunLedgers(federation.to_run_config(), server, None, "finished")
-    (statement,) = ledgers.statements()
+    ledgers = RunLedgers(federation.to_run_config(), server, None)
+    (statement,) = ledgers.statements
     assert "in a ledger that the client keeps" in str(statement)
 
 

@@ -22,6 +22,7 @@ from fedsim.reports.sweep import joint_cost, joint_example_cost
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.sweep import grid_runs, is_done, parse_axes, run_sweep
 from fedsim.training import Trainer
 
@@ -243,7 +244,7 @@ def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
     assert joint_cost(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
-    record = RunRecord.read(tmp_path / grid[0].label, ledgers=False)
+    record = RunRecord.read(tmp_path / grid[0].label, RunLedgers())
     assert record.last("epsilon") == pytest.approx(alone, rel=1e-6)
     # Where releases have chosen this composition among several, they share delta.
     spent = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(9)])

@@ -22,8 +22,9 @@ from fedsim.reports.run_page import run_page
 from fedsim.reports.seed_groups import SeedGroup
 from fedsim.reports.sweep import best_of, draw, joint_cost, over_seeds, read_runs, seeds_csv, to_csv
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.directory import Ending, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.sweep import Halving, Span, SweepRun, grid_runs, parse_axes, random_runs, run_sweep
 from fedsim.tasks.named_metrics import Accuracy
 
@@ -256,7 +257,7 @@ def record(
     row = {"round": 4, "test-accuracy": test, "test-loss": 1 - test}
     row |= {} if validation is None else {"validation-accuracy": validation}
     config = {"client.lr": lr, "seed": seed}
-    return RunRecord(Path("run"), config, [row], ending=Ending(ended))
+    return RunRecord(Path("run"), config, [row], RunLedgers(ending=Ending(ended)))
 
 
 def groups(*records: RunRecord) -> list[SeedGroup]:

@@ -14,7 +14,7 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
-from fedsim.runs import runner
+from fedsim.runs import session
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
@@ -95,7 +95,7 @@ def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
         raise SystemExit
 
     # A process that is killed in the rounds that follow leaves none of them.
-    monkeypatch.setattr(runner, "run_to_end", here)
+    monkeypatch.setattr(session, "run_to_end", here)
     with pytest.raises(SystemExit):
         fedsim.run(CONFIG, out=directory.path, resume=True)
     assert kept == [False] * len(of_ending)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,23 +16,22 @@ from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
-from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
-from fedsim.runs.directory import Ending, RunDirectory, ending
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.named_files import note_files
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
-from fedsim.runs.session import YOURS, Session
-from fedsim.runs.summary import leave_report, record_ending
+from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.session import CALLERS, Session, failure_sentence, run_sessions
+from fedsim.runs.summary import record_ending
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.search import SweepRun
 from fedsim.runs.sweep.together import in_step
-from fedsim.strategies import run_to_end
 
 _log = logging.getLogger("fedsim")
 
@@ -151,9 +151,9 @@ def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[s
         ]
         dropped = halving.dropped(rows, rung)
         for label, reason in dropped.items():
-            if endings[label].ended == "interrupted":
+            if endings[label].ended in ("interrupted", "dropped"):
                 outcomes[label] = Ending("dropped", reason)
-                record_ending(RunDirectory(sweep.out / label), "dropped", reason)
+                record_ending(RunDirectory(sweep.out / label), outcomes[label])
         remaining = [run for run in remaining if run.label not in dropped]
     return outcomes
 
@@ -181,7 +181,7 @@ def _run_all(
     outcomes: dict[str, Ending] = {}
     for group in _groups(pending_runs, out):
         outcomes |= _run_group(group, sweep, until)
-    return {run.label: ending(out / run.label) for run in grid} | outcomes
+    return {run.label: Ending.read(out / run.label) for run in grid} | outcomes
 
 
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
@@ -264,58 +264,22 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             )
             if state is None:
                 note_files(directory.path, resolved.config)
-            watching = {} if sweep.observer is None else {YOURS: _Watcher(run, sweep.observer)}
+            watching = {} if sweep.observer is None else {CALLERS: _Watcher(run, sweep.observer)}
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
-        failed = _run_sessions(sessions)
+        failed = run_sessions(sessions, partial(_make_rounds, sessions))
+        endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
+        if any(session.end_requested for session in sessions):
+            raise KeyboardInterrupt
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # a repetition would fail again
-                directories[index].finish("failed", str(error))
-    return {group[index].label: Ending("failed", _reason(error)) for index, error in failed.items()}
+                directories[index].finish(endings[index])
+            else:
+                _log.error("a run of the sweep raised", exc_info=error)
+    return {group[index].label: ending for index, ending in endings.items()}
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, RunFailedError | FedsimError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
+def _make_rounds(sessions: Sequence[Session]) -> dict[int, Exception]:
     """Make all rounds of these sessions; return the errors of failed ones, by index."""
-    failed: dict[int, Exception] = {}
-    round_complete = ending = False
-
-    def end() -> None:
-        nonlocal ending
-        ending = True
-        for session in sessions:
-            session.end()
-
-    with end_on_signal(end):
-        try:
-            failed = _advance(sessions)
-            round_complete = True
-        finally:
-            for index, session in enumerate(sessions):
-                session.finish(round_complete=round_complete and index not in failed)
-    for index, session in enumerate(sessions):
-        result = session.result(interrupted=session.ended == "interrupted")
-        error = failed.get(index)
-        if error is not None and not isinstance(error, RunFailedError):
-            _log.error("a run of the sweep raised", exc_info=error)
-        # After a signal a second may follow soon: no report yet of a run that will be resumed.
-        if not ending or error is not None or session.ended != "interrupted":
-            leave_report(
-                session.resolved,
-                session.evaluation,
-                result,
-                "" if error is None else _reason(error),
-            )
-    if ending:
-        raise KeyboardInterrupt
-    return failed
-
-
-def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
     runs = [(session, LocalGrid(session.resolved.trainer)) for session in sessions]
     resolved = [session.resolved for session in sessions]
     if len(runs) > 1 and _hold_the_same(resolved):
@@ -323,7 +287,7 @@ def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
     failed: dict[int, Exception] = {}
     for index, (session, grid) in enumerate(runs):
         try:
-            run_to_end(session.rounds(grid), grid, session.timeout(grid))
+            session.make_rounds(grid)
         except Exception as error:
             failed[index] = error
     return failed

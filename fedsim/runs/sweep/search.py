@@ -18,7 +18,6 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.metrics import Row
 
 LONGEST_LABEL = 150
 
