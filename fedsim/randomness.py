@@ -60,7 +60,7 @@ class Purpose(IntEnum):
     EVALUATE = 8, "seed", ("client",), "0 who evaluates"
     AUDIT = 9, "seed", ("run",), "an audit numbers its own"
     SEARCH = 10, "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
-    DEVICE = 11, "seed", ("client",), "0 there, 1 drops out, 2 speed, 3 bandwidth, 4 work"
+    DEVICE = 11, "seed", ("client",), "0 available, 1 drops out, 2 speed, 3 bandwidth, 4 work"
 
     def __new__(
         cls,

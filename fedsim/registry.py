@@ -181,8 +181,8 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """
     points: dict[str, importlib.metadata.EntryPoint] = {}
     for point in _entry_points():
-        of, _, name = point.name.partition(".")
-        if of != kind or not allowed_code.current().allows_plugin(point.module):
+        point_kind, _, name = point.name.partition(".")
+        if point_kind != kind or not allowed_code.current().allows_plugin(point.module):
             continue
         owner = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
         if owner:
@@ -263,12 +263,12 @@ def require_kind(kind: str, instance: Any, key: str, name: str) -> None:
 @contextmanager
 def current_directory_importable() -> Iterator[None]:
     """Let this thread import from the current directory first, as ``python file.py`` does."""
-    outside, _first.directory = _first.directory, os.getcwd()
+    outside, _directory_finder.directory = _directory_finder.directory, os.getcwd()
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        _first.directory = outside
+        _directory_finder.directory = outside
 
 
 class _FoundFirst(threading.local, MetaPathFinder):
@@ -289,8 +289,8 @@ class _FoundFirst(threading.local, MetaPathFinder):
         return PathFinder.find_spec(fullname, [self.directory, *sys.path], target)
 
 
-_first = _FoundFirst()
-sys.meta_path.insert(sys.meta_path.index(PathFinder), _first)
+_directory_finder = _FoundFirst()
+sys.meta_path.insert(sys.meta_path.index(PathFinder), _directory_finder)
 
 
 @current_directory_importable()

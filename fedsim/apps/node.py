@@ -29,7 +29,7 @@ from fedsim.runs.data_split import (
     RunData,
     device_of,
     partitioner,
-    refuse_found,
+    refuse_properties_of_protected_data,
     resolve_data,
 )
 from fedsim.runs.factories import mechanism
@@ -76,7 +76,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
     dealer = partitioner(config)
     if protected:
-        refuse_found(dataset, dealer)
+        refuse_properties_of_protected_data(dataset, dealer)
     if config.client.noise.target_epsilon is not None:
         raise FedsimError(
             "client.noise.target-epsilon is set, and a node with data of its own does not know "

@@ -79,7 +79,7 @@ def audit_config(
         if config.client.private:
             assumptions["examples"] = evidence.examples
     if not config.private:
-        privacy, sizes = resolved.local.privacy, resolved.data.sizes
+        privacy, sizes = resolved.trainer.privacy, resolved.data.sizes
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(results), confidence), assumptions

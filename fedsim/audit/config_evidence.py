@@ -62,7 +62,7 @@ class ConfigEvidence:
     def checks(self) -> Iterator[Gathered]:
         """Samples and checks without attacks, at both levels."""
         yield lambda: own_addresses(self.config), catalogue.ADDRESSES
-        if self.resolved.local.privacy is not None:
+        if self.resolved.trainer.privacy is not None:
             yield lambda: self.resolved, _OWN_EXAMPLES
         if self.config.private:
             yield lambda: self.same_seed_other_noise, catalogue.ANOTHER_RUN
@@ -173,7 +173,7 @@ class ConfigEvidence:
     def of_examples(self, worlds: int) -> Iterator[ExampleEvidence]:
         """Evidence on local training, of clients with the fewest and with the most examples."""
         for size in self._sizes:
-            privacy = self.resolved.local.privacy
+            privacy = self.resolved.trainer.privacy
             assert privacy is not None
             work = local_work(self.config)
             target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)
@@ -282,7 +282,7 @@ def watched() -> Iterator[list[Address]]:
 
 def own_examples(resolved: Resolved) -> Finding:
     """How far one example moves a client's noisy sum, with the config's own model and data."""
-    privacy = resolved.local.privacy
+    privacy = resolved.trainer.privacy
     assert privacy is not None
     data = resolved.trainer.data
     largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
@@ -326,7 +326,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
 
     All examples are in the batch. The noise depends on the seed only, and cancels in a difference.
     """
-    privacy = resolved.local.privacy
+    privacy = resolved.trainer.privacy
     assert privacy is not None
     recorder = GradientRecorder()
     source = resolved.trainer.data

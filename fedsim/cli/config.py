@@ -17,7 +17,7 @@ from rich.text import Text
 from fedsim import registry
 from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
-from fedsim.config.describe import Key, choice_in, choices_of, keys, schema, template
+from fedsim.config.describe import Key, choice_summary, choices_of, keys, schema, template
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
 
@@ -85,7 +85,7 @@ def explain(
         output.print(_table(key, in_table, every))
     elif of_choice := [k for k in every if _table_of(k) == table and choice in k.belongs_to]:
         output.print(_lines(of_choice))
-    elif line := choice_in(table, choice):
+    elif line := choice_summary(table, choice):
         output.print(f"{key}\n    {line}\n    It has no keys of its own.")
     else:
         raise _unknown(key, every)

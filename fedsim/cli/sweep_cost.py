@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fedsim.config.plan import whole_run
+from fedsim.config.plan import all_planned_releases
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 
@@ -103,7 +103,7 @@ def joint_cost_sentence(
             "clients in another run. Choose among runs of one split, or partition by owners."
         )
     outcome_count = outcomes(list(released.values()), halving)
-    planned = {path: whole_run(member.config) for path, member in released.items()}
+    planned = {path: all_planned_releases(member.config) for path, member in released.items()}
     sentence_start = f"Choosing the best one uses all {len(released)} of them, which together"
     try:
         cost = joint_cost(planned, delta, outcome_count)

@@ -12,16 +12,7 @@ import tomli_w
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
 from fedsim.config.tables import Choice, ConfigTable, NamesOf, belongs_to, is_table
-from fedsim.settings import (
-    Ge,
-    Gt,
-    Le,
-    Lt,
-    Setting,
-    allowed,
-    settings_of,
-    type_in_words,
-)
+from fedsim.settings import Ge, Gt, Le, Lt, Setting, allowed, settings_of, type_in_words
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ def choices_of(kind: str) -> list[tuple[str, str]]:
     return described
 
 
-def choice_in(table: str, name: str) -> str:
+def choice_summary(table: str, name: str) -> str:
     """Docstring's first line of a thing that a table may name; empty if it may not."""
     kinds = [t.kind for t in _tables(RunConfig) if issubclass(t, Choice) and t.table == table]
     return dict(choices_of(kinds[0])).get(name, "") if kinds else ""

@@ -28,7 +28,7 @@ from fedsim.privacy.statement import Statement
 
 BoundOf = TypeVar("BoundOf", bound=Bounded)
 
-_BY_WHAT_IS_RELEASED = ("stopped", "dropped")
+_ENDS_THAT_MAY_DEPEND_ON_RELEASES = ("stopped", "dropped")
 
 _DEVICES = (
     "Which clients are available, drop out or do how much work follows from the seed or from files "
@@ -219,7 +219,8 @@ def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = 
         How it ended, as in `RunResult`; empty before its end.
     """
     declared, rounds = declares_stops(flat), flat.get("rounds")
-    if not isinstance(rounds, int) or not (declared or end_state in _BY_WHAT_IS_RELEASED):
+    may_depend = declared or end_state in _ENDS_THAT_MAY_DEPEND_ON_RELEASES
+    if not isinstance(rounds, int) or not may_depend:
         return FIXED
     budget, delta = flat.get("noise.max-epsilon"), flat.get("noise.delta")
     evaluation = None
@@ -236,7 +237,7 @@ def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = 
     ).after(rounds_made)
 
 
-def whole_run(config: RunConfig) -> Stopping:
+def all_planned_releases(config: RunConfig) -> Stopping:
     """All planned releases of a run: its rounds and its private evaluations."""
     return Stopping(
         rounds_left=config.rounds,

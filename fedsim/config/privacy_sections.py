@@ -316,7 +316,7 @@ def _read_range(part: str) -> tuple[str, Ends]:
     return name, (low, high)
 
 
-def _evenly(value: object) -> str:
+def _canonical_ranges(value: object) -> str:
     """Ranges in a canonical form, so that equal ranges are equal strings."""
     if not isinstance(value, str):
         raise NotAllowedError("a string")
@@ -378,7 +378,7 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     ranges: Annotated[
         str,
         Needs("private"),
-        Text(_evenly, str),
+        Text(_canonical_ranges, str),
         Doc(
             "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
             "have that range; a metric without a range is not released."

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
-from fedsim.config.tables import (
-    OUTSIDE_RELEASE,
-    OUTSIDE_TRAINING,
-    Choice,
-    ConfigTable,
-    is_table,
-)
+from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, Choice, ConfigTable, is_table
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of

@@ -43,17 +43,12 @@ from fedsim.config.sections import (
     ServerSection,
     TaskSection,
 )
-from fedsim.config.tables import (
-    OUTSIDE_RELEASE,
-    OUTSIDE_TRAINING,
-    ConfigTable,
-    drop_switched,
-)
+from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, ConfigTable, drop_switched
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Doc, Ge, Le
 
-LARGEST_FILE = 2**20
+LARGEST_CONFIG = 2**20
 
 _NAME = Constraint(
     lambda name: bool(re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]{1,100}", name, re.ASCII)),
@@ -265,14 +260,14 @@ def _read(path: str | Path) -> dict[str, Any]:
     """Read a TOML file as a nested mapping."""
     try:
         with open(path, "rb", opener=regular_files.opener) as file:
-            content = file.read(LARGEST_FILE + 1)
+            content = file.read(LARGEST_CONFIG + 1)
     except OSError as error:
         saved_config = Path(path) / "config.toml"
         advice = f" (its own config is {saved_config})" if saved_config.is_file() else ""
         raise FedsimError(f"cannot read the config {path}: {error.strerror}{advice}.") from None
-    if len(content) > LARGEST_FILE:
+    if len(content) > LARGEST_CONFIG:
         raise FedsimError(
-            f"{path} is too large for a config; one has at most {LARGEST_FILE:,} bytes."
+            f"{path} is too large for a config; one has at most {LARGEST_CONFIG:,} bytes."
         )
     try:
         return regular_files.parse_toml(content)

@@ -12,11 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
 from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSection
-from fedsim.config.tables import (
-    OUTSIDE_RELEASE,
-    Choice,
-    NamesOf,
-)
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, NamesOf
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
 from fedsim.settings import Constraint, Doc, Ge, Le, NamesPath, NotAllowedError, Text

@@ -265,9 +265,8 @@ def _version_of(file: Path) -> tuple[int, int] | None:
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
-    delta = resolved.config.noise.delta
-    has_ledger = directory.ledger.exists()
-    ledger = Ledger.read(directory.ledger, delta=delta) if has_ledger else Ledger(delta=delta)
+    path, delta = directory.ledger, resolved.config.noise.delta
+    ledger = Ledger.read(path, delta=delta) if path.exists() else Ledger(delta=delta)
     saved = load_file(regular_files.require(directory.model))
     rows = directory.metrics_file.rows()
     config, clients = resolved.config.to_run_config(), resolved.client_ledgers

@@ -131,7 +131,7 @@ def joint_cost(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1
     Parameters
     ----------
     planned : mapping of path to Stopping
-        Each run's ledger, and all that it might have released (`fedsim.config.plan.whole_run`).
+        Each run's ledger, and all that it might have released (`all_planned_releases`).
     delta : float
     outcomes : int
         Number of possible compositions from which the releases selected this one (halving); see

@@ -197,21 +197,14 @@ class Checkpoints:
         draft.rename(target)
         self._clear_drafts()
         rounds, bests = self.rounds(), self.rounds("best")
-        self._remove("round", rounds[:-_KEPT])
+        self.remove("round", rounds[:-_KEPT])
         best_rounds = {max((b for b in bests if b <= r), default=0) for r in rounds[-_KEPT:]}
-        self._remove("best", {*bests[:-1]} - best_rounds)
+        self.remove("best", {*bests[:-1]} - best_rounds)
 
-    def _remove(self, name: Name, rounds: Iterable[int]) -> None:
+    def remove(self, name: Name, rounds: Iterable[int]) -> None:
+        """Remove the checkpoints of these rounds."""
         for number in rounds:
             shutil.rmtree(self.path / f"{name}-{number}")
-
-    def remove_later_bests(self, start_round: int) -> None:
-        """Remove the best checkpoints of rounds that a run resumed from ``start_round`` repeats."""
-        self._remove("best", [number for number in self.rounds("best") if number > start_round])
-
-    def keep_newest(self) -> None:
-        """Remove all checkpoints but the last."""
-        self._remove("round", self.rounds()[:-1])
 
     def newest(self) -> RunState | None:
         """Read the latest intact state; None if there is no checkpoint at all.
@@ -317,7 +310,8 @@ class Checkpointing:
         if self._settings.best:
             self._measure = Measure.of_column(resolved, "checkpoint.best", self._settings.best)
             # With the operating system's entropy a repeated round has other results.
-            self._checkpoints.remove_later_bests(start_round)
+            bests = self._checkpoints.rounds("best")
+            self._checkpoints.remove("best", [number for number in bests if number > start_round])
             best = self._checkpoints.best()
             self._best = None if best is None else best.row.get(self._settings.best)
         self._saved = start_round
@@ -373,7 +367,7 @@ class Checkpointing:
             self._saved = done
         if self._correlated and done >= self._planned:
             # Earlier checkpoints have the key of the noise, by which it could be subtracted.
-            self._checkpoints.keep_newest()
+            self._checkpoints.remove("round", self._checkpoints.rounds()[:-1])
 
     def wait(self) -> None:
         """Wait until every save is on disk.

@@ -99,7 +99,7 @@ def resolve_data(
         dataset = dataset.ranged(data.train, data.test)
     partition = _partition(config, overrides)
     if private:
-        refuse_found(dataset, partition)
+        refuse_properties_of_protected_data(dataset, partition)
     return _split(config, partition, dataset.to(device))
 
 
@@ -249,7 +249,7 @@ def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tu
     return tuple(splits)
 
 
-def refuse_found(dataset: Dataset, partition: Partition) -> None:
+def refuse_properties_of_protected_data(dataset: Dataset, partition: Partition) -> None:
     """Refuse properties of a data set that were found in examples which a private run protects.
 
     Raises

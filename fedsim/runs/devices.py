@@ -30,7 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes
-LARGEST_FILE = 2**30
+LARGEST_WORK_FILE = 2**30
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,13 @@ class Devices:
         if self.clocked and replies.any():
             ids = client_ids[replies]
             seconds[replies] = self.seconds(ids, examples(ids), down + up)
-        sent = int(replies.sum())
-        if self.settings.deadline:
-            late = seconds > self.settings.deadline
+        sent, longest = int(replies.sum()), float(seconds.max(initial=0.0))
+        if deadline := self.settings.deadline:
+            late = seconds > deadline
             # The server cannot know that a device dropped out: it waits until the deadline for it.
-            waited = late.any() or bool((available & ~replies).any())
-            seconds = np.minimum(seconds, self.settings.deadline)
-            longest = self.settings.deadline if waited else float(seconds.max(initial=0.0))
+            if late.any() or (available & ~replies).any():
+                longest = deadline
             replies &= ~late
-        else:
-            longest = float(seconds.max(initial=0.0))
         self.load = RoundLoad(down * int(available.sum()), up * sent, longest)
         return replies
 
@@ -181,7 +178,7 @@ def read_work(path: Path, population: int) -> Ints:
     FedsimError
     """
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        if path.stat().st_size > LARGEST_WORK_FILE:
             raise ValueError
         counts = [int(line) for line in regular_files.read_text(path).split()]
     except OSError as error:

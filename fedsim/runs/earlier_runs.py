@@ -5,23 +5,25 @@ Whether clients have the same examples in them is checked in `fedsim.runs.split_
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from fedsim import regular_files
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import declares_stops, stopping
-from fedsim.config.release_keys import keys_outside_release
+from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Entry, Ledger
+from fedsim.privacy import Entry, Ledger, durable
 from fedsim.privacy.claims import FIXED, Stopping
-from fedsim.privacy.durable import archived
 from fedsim.privacy.plan_state import resumed_plan
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs.directory import NAMED_FILES, RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated
@@ -190,24 +192,19 @@ def _text(value: Scalar | None) -> str:
     return "unset" if value is None else shown(value)
 
 
-def has_other_objects(directory: RunDirectory, resolved: Resolved) -> bool:
-    """Whether the run there was made with other objects, by its release digests or examples."""
-    if holds_other_examples(resolved, directory.path):
-        return True
-    if not directory.ledger.exists():
-        return False
-    releases = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
-    return bool(releases) and resolved.release not in releases
-
-
 def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     """Refuse to resume a run with other Python objects than it began with.
+
+    They are compared by the digests of the run's releases, and by its examples.
 
     Raises
     ------
     FedsimError
     """
-    if has_other_objects(directory, resolved):
+    entries = Ledger.read(directory.ledger).entries if directory.ledger.exists() else ()
+    releases = {entry.release for entry in entries if entry.release}
+    other_release = bool(releases) and resolved.release not in releases
+    if other_release or holds_other_examples(resolved, directory.path):
         raise FedsimError(
             f"the run in {directory.path} has released other values than this one would; it must "
             "be resumed with the model=, data=, partition= and strategy= that it began with."
@@ -236,7 +233,7 @@ def check_earlier_runs(resolved: Resolved, directory: RunDirectory) -> None:
         example-level statement about only one of them would be false; or if clients had other
         examples in an earlier private run.
     """
-    ledgers = archived(directory.ledger)
+    ledgers = durable.archived(directory.ledger)
     if directory.ledger.exists():
         ledgers.append(directory.ledger)
     if not ledgers:
@@ -276,3 +273,68 @@ def _check_earlier_clients(resolved: Resolved, directory: RunDirectory, earlier:
             f"be in {place_now} (client.state-dir), and all that was spent must be counted in one "
             "place; keep the directory, or choose another --out."
         )
+
+
+def note_files(directory: Path, config: RunConfig) -> None:
+    """Write to a run's directory where the files of its config's relative paths are.
+
+    The absolute paths are noted there and not in config.toml, which is hashed and must be the same
+    wherever the run is made. Contents are not noted: no digest of data may be written.
+    """
+    if files := _files(config):
+        noted = {"directory": os.getcwd(), "files": {key: str(path) for key, path in files.items()}}
+        durable.replace(directory / NAMED_FILES, json.dumps(noted, indent=1).encode() + b"\n")
+
+
+def refuse_other_files(
+    directory: Path, config: RunConfig, keys: Collection[str] | None = None
+) -> None:
+    """Refuse to resume a run if its config's relative paths (of ``keys``) now lead to other files.
+
+    If a file that the run began with no longer exists, perhaps because everything was moved, the
+    other one is used with a warning.
+
+    Raises
+    ------
+    FedsimError
+        If a path leads to another file (the message names its key), or the note is damaged.
+    """
+    path = directory / NAMED_FILES
+    try:
+        noted = json.loads(regular_files.read_text(path))
+        origin, files = str(noted["directory"]), {k: Path(v) for k, v in noted["files"].items()}
+    except FileNotFoundError:
+        return  # no relative paths, or an earlier version's run
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FedsimError(f"{path} is damaged ({error}); restore what the run wrote.") from None
+    flat, found = config.to_run_config(), _files(config)
+    for key in sorted(files if keys is None else files.keys() & set(keys)):
+        if Path(str(flat.get(key, ""))).is_absolute():
+            continue
+        original, current = files[key], found.get(key)
+        if not original.exists():
+            if current is not None:
+                _log.warning(
+                    "%s = %s is %s here; %s, with which the run in %s began, is gone.",
+                    key, shown(flat[key]), current, original, directory,
+                )  # fmt: skip
+        elif current is None or not current.samefile(original):
+            actual = "no such file is" if current is None else f"{current}, another file, is"
+            raise FedsimError(
+                f"{key} = {shown(flat[key])}; {actual} here, and the run in {directory} began with "
+                f"{original}; continue in {origin}."
+            )
+
+
+def _files(config: RunConfig) -> dict[str, Path]:
+    """The files that relative paths of a config lead to from the current directory, by key."""
+    flat, files = config.to_run_config(), {}
+    for key, mark in path_keys(config, "always", "training").items():
+        name = str(flat.get(key, ""))
+        if not name or mark.is_name(name) or Path(name).is_absolute():
+            continue
+        folders = (".", config.data.dir) if key == "data.name" else (".",)
+        paths = (Path(os.path.abspath(Path(folder) / name)) for folder in folders)
+        if (path := next((path for path in paths if path.exists()), None)) is not None:
+            files[key] = path
+    return files

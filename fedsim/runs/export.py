@@ -251,10 +251,11 @@ def publish(saved: SavedRun, out: Path) -> Path:
 
 def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     """Settings that determine the releases; keys in `keys_outside_release` are left out."""
-    shown: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
+    public: dict[str, Any] = {"title": config.title, "rounds": config.rounds}
     outside, paths = keys_outside_release(), path_keys(config)
     for key, value in config.to_run_config().items():
         if key not in outside and not (simulated and key == "seed"):
             is_path = key in paths and "/" in str(value)
-            shown[key] = Path(str(value)).name if is_path else value  # the name without directories
-    return nested(shown)
+            # Of a path only the last name.
+            public[key] = Path(str(value)).name if is_path else value
+    return nested(public)

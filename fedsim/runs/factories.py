@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,7 @@ from fedsim.adapters import Adapter
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
-from fedsim.config.plan import (
-    entropy,
-    evaluation_event,
-    local_work,
-    made_noise,
-    stopping,
-)
+from fedsim.config.plan import entropy, evaluation_event, local_work, made_noise, stopping
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
@@ -43,7 +36,7 @@ from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.frozen_stem import behind_frozen_stem
-from fedsim.training.paths.choice import KernelName, most_rows
+from fedsim.training.paths.choice import most_rows
 from fedsim.training.payload import Compression
 
 
@@ -127,7 +120,8 @@ def loss(config: RunConfig) -> Loss:
     """The per-example loss."""
     task = config.task
     factory = task.find()
-    return tasks.loss_of(task.loss, factory, task.settings_for(factory, _compared_names(factory)))
+    settings = task.settings_for(factory, _outputs_and_targets_names(factory))
+    return tasks.loss_of(task.loss, factory, settings)
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
@@ -150,14 +144,14 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
                 f"task.metrics = '{config.task.metrics}' has two that would be called '{label}'; "
                 "once is enough, and others must have other names or options."
             )
-        table, filled = f"task.metrics.{name}", _compared_names(factory)
+        table, filled = f"task.metrics.{name}", _outputs_and_targets_names(factory)
         by_label[label] = tasks.metric_of(
             factory, arguments_of(factory, name, options, table, filled)
         )
     return by_label
 
 
-def _compared_names(factory: Callable[..., Any]) -> tuple[str, ...]:
+def _outputs_and_targets_names(factory: Callable[..., Any]) -> tuple[str, ...]:
     """Names of a function's first two parameters, outputs and targets; empty for a class."""
     if isinstance(factory, type):
         return ()
@@ -183,91 +177,89 @@ def server_optimizer(config: RunConfig) -> ServerOptimizer:
     return optimizer if schedule == CONSTANT else Scheduled(optimizer, schedule)
 
 
-@dataclass(frozen=True, eq=False)
-class LocalTraining:
-    """How a run's clients train: makes a trainer for all clients, or for one node's.
+def trainer_of(
+    config: RunConfig,
+    model: nn.Module,
+    data: ClientData,
+    test: ClientData | None = None,
+    *,
+    device: torch.device,
+    personal: Collection[str] = (),
+    privacy: ExamplePrivacy | None = None,
+    state_dir: Path | None = None,
+) -> Trainer:
+    """Make a trainer for these clients' data; its draws are keyed by the seed alone.
 
-    Attributes
+    Parameters
     ----------
     config : RunConfig
     model : nn.Module
         The initialised model.
-    personal : list of str
-        Names of the parameters that clients do not share.
+    data : ClientData
+        The examples of all clients, or of one node's.
+    test : ClientData, optional
+        Clients' own test examples.
     device : torch.device
-    privacy : ExamplePrivacy or None
+    personal : collection of str
+        Names of the parameters that clients do not share.
+    privacy : ExamplePrivacy, optional
         Example-level privacy of the clients' training.
+    state_dir : path, optional
+        Directory of the clients' state.
     """
+    client = config.client
+    all_clients = data.population == config.partition.clients
+    # Outputs of frozen first layers never change, so they are computed once for each example.
+    tail, inputs = behind_frozen_stem(model, data)
+    if test is not None:
+        test_tail, test_inputs = behind_frozen_stem(model, test)
+        # One model takes training and test inputs: precompute both or neither.
+        if model in (tail, test_tail):
+            tail, inputs, test_inputs = model, data, test
+        test = test_inputs
+    # A node's operator need not install a compiler; without one, updates differ by rounding only.
+    optional_kernel = config.engine.name == "deployment" and client.kernel == "compiled"
+    return Trainer(
+        tail,
+        algorithm(config),
+        inputs,
+        batch_size=client.batch_size,
+        epochs=None if client.steps else client.epochs,
+        steps=client.steps or None,
+        counts=work_counts(config) if all_clients else None,
+        loss=loss(config),
+        metrics=metrics(config),
+        path=client.path,
+        kernel="auto" if optional_kernel else client.kernel,
+        block_size=client.block_size or _cohort_block(config, model, data, device),
+        # With system entropy this is `Randomness(None)`: the public seed determines no draw.
+        randomness=Randomness(seed_of(config)),
+        device=device,
+        privacy=privacy,
+        max_grad_norm=client.max_grad_norm,
+        compression=Compression.parse(client.compression),
+        state=client.state,
+        state_dir=state_dir,
+        test=test,
+        personal=personal,
+        alternation=alternation(config, model),
+    )
 
-    config: RunConfig
-    model: nn.Module
-    personal: list[str]
-    device: torch.device
-    privacy: ExamplePrivacy | None = None
 
-    def trainer(
-        self, data: ClientData, test: ClientData | None = None, *, state_dir: Path | None = None
-    ) -> Trainer:
-        """Make a trainer for these clients' data; its draws are keyed by the seed alone."""
-        client = self.config.client
-        all_clients = data.population == self.config.partition.clients
-        # Outputs of frozen first layers never change, so they are computed once for each example.
-        model, inputs = behind_frozen_stem(self.model, data)
-        if test is not None:
-            tail, test_inputs = behind_frozen_stem(self.model, test)
-            # One model takes training and test inputs: precompute both or neither.
-            if self.model in (model, tail):
-                model, inputs, test_inputs = self.model, data, test
-            test = test_inputs
-        return Trainer(
-            model,
-            algorithm(self.config),
-            inputs,
-            batch_size=client.batch_size,
-            epochs=None if client.steps else client.epochs,
-            steps=client.steps or None,
-            counts=work_counts(self.config) if all_clients else None,
-            loss=loss(self.config),
-            metrics=metrics(self.config),
-            path=client.path,
-            kernel=self._kernel,
-            block_size=client.block_size or self._cohort_block(data),
-            # With system entropy this is `Randomness(None)`: the public seed determines no draw.
-            randomness=Randomness(seed_of(self.config)),
-            device=self.device,
-            privacy=self.privacy,
-            max_grad_norm=client.max_grad_norm,
-            compression=Compression.parse(client.compression),
-            state=client.state,
-            state_dir=state_dir,
-            test=test,
-            personal=self.personal,
-            alternation=alternation(self.config, self.model),
-        )
+def _cohort_block(
+    config: RunConfig, model: nn.Module, data: ClientData, device: torch.device
+) -> int:
+    """Clients of a block on a GPU: a whole cohort if memory allows. 0 (a rule) on a CPU.
 
-    def _cohort_block(self, data: ClientData) -> int:
-        """Clients of a block on a GPU: a whole cohort if memory allows. 0 (a rule) on a CPU.
-
-        A Poisson cohort is larger than its mean and three standard deviations about once in a
-        thousand rounds, and is split into two blocks then.
-        """
-        if self.device.type != "cuda":
-            return 0
-        expected_size = plan.cohort(self.config).expected_size
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        size = sum(p.numel() * p.element_size() for p in trained)
-        cohort_limit = math.ceil(expected_size + 3 * math.sqrt(expected_size))
-        return min(cohort_limit, max(1, data.population), most_rows(self.device, size))
-
-    @property
-    def _kernel(self) -> KernelName:
-        """The config's kernel; on a node of a deployment, "compiled" becomes "auto".
-
-        A node's operator need not install a compiler; without one, updates differ by rounding only.
-        """
-        deployed = self.config.engine.name == "deployment"
-        kernel = self.config.client.kernel
-        return "auto" if deployed and kernel == "compiled" else kernel
+    A Poisson cohort is larger than its mean and three standard deviations about once in a thousand
+    rounds, and is split into two blocks then.
+    """
+    if device.type != "cuda":
+        return 0
+    expected_size = plan.cohort(config).expected_size
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    cohort_limit = math.ceil(expected_size + 3 * math.sqrt(expected_size))
+    return min(cohort_limit, max(1, data.population), most_rows(device, size))
 
 
 def seed_of(config: RunConfig) -> int | None:

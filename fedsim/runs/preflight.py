@@ -174,7 +174,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
     # client itself fails.
     if resolved.config.private:
         return
-    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.local.privacy
+    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.trainer.privacy
     worst = most_expensive_client(resolved.config, privacy, resolved.data.sizes, 1)
     if budget is None or privacy is None or worst is None:
         return

@@ -100,8 +100,9 @@ class RunRecord:
     @property
     def objects(self) -> list[str]:
         """Names of the Python objects that the run used (``model=``, ``data=``, ...)."""
-        of_summary: list[str] = self.summary.get("objects", [])
-        return of_summary or objects_in(str(self.config.get("objects", "")))
+        # An earlier version noted them in the summary alone.
+        noted: list[str] = self.summary.get("objects", [])
+        return noted or objects_in(str(self.config.get("objects", "")))
 
     @property
     def rounds(self) -> int:

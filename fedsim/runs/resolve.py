@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,26 +28,10 @@ from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
-from fedsim.runs.factories import (
-    LocalTraining,
-    example_privacy,
-    ledger_dir,
-    seed_of,
-    state_dir,
-)
-from fedsim.runs.initial_model import (
-    initial_model,
-    personal_parameters,
-    shared_arrays,
-    try_model,
-)
+from fedsim.runs.factories import example_privacy, ledger_dir, seed_of, state_dir, trainer_of
+from fedsim.runs.initial_model import initial_model, personal_parameters, shared_arrays, try_model
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.strategies import (
-    Availability,
-    ClientMetrics,
-    ClientTraining,
-    DPFedAvg,
-)
+from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg
 from fedsim.training import ExamplePrivacy, Trainer
 
 
@@ -71,10 +57,10 @@ class Resolved:
         The initial model's trained and shared parameters, in Flower's form.
     plan : ReleasePlan
         The server's release plan.
-    local : LocalTraining
-        How clients train.
     trainer : Trainer
         Trainer of all clients, with their data.
+    trainer_for : callable
+        Makes such a trainer for other clients: `trainer_of` with the other arguments filled in.
     release : str
         Digest of all that determines what the run releases.
     devices : Devices
@@ -91,8 +77,8 @@ class Resolved:
     notes: tuple[str, ...]
     initial_arrays: ArrayRecord
     plan: ReleasePlan[Mechanism]
-    local: LocalTraining
     trainer: Trainer
+    trainer_for: Callable[..., Trainer]
     release: str
     devices: Devices
     client_ledgers: ClientLedgers | None
@@ -154,15 +140,18 @@ def resolve(
 
     plan = factories.release_plan(config)
     privacy = example_privacy(config, data, out)
-    local = LocalTraining(config, model, personal, device_of(config), privacy)
-    trainer = local.trainer(clients, test, state_dir=state_dir(config))
+    device = device_of(config)
+    trainer_for = partial(
+        trainer_of, config, model, device=device, personal=personal, privacy=privacy
+    )
+    trainer = trainer_for(clients, test, state_dir=state_dir(config))
 
     # In this order: the digest covers the trainer's path, and then keys the trainer's draws.
     released = _released(config, plan, privacy, trainer)
     release = run_digest(released, overrides, dataset)
     trainer.key_by(release)
 
-    complete = {"client.block-size": trainer.block_size, "engine.device": local.device.type}
+    complete = {"client.block-size": trainer.block_size, "engine.device": trainer.device.type}
     return Resolved(
         config=released.replace(**complete),
         overrides=overrides,
@@ -172,8 +161,8 @@ def resolve(
         notes=notes,
         initial_arrays=arrays,
         plan=plan,
-        local=local,
         trainer=trainer,
+        trainer_for=trainer_for,
         release=release,
         devices=Devices.of(config),
         client_ledgers=_client_ledgers(config, trainer, out),
@@ -311,13 +300,14 @@ class CentralEvaluation:
         data, config = resolved.data, resolved.config
         dataset = data.dataset
         self._every, self._last = config.evaluate.every, config.rounds
-        self._layout, self._device = resolved.trainer.layout, resolved.local.device
+        self._layout, self._device = resolved.trainer.layout, resolved.trainer.device
         splits = {"test": all_test_examples(dataset)} if self._every else {}
         if self._every and config.data.validation:
             splits["validation"] = client_data(dataset, dataset.train, [data.held_out])
         # They only evaluate: without privacy they skip the trial of per-example gradients.
-        local = replace(resolved.local, privacy=None)
-        self.trainers = {name: local.trainer(split) for name, split in splits.items()}
+        self.trainers = {
+            name: resolved.trainer_for(split, privacy=None) for name, split in splits.items()
+        }
         cores = usable_cores()
         for trainer in self.trainers.values():
             # The workers are idle during a central evaluation, so that it may use their cores.

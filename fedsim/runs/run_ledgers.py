@@ -92,8 +92,7 @@ class RunLedgers:
         FedsimError
             If a file is damaged or of a later format.
         """
-        path, ledger, server, clients = run / "config.toml", run / "ledger.jsonl", None, None
-        config = read_config(path) if path.is_file() else {}
+        config, ledger, server, clients = _config_in(run), run / "ledger.jsonl", None, None
         if ledger.is_file():
             server = Ledger(ledger) if writable else Ledger.read(ledger)
         if (directory := clients_ledgers(run, config)) is not None:
@@ -151,8 +150,14 @@ def charge_planned(run: Path, *, server: bool = True) -> None:
     With ``server=False`` only the clients' ledgers are charged, which other runs may share; the
     server's must not change after the model was saved, whose metadata has its last line's hash.
     """
-    if RunLedgers.read(run).stopping.rounds_left:
+    # Most runs need no charge, and their ledgers are not read: a damaged one can be overwritten.
+    if stopping(_config_in(run), end_state=Ending.read(run).ended) != FIXED:
         RunLedgers.read(run, writable=True).charge_planned(server=server)
+
+
+def _config_in(run: Path) -> dict[str, Scalar]:
+    path = run / "config.toml"
+    return read_config(path) if path.is_file() else {}
 
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:

@@ -79,7 +79,7 @@ class RunLock:
                     os.close(descriptor)
                     return False
                 time.sleep(PROBE_SECONDS / 10)
-            if self._is_there(descriptor):
+            if self._still_named(descriptor):
                 break
             # The holder removed the file between our opening and locking it: what we locked no
             # longer has this name. Open it again.
@@ -109,7 +109,7 @@ class RunLock:
         os.close(self._held)
         self._held = None
 
-    def _is_there(self, descriptor: int) -> bool:
+    def _still_named(self, descriptor: int) -> bool:
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:

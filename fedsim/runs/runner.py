@@ -30,11 +30,12 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import (
     check_earlier_runs,
     move_client_ledgers,
+    note_files,
+    refuse_other_files,
     refuse_other_objects,
     resumed_config,
 )
 from fedsim.runs.factories import state_dir
-from fedsim.runs.named_files import note_files, refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult

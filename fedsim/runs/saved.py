@@ -36,14 +36,13 @@ from fedsim.runs.data_split import (
     shaped_dataset,
 )
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import has_other_objects
-from fedsim.runs.factories import LocalTraining
+from fedsim.runs.earlier_runs import refuse_other_files
+from fedsim.runs.factories import trainer_of
 from fedsim.runs.inference import InferenceModel, numbers_of
 from fedsim.runs.initial_model import initial_model, personal_parameters
-from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
-from fedsim.runs.resolve import evaluated, resolve
+from fedsim.runs.resolve import evaluated
 from fedsim.tasks.metrics import predicted_classes
 
 _CHUNK = 256  # examples in a batch of `predict`
@@ -308,26 +307,22 @@ class SavedRun:
         )
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
-        local = LocalTraining(self._config, self.trained, [], device_of(self._config))
-        trainer = local.trainer(all_test_examples(dataset))
+        examples, device = all_test_examples(dataset), device_of(self._config)
+        trainer = trainer_of(self._config, self.trained, examples, device=device)
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
     def _own_dataset(self) -> Dataset:
         """The run's data set; refused if metrics of its test examples may not be shown."""
         config, path = self.config, str(self.directory.path)
-        of_cpu = config.replace(**{"engine.device": "cpu", "objects": ""})
         refuse_other_files(self.directory.path, config, ("data.name",))
-        objects = self.record.objects
-        if "objects" not in self.record.summary and not objects:
-            # An interrupted run of an earlier version: compare the digests of its releases.
-            objects = ["data"] if has_other_objects(self.directory, resolve(of_cpu)) else []
-        if "data" in objects:
+        if "data" in self.record.objects:
             raise FedsimError(
                 f"{path} was trained from an object, data=, which its config does not name; name a "
                 f"data set, or give an object, in Python: fedsim.load({path!r}).evaluate(...)."
             )
-        data = resolve_data(of_cpu.replace(**{"evaluate.every": 0}))
+        of_cpu = {"engine.device": "cpu", "objects": "", "evaluate.every": 0}
+        data = resolve_data(config.replace(**of_cpu))
         if "test" in data.of_clients and not config.evaluate.unprotected:
             raise FedsimError(
                 f"the test examples of {config.data.name} are clients' own, and metrics of them "

@@ -30,12 +30,7 @@ from fedsim.runs.round_rows import RoundRows
 from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.split_record import check_state_dir
 from fedsim.runs.summary import leave_report
-from fedsim.strategies import (
-    Rounds,
-    round_timeout,
-    rounds_of,
-    run_to_end,
-)
+from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
 CALLERS = "yours"
 """Name, in checkpoints, of the callbacks that the caller passed to `fedsim.run`."""
@@ -236,15 +231,15 @@ class Session:
     @property
     def ending(self) -> Ending:
         """How the run ended; meaningful only once no further round is made."""
-        if self._round_complete and self._callbacks.stopped is not None:
-            return Ending("stopped", f"Stopped early: {self._callbacks.stopped}.")
-        if self._round_complete and self.strategy.rounds_done >= self.resolved.config.rounds:
+        made, stopped = self.strategy.rounds_done, self._callbacks.stopped
+        if self._round_complete and stopped is not None:
+            return Ending("stopped", f"Stopped early: {stopped}.")
+        if self._round_complete and made >= self.resolved.config.rounds:
             return Ending("finished")
-        paused = self.strategy.rounds_done >= self._until
-        if self.end_requested or paused or not self._round_complete:
-            words = "Interrupted; the model is that of the last complete round."
-            return Ending("interrupted", words)
-        return Ending("budget", f"Stopped before the budget was exceeded: {self.strategy.stopped}.")
+        if self._round_complete and made < self._until and not self.end_requested:
+            why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+            return Ending("budget", why)
+        return Ending("interrupted", "Interrupted; the model is that of the last complete round.")
 
     @property
     def _current_arrays(self) -> ArrayRecord:

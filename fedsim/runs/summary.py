@@ -29,9 +29,8 @@ from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import refuse_other_objects
+from fedsim.runs.earlier_runs import refuse_other_files, refuse_other_objects
 from fedsim.runs.metrics import brief
-from fedsim.runs.named_files import refuse_other_files
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending, charge_planned, read_summary
@@ -62,9 +61,7 @@ def leave_report(
     if directory is None:
         return
     try:
-        ending = result.ledgers.ending
-        if failure:
-            ending = Ending("failed", f"It failed: {failure}")
+        ending = Ending("failed", f"It failed: {failure}") if failure else result.ledgers.ending
         summary = summarise(resolved, evaluation, tensors(result.arrays), ending)
         directory.save_summary(summary)
         directory.seal()
@@ -159,7 +156,7 @@ def summarise(
         "peak-memory": _peak_memory(),
         "machine": {
             "engine": resolved.config.engine.name,
-            "device": resolved.local.device.type,
+            "device": resolved.trainer.device.type,
             "processor": platform.machine(),
             "system": platform.system(),
         },
@@ -169,8 +166,8 @@ def summarise(
             **versions(),
         },
     }
-    if resolved.local.device.type == "cuda":
-        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(resolved.local.device)
+    if resolved.trainer.device.type == "cuda":
+        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(resolved.trainer.device)
     return measured(resolved, evaluation, arrays) | summary
 
 
@@ -184,7 +181,6 @@ def measured(
     if config.engine.name != "deployment":  # there the nodes have the data
         summary["data"] = _shape(resolved.data.dataset)
     summary["notes"] = list(resolved.notes)
-    summary["objects"] = resolved.overrides.names
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
         summary["test"] = _test(evaluation.trainers["test"], arrays, labels)

@@ -95,7 +95,7 @@ def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, 
     # Client 2's file has one example less than the partition has.
     data = server.trainer.data
     indices = [ids[: len(ids) - (client == 2)] for client, ids in enumerate(data.indices)]
-    nodes = server.local.trainer(ClientData(data.x, data.y, indices))
+    nodes = server.trainer_for(ClientData(data.x, data.y, indices))
     grid = LocalGrid(client_app(lambda _: nodes), num_nodes=4)
     result = drive(server, grid)
     (row,) = result.metrics

@@ -267,7 +267,7 @@ def test_a_block_on_a_gpu_holds_a_cohort() -> None:
     few = ClientData(clients.x, clients.y, clients.indices[:3])
 
     def block(device: str, model: nn.Module, data: ClientData) -> int:
-        return factories.LocalTraining(large, model, [], torch.device(device))._cohort_block(data)
+        return factories._cohort_block(large, model, data, torch.device(device))
 
     assert block("cuda", nn.Linear(2, 2), clients) == 72  # 50 + 3 sqrt(50)
     assert block("cuda", nn.Linear(2, 2), few) == 3

@@ -12,7 +12,7 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.runs.named_files import NAMED_FILES
+from fedsim.runs.directory import NAMED_FILES
 from fedsim.runs.sweep import grid_runs, run_sweep
 
 CONFIG = RunConfig.parse(

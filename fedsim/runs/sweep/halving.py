@@ -17,7 +17,6 @@ from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.metrics import Row, recent_mean
-from fedsim.runs.resolve import Resolved
 from fedsim.runs.sweep.search import Setting, SweepRun, measure_of, require_validation
 
 MOST_OUTCOMES = 10**100
@@ -83,16 +82,6 @@ class Halving:
                     f"to {self.first}, the rounds to the first rung, where runs are compared."
                 )
             require_validation(config, "--halving")
-
-    def check_column(self, resolved: Resolved) -> None:
-        """Refuse a run whose column in metrics.csv may not decide which runs continue.
-
-        Raises
-        ------
-        FedsimError
-        """
-        column = f"validation-{measure_of(resolved.config).name}"
-        Measure.of_column(resolved, "the column that --halving compares", column)
 
     def outcomes(self, grid: Sequence[SweepRun]) -> int:
         """Number of ways to choose the settings that continue at each rung."""

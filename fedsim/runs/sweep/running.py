@@ -20,17 +20,16 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import LEFT_TO_A_RULE
+from fedsim.runs.earlier_runs import LEFT_TO_A_RULE, note_files
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
-from fedsim.runs.named_files import note_files
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.session import CALLERS, Session, failure_sentence, run_sessions
 from fedsim.runs.summary import record_ending
 from fedsim.runs.sweep.halving import Halving
-from fedsim.runs.sweep.search import SweepRun
+from fedsim.runs.sweep.search import SweepRun, comparison_measure
 from fedsim.runs.sweep.together import in_step
 
 _log = logging.getLogger("fedsim")
@@ -114,7 +113,7 @@ def run_sweep(
             continue
         resolved = sweep.resolve(run)
         if halving is not None:
-            halving.check_column(resolved)
+            comparison_measure(resolved, "--halving")  # refuses one that may not decide
         if not done:
             RunDirectory(out / run.label).check_free(overwrite=True)
             check(resolved)

@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
+from fedsim.runs.resolve import Resolved
 
 LONGEST_LABEL = 150
 
@@ -171,6 +172,18 @@ def require_validation(config: RunConfig, option: str) -> None:
             f"validation-{measure_of(config).name}; set data.validation, such as 0.1, and "
             "evaluate.every = 1."
         )
+
+
+def comparison_measure(resolved: Resolved, option: str) -> Measure:
+    """The measure by which ``option`` compares runs like this one, on their validation examples.
+
+    Raises
+    ------
+    FedsimError
+        If that column of metrics.csv may not decide anything; see `Measure.of_column`.
+    """
+    column = f"validation-{measure_of(resolved.config).name}"
+    return Measure.of_column(resolved, f"the column that {option} compares", column)
 
 
 DIGITS = 4

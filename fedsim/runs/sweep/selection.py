@@ -20,7 +20,7 @@ from fedsim.runs.factories import release_plan
 from fedsim.runs.resolve import resolve
 from fedsim.runs.summary import rewrite_page
 from fedsim.runs.sweep.running import run_sweep
-from fedsim.runs.sweep.search import SweepRun, measure_of, require_validation
+from fedsim.runs.sweep.search import SweepRun, comparison_measure, require_validation
 
 SELECTED = "selected"
 """Directory of the best run, in the sweep's directory."""
@@ -97,11 +97,7 @@ class RandomStopping:
                 )
         first = members[0].config
         require_validation(first, "--select")
-        measure = Measure.of_column(
-            resolve(first, data=resolve_data(first)),
-            "the column that --select compares",
-            f"validation-{measure_of(first).name}",
-        )
+        measure = comparison_measure(resolve(first, data=resolve_data(first)), "--select")
         generator = np.random.default_rng(secrets.randbits(128))
         drawn = generator.integers(len(members), size=self.selection.draw(generator))
         hidden.mkdir(parents=True, mode=0o700)

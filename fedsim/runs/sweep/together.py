@@ -87,7 +87,7 @@ class _SharedTrainer:
     def __init__(self, runs: Sequence[Resolved]) -> None:
         sizes = [run.config.partition.clients for run in runs]
         self._offsets = [sum(sizes[:run]) for run in range(len(runs))]
-        self._rates = [algorithm(run.config).numbers() for run in runs]
+        self._numbers = [algorithm(run.config).numbers() for run in runs]
         self._randomness = [
             _Shifted(seed_of(run.config), run.release, offset=offset)
             for run, offset in zip(runs, self._offsets, strict=True)
@@ -95,7 +95,7 @@ class _SharedTrainer:
         parts = [indices for run in runs for indices in run.data.parts]
         dataset = runs[0].data.dataset
         data = client_data(dataset, dataset.train, parts)
-        self._trainer: Trainer = runs[0].local.trainer(data)
+        self._trainer: Trainer = runs[0].trainer_for(data)
         self._trainers = [run.trainer for run in runs]
 
     def replies(self, due: dict[int, Instructions]) -> dict[int, Replies]:
@@ -140,8 +140,8 @@ class _SharedTrainer:
         # Runs in the order of the block's rows: `starts` must match `ids` row by row.
         counts = {run: int((owners == run).sum()) for run in dict.fromkeys(owners.tolist())}
         starts = torch.cat([training[run].vector.expand(n, -1) for run, n in counts.items()])
-        rates = {
-            run: self._rates[run] | server_numbers(self._trainer.algorithm, training[run].config)
+        numbers = {
+            run: self._numbers[run] | server_numbers(self._trainer.algorithm, training[run].config)
             for run in counts
         }
         local = self._trainer.fit(
@@ -149,7 +149,7 @@ class _SharedTrainer:
             ids,
             training[next(iter(counts))].round,
             numbers={
-                name: [rates[run][name] for run in owners.tolist()] for name in self._rates[0]
+                name: [numbers[run][name] for run in owners.tolist()] for name in self._numbers[0]
             },
             randomness=[self._randomness[run] for run in owners],
         )
