@@ -60,8 +60,7 @@ class RunStatus:
 
     @property
     def ended(self) -> EndState | None:
-        """How the run ended: "finished", "budget", "stopped" or "interrupted"; None if it has not,
-        or has failed."""
+        """How the run ended: as in `RunResult`, or None before its end and if it failed."""
         return None if self.ending is None else self.ending.ended
 
     @property

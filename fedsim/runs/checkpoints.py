@@ -305,13 +305,13 @@ class Checkpointing:
         self._correlated, self._planned = resolved.plan.noise.correlated, resolved.config.rounds
         self._checkpoints = Checkpoints(directory.checkpoint)
         self._metrics = directory.metrics_file
+        # With the operating system's entropy a repeated round has other results.
+        bests = self._checkpoints.rounds("best")
+        self._checkpoints.remove("best", [number for number in bests if number > start_round])
         self._best: float | None = None
         self._measure: Measure | None = None
         if self._settings.best:
             self._measure = Measure.of_column(resolved, "checkpoint.best", self._settings.best)
-            # With the operating system's entropy a repeated round has other results.
-            bests = self._checkpoints.rounds("best")
-            self._checkpoints.remove("best", [number for number in bests if number > start_round])
             best = self._checkpoints.best()
             self._best = None if best is None else best.row.get(self._settings.best)
         self._saved = start_round

@@ -171,7 +171,7 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
-    """Raised when a run has succeeded and its artefacts are on the SuperLink's host, not here.
+    """Raised when a run has succeeded, and its artefacts are on the SuperLink's host alone.
 
     Attributes
     ----------
@@ -212,8 +212,7 @@ class RunResult:
 
     @property
     def ended(self) -> EndState:
-        """How the run ended: "finished", or by "budget", a callback ("stopped") or a signal
-        ("interrupted")."""
+        """How the run ended: "finished", "budget", "stopped" (by a callback) or "interrupted"."""
         return self.ledgers.ending.ended
 
     @property

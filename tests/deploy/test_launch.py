@@ -17,6 +17,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
+from fedsim.runs.run_ledgers import Ending
 from fedsim.strategies import RunFailedError
 
 LOG = """
@@ -114,7 +115,7 @@ def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
             for number in range(first, 4):
                 file.append({"round": number})
                 poll()
-            directory.finish("finished", "")
+            directory.finish(Ending("finished"))
             return "finished:completed"
 
     monkeypatch.setattr(launch, "Operator", Finishing)

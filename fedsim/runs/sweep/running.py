@@ -267,13 +267,13 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = run_sessions(sessions, partial(_make_rounds, sessions))
         endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
-        if any(session.end_requested for session in sessions):
-            raise KeyboardInterrupt
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # a repetition would fail again
                 directories[index].finish(endings[index])
             else:
                 _log.error("a run of the sweep raised", exc_info=error)
+        if any(session.end_requested for session in sessions):
+            raise KeyboardInterrupt
     return {group[index].label: ending for index, ending in endings.items()}
 
 
