@@ -56,7 +56,7 @@ class ExamplePrivacy:
     noise_multiplier : float, optional
         z of independent noise: its standard deviation on a sum, divided by the clip norm.
     hardened : bool, optional
-        Whether that noise withstands attacks on floating-point sampling; not by default.
+        Whether that noise withstands attacks on floating-point sampling, as it does by default.
     sampling : "poisson" or "shuffle"
         Poisson batches: each example is in a batch with probability ``|B| / N_i``, and batch sizes
         vary. Shuffled passes: each pass is charged as one Gaussian without amplification. Batches
@@ -120,7 +120,7 @@ class ExamplePrivacy:
     @cached_property
     def step_noise(self) -> Noise:
         """The noise that is added to the sum of a step's gradients."""
-        return self.noise or Independent(float(self.noise_multiplier or 0), bool(self.hardened))
+        return self.noise or Independent(float(self.noise_multiplier or 0), self.hardened is not False)
 
     def scaled(self, multiplier: float) -> ExamplePrivacy:
         """A copy with the same kind of noise at another multiplier."""

@@ -383,13 +383,13 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
     assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
 
 
-def test_a_noise_multiplier_gives_independent_noise_hardened_if_asked():
+def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwise():
     bound = Clipping(1.0)
-    assert ExamplePrivacy(bound, 2).step_noise == Independent(2.0, hardened=False)
-    privacy = ExamplePrivacy(bound, noise_multiplier=2.0, hardened=True)
-    assert privacy.step_noise == Independent(2.0, hardened=True)
-    assert privacy.scaled(3.0).step_noise == Independent(3.0, hardened=True)
-    assert repr(ExamplePrivacy(bound, 2).step_noise) == repr(Independent(2.0, hardened=False))
+    assert ExamplePrivacy(bound, 2).step_noise == Independent(2.0, hardened=True)
+    privacy = ExamplePrivacy(bound, noise_multiplier=2.0, hardened=False)
+    assert privacy.step_noise == Independent(2.0, hardened=False)
+    assert privacy.scaled(3.0).step_noise == Independent(3.0, hardened=False)
+    assert repr(ExamplePrivacy(bound, 2).step_noise) == repr(Independent(2.0, hardened=True))
     assert ExamplePrivacy(bound, noise=Tree(1.0), sampling="shuffle").step_noise == Tree(1.0)
 
 
