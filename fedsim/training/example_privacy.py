@@ -120,7 +120,9 @@ class ExamplePrivacy:
     @cached_property
     def step_noise(self) -> Noise:
         """The noise that is added to the sum of a step's gradients."""
-        return self.noise or Independent(float(self.noise_multiplier or 0), self.hardened is not False)
+        return self.noise or Independent(
+            float(self.noise_multiplier or 0), self.hardened is not False
+        )
 
     def scaled(self, multiplier: float) -> ExamplePrivacy:
         """A copy with the same kind of noise at another multiplier."""
