@@ -154,9 +154,9 @@ ClientStates = Mapping[str, Tensor]
 class BlockTrainer(Protocol):
     """Interface that engines use: a client algorithm with its clients' data, run block by block.
 
-    `train` and `evaluate` yield blocks in the order of ``client_ids``, of a size that fits memory
+    `train` and `evaluate` yield each client in one block, in any order, of a size that fits memory
     and cache, and compute nothing before they are iterated. A client's part of a block depends on
-    no other client in it. If a block raises, its clients are trained again one at a time: a
+    no other client in it. If a block raises, its clients are trained again in smaller ones: a
     client's state must therefore change only when its block is complete.
 
     A subclass needs `population`, `train` and `evaluate`; it inherits the rest, which is that of a

@@ -26,11 +26,15 @@ from fedsim.training.side_effects import scratch_copy
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-CLIENTS = 1000
+SAMPLED_CLIENTS = 1000
 """Number of clients from which the work of all is estimated."""
 
-PASSES = 3
+PRODUCTS_PER_GRADIENT = 3
 """Products per gradient: for outputs, gradients of the inputs and gradients of the weights."""
+
+DRAWN_TOGETHER, DRAWN_ENTRIES = 64, 2**16
+"""Most clients of several blocks that draw together (more gain nothing), and their batch entries
+(a MiB)."""
 
 
 @dataclass
@@ -88,12 +92,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of clients with one physical width ``B``, in descending order of their steps.
+    """Batches of a block: clients with data and one physical width ``B``, most steps first.
 
     Attributes
     ----------
-    members : int64 ``[n]``
-        Positions of these clients in their block.
     index : int64 ``[n, S, B]``
         Indices of examples. Padding repeats the batch's first example with weight 0: its gradient
         is finite if the original's is, and then adds nothing.
@@ -103,21 +105,40 @@ class Batches:
         Steps of each client, descending; entries of its rows beyond them are undefined.
     """
 
-    members: Ints
     index: Ints
     weight: Floats
     steps: Ints
 
-    def within(self, first: int, stop: int) -> Batches:
-        """Batches of the clients at positions ``first`` to ``stop - 1``, renumbered from 0."""
-        in_range = (self.members >= first) & (self.members < stop)
-        steps = self.steps[in_range]
-        max_steps = int(steps[0]) if len(steps) else 0
-        index, weight = self.index[in_range, :max_steps], self.weight[in_range, :max_steps]
-        return Batches(self.members[in_range] - first, index, weight, steps)
+    def of(self, clients: slice) -> Batches:
+        """Batches of some of these clients."""
+        steps = self.steps[clients]
+        return Batches(self.index[clients, : steps[0]], self.weight[clients, : steps[0]], steps)
 
 
-def width(batch_size: int, size: int) -> int:
+def draw_groups(widths: Ints, steps: Floats, size: int, most: int) -> Iterator[Ints]:
+    """Positions of ``n`` clients, in groups that draw together: of one batch width, as is a block.
+
+    Those with most steps come first. A group is one block of ``size``, or several small ones: to
+    draw for one client at a time takes ten times as long.
+
+    Parameters
+    ----------
+    widths, steps : ``[n]``
+        Batch width and steps of each client; 0 for those without data, whose groups are their own.
+    size : int
+    most : int
+        Most clients in several blocks, which also have at most `DRAWN_ENTRIES` batch entries.
+    """
+    order = np.lexsort((-steps, widths))
+    for group in np.split(order, np.flatnonzero(np.diff(widths[order])) + 1):
+        while len(group):
+            entries = max(1, int(widths[group[0]] * steps[group[0]]))  # of the largest client
+            count = max(size, min(most, DRAWN_ENTRIES // entries) // size * size)
+            yield group[:count]
+            group = group[count:]
+
+
+def batch_width(batch_size: int, size: int) -> int:
     """Physical batch width of a client with ``size`` examples: at least 2.
 
     The batch size where the client can (nearly) fill it, else the next power of two above
@@ -138,14 +159,15 @@ def plan_batches(
     counts: Ints | None = None,
     *,
     one_order: bool = False,
-) -> Iterator[Batches]:
-    """Draw the batches of some clients in shuffled passes, grouped by physical width.
+) -> Batches:
+    """Draw the batches of a block's clients in shuffled passes.
 
     Parameters
     ----------
     work : LocalWork
     indices : sequence of int64 arrays
-        Indices of the examples of each of these clients (not of the whole population).
+        Indices of the examples of each of these clients (not of the whole population). All have
+        one `batch_width`, and those with most steps come first.
     client_ids : int64 ``[n]``
     randomness : sequence of Randomness
         One for each of these clients (they differ between the runs of a sweep).
@@ -157,102 +179,32 @@ def plan_batches(
     """
     stream = Stream()
     works = [work] * len(indices) if counts is None else [work.counted(int(c)) for c in counts]
-    for B, members, steps in _groups(works, indices, lambda size: width(work.batch_size, size)):
-        index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
-        weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
-        sizes = np.array([len(indices[i]) for i in members])
-        # Clients with the same (size, steps), for each pair a different number, are drawn together.
-        pair_numbers = sizes * (steps[0] + 1) + steps
-        for number in np.unique(pair_numbers):
-            rows = np.flatnonzero(pair_numbers == number)
-            examples = np.stack([indices[i] for i in members[rows]])
-            draws = [
-                Draws(randomness[i], "example", False, int(client_ids[i]), stream)
-                for i in members[rows].tolist()
-            ]
-            group_work, size = works[members[rows[0]]], examples.shape[1]
-            sampler = group_work.passes(size, one_order=one_order)
-            number_of_steps = group_work.steps_of(size)
-            orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
-            passes = np.take_along_axis(examples[:, None], orders, axis=2)
-            index[rows] = examples[:, :1, None]
-            _fill(index, weight, rows, passes, group_work.batch_of(size), number_of_steps)
-        yield Batches(members, index, weight, steps)
-
-
-WIDEST = 64
-
-
-def chunk_width(batch_size: int, widest: int = WIDEST) -> int:
-    """Rule for the width of a Poisson batch's chunks, which go through a model one by one.
-
-    Wide enough that a small batch seldom needs two, narrow enough that a large one wastes
-    little on padding.
-    """
-    return max(2, min(widest, 1 << (3 * batch_size // 2 - 1).bit_length()))
-
-
-def plan_poisson(
-    work: LocalWork,
-    indices: Sequence[Ints],
-    client_ids: Ints,
-    randomness: Sequence[Randomness],
-    round: int,
-    chunk: int = 0,
-    *,
-    widest: int = WIDEST,
-    amplified: bool = True,
-) -> Iterator[Batches]:
-    """Draw Poisson batches: each example is in a batch with probability ``|B| / N``.
-
-    Parameters as in `plan_batches`, and: ``chunk``, the number of examples that go through a model
-    at once, or 0 for `chunk_width`'s rule with at most ``widest``; ``amplified``, whether the draw
-    amplifies a private event. The batches have a chunk axis: ``index`` and ``weight`` are
-    ``[n, S, chunks, B]``, with as many chunks as the largest draw needs; a weight is 1 for every
-    example drawn.
-    """
-    stream = Stream()
-    for B, members, steps in _groups(
-        [work] * len(indices),
-        indices,
-        lambda size: chunk or chunk_width(work.batch_of(size), widest),
-    ):
-        samplers = [work.poisson(len(indices[i])) for i in members]
+    sizes = np.array([len(examples) for examples in indices])
+    steps = _steps(works, indices)
+    shape = (len(indices), int(steps[0]), batch_width(work.batch_size, len(indices[0])))
+    index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+    # Clients with the same (size, steps), for each pair a different number, are drawn together.
+    pair_numbers = sizes * (steps[0] + 1) + steps
+    for number in np.unique(pair_numbers):
+        rows = np.flatnonzero(pair_numbers == number)
+        examples = np.stack([indices[i] for i in rows.tolist()])
         draws = [
-            Draws(randomness[i], "example", amplified, client, stream)
-            for i, client in zip(members.tolist(), client_ids[members].tolist(), strict=True)
+            Draws(randomness[i], "example", False, int(client_ids[i]), stream)
+            for i in rows.tolist()
         ]
-        ids, included = draw_poisson(samplers, draws, round, [range(count) for count in steps])
-        chunks = max(1, -(-int(included.sum(axis=2).max()) // B))
-        shape = (len(members), int(steps[0]), chunks * B)
-        index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
-        # Rows may be wider than that; as drawn ids come first in a row, none is cut off.
-        ids, included = ids[:, :, : chunks * B], included[:, :, : chunks * B]
-        filled = slice(ids.shape[2])
-        for row, i in enumerate(members.tolist()):
-            # If a step draws any example, the first id of its row is one: padding repeats it.
-            index[row] = indices[i][ids[row, :, :1]]
-            index[row, :, filled] = np.where(included[row], indices[i][ids[row]], index[row, :, :1])
-        weight[:, :, filled] = included
-        shape_in_chunks = (*shape[:2], chunks, B)
-        yield Batches(
-            members, index.reshape(shape_in_chunks), weight.reshape(shape_in_chunks), steps
-        )
+        group_work, size = works[rows[0]], examples.shape[1]
+        sampler = group_work.passes(size, one_order=one_order)
+        number_of_steps = group_work.steps_of(size)
+        orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
+        passes = np.take_along_axis(examples[:, None], orders, axis=2)
+        index[rows] = examples[:, :1, None]
+        _fill(index, weight, rows, passes, group_work.batch_of(size), number_of_steps)
+    return Batches(index, weight, steps)
 
 
-def _groups(
-    works: Sequence[LocalWork], indices: Sequence[Ints], width_of: Callable[[int], int]
-) -> Iterator[tuple[int, Ints, Ints]]:
-    """Group clients with data by width; yields it, their positions and steps, most steps first."""
-    groups: dict[int, list[int]] = {}
-    for position, examples in enumerate(indices):
-        if len(examples):
-            groups.setdefault(width_of(len(examples)), []).append(position)
-    for B in sorted(groups):
-        members = np.array(groups[B], dtype=np.int64)
-        steps = np.array([works[i].steps_of(len(indices[i])) for i in members], dtype=np.int64)
-        order = np.argsort(-steps, kind="stable")
-        yield B, members[order], steps[order]
+def _steps(works: Sequence[LocalWork], indices: Sequence[Ints]) -> Ints:
+    steps = [work.steps_of(len(own)) for work, own in zip(works, indices, strict=True)]
+    return np.array(steps, dtype=np.int64)
 
 
 def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, steps: int) -> None:
@@ -276,10 +228,62 @@ def _fill(index: Ints, weight: Floats, rows: Ints, passes: Ints, batch: int, ste
             weight[rows, first + full, :short] = 1.0 / short
 
 
+MAX_CHUNK = 64
+
+
+def chunk_width(batch_size: int, max_chunk: int = MAX_CHUNK) -> int:
+    """Rule for the width of a Poisson batch's chunks, which go through a model one by one.
+
+    Wide enough that a small batch seldom needs two, narrow enough that a large one wastes
+    little on padding.
+    """
+    return max(2, min(max_chunk, 1 << (3 * batch_size // 2 - 1).bit_length()))
+
+
+def plan_poisson(
+    work: LocalWork,
+    indices: Sequence[Ints],
+    client_ids: Ints,
+    randomness: Sequence[Randomness],
+    round: int,
+    width: int,
+    *,
+    amplified: bool = True,
+) -> Batches:
+    """Draw Poisson batches: each example is in a batch with probability ``|B| / N``.
+
+    Parameters as in `plan_batches`, and: ``width``, the number of examples that go through a model
+    at once; ``amplified``, whether the draw amplifies a private event. The batches have a chunk
+    axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``, with as many chunks as the largest
+    draw needs; a weight is 1 for every example drawn.
+    """
+    stream = Stream()
+    steps = _steps([work] * len(indices), indices)
+    samplers = [work.poisson(len(examples)) for examples in indices]
+    draws = [
+        Draws(source, "example", amplified, client, stream)
+        for source, client in zip(randomness, client_ids.tolist(), strict=True)
+    ]
+    ids, included = draw_poisson(samplers, draws, round, [range(count) for count in steps])
+    chunks = max(1, -(-int(included.sum(axis=2).max()) // width))
+    shape = (len(indices), int(steps[0]), chunks * width)
+    index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+    # Rows may be wider than that; as drawn ids come first in a row, none is cut off.
+    ids, included = ids[:, :, : chunks * width], included[:, :, : chunks * width]
+    filled = slice(ids.shape[2])
+    for row, examples in enumerate(indices):
+        # If a step draws any example, the first id of its row is one: padding repeats it.
+        index[row] = examples[ids[row, :, :1]]
+        index[row, :, filled] = np.where(included[row], examples[ids[row]], index[row, :, :1])
+    weight[:, :, filled] = included
+    in_chunks = (*shape[:2], chunks, width)
+    return Batches(index.reshape(in_chunks), weight.reshape(in_chunks), steps)
+
+
 def local_multiplications(model: nn.Module, workload: Workload, dtype: torch.dtype) -> float:
     """Average number of multiplications of a client's local work, over the first clients."""
     data, work = workload.data, workload.work
-    sizes = [data.size(client) for client in range(min(data.population, CLIENTS))]
+    sizes = [data.size(client) for client in range(min(data.population, SAMPLED_CLIENTS))]
     example = data.one_example(protected=True)  # the number of processes must not depend on data
     if example is None or not any(sizes):
         return 0.0
@@ -317,4 +321,4 @@ def multiplications(model: nn.Module, sample: Tensor) -> float:
     for module in watched.modules():
         module.register_forward_hook(count)
     watched(sample)
-    return PASSES * total / len(sample)
+    return PRODUCTS_PER_GRADIENT * total / len(sample)

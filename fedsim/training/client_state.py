@@ -157,10 +157,11 @@ class CarriedState(NamedTuple):
     present: npt.NDArray[np.bool_]
     rows: Mapping[str, Tensor]
 
-    def at(self, positions: npt.NDArray[np.int64] | slice) -> CarriedState:
+    def at(self, positions: slice) -> CarriedState:
         """State of the clients at these positions."""
-        index = positions if isinstance(positions, slice) else torch.from_numpy(positions)
-        return CarriedState(self.present[positions], {k: v[index] for k, v in self.rows.items()})
+        return CarriedState(
+            self.present[positions], {k: v[positions] for k, v in self.rows.items()}
+        )
 
     def entry(self, name: str, *, default: Tensor) -> Tensor:
         """The entry ``name [n, ...]``, with ``default [1 or n, ...]`` for clients without it."""
@@ -172,11 +173,11 @@ class CarriedState(NamedTuple):
 
     def packed(self, client_ids: Ids) -> ClientStates:
         """Rows of the clients that have state, for a checkpoint or another process."""
-        present = torch.from_numpy(self.present)
-        return {
-            CLIENT_IDS: torch.from_numpy(client_ids[self.present]),
-            **{name: values[present.to(values.device)] for name, values in self.rows.items()},
-        }
+        rows = self.rows
+        if not self.present.all():  # else nothing is copied
+            present = torch.from_numpy(self.present)
+            rows = {name: values[present.to(values.device)] for name, values in rows.items()}
+        return {CLIENT_IDS: torch.from_numpy(client_ids[self.present]), **rows}
 
 
 def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:

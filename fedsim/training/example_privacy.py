@@ -30,7 +30,15 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss
-from fedsim.training.batches import WIDEST, Batches, Ints, plan_batches, plan_poisson
+from fedsim.training.batches import (
+    MAX_CHUNK,
+    Batches,
+    Ints,
+    batch_width,
+    chunk_width,
+    plan_batches,
+    plan_poisson,
+)
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.steps import RoundStart, Stepper
@@ -175,18 +183,24 @@ class ExamplePrivacy:
         client_ids: Ints,
         randomness: Sequence[Randomness],
         round: int,
-        widest: int = WIDEST,
-    ) -> Iterator[Batches]:
-        """Draw clients' batches by the sampler that is charged; parameters as in `plan_poisson`.
+        max_chunk: int = MAX_CHUNK,
+    ) -> Batches:
+        """Draw a block's batches by the sampler that is charged; parameters as in `plan_batches`.
 
         Batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``.
         """
         inputs = (work, indices, client_ids, randomness, round)
         if self.sampling == "poisson":
-            yield from plan_poisson(*inputs, self.chunk, widest=widest, amplified=self.private)
-            return
-        for b in plan_batches(*inputs, one_order=self.step_noise.correlated):
-            yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
+            width = self.width(work, len(indices[0]), max_chunk)
+            return plan_poisson(*inputs, width, amplified=self.private)
+        drawn = plan_batches(*inputs, one_order=self.step_noise.correlated)
+        return replace(drawn, index=drawn.index[:, :, None], weight=drawn.weight[:, :, None])
+
+    def width(self, work: LocalWork, size: int, max_chunk: int = MAX_CHUNK) -> int:
+        """Physical batch width of a client with ``size`` examples, 1 or more."""
+        if self.sampling == "poisson":
+            return self.chunk or chunk_width(work.batch_of(size), max_chunk)
+        return batch_width(work.batch_size, size)
 
     def keyed(
         self, randomness: Randomness, algorithm: LocalAlgorithm, work: LocalWork, loss: Loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,15 +13,25 @@ from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_STATE
-from fedsim.training.batches import Batches, Floats, Ints, Workload
+from fedsim.training.batches import (
+    DRAWN_TOGETHER,
+    Batches,
+    Floats,
+    Ints,
+    Workload,
+    batch_width,
+    draw_groups,
+    plan_batches,
+)
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.paths.choice import TrainedModel
+from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, ReceivedVectors
-from fedsim.training.plain_steps import PlainStepFactory
-from fedsim.training.private_steps import PrivateStepFactory
+from fedsim.training.plain_steps import plain_loop
+from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
-from fedsim.training.steps import EndState, RoundClients, RoundStart, Stepper
+from fedsim.training.steps import EndState, RoundClients, RoundStart, StepLoop, Stepper
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,8 @@ class LocalRounds:
         Compression of what clients send.
     privacy : ExamplePrivacy or None
         Example-level privacy, if clients have it.
-    factory : PlainStepFactory or PrivateStepFactory
-        Makes their batches and steps.
+    method : GradientMethod or None
+        Computes their per-example gradients, if they have example-level privacy.
     releases : ExampleReleases or None
         Records clients' releases in their ledgers; None without example-level privacy, or where
         another trainer has recorded them.
@@ -75,72 +85,65 @@ class LocalRounds:
     workload: Workload
     compression: Compression | None
     privacy: ExamplePrivacy | None
-    factory: PlainStepFactory | PrivateStepFactory = field(init=False)
+    method: GradientMethod | None = field(default=None, init=False)
     releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
     _started_rounds: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        trained, stepper, workload = self.trained, self.stepper, self.workload
-        draws = trained.draws.training
-        if self.privacy is None:
-            self.factory = PlainStepFactory(stepper, workload, draws)
-        else:
-            method = Probe(trained).fastest(gradient_methods(trained))
-            keeps_state = self.client_state.kind == "client"
-            self.factory = PrivateStepFactory(
-                stepper, workload, self.privacy, method, draws, keeps_state=keeps_state
-            )
-            self.releases = ExampleReleases(self.privacy, trained, stepper, workload.work, method)
+        trained = self.trained
+        if self.privacy is not None:
+            self.method = method = Probe(trained).fastest(gradient_methods(trained))
+            work = self.workload.work
+            self.releases = ExampleReleases(self.privacy, trained, self.stepper, work, method)
         # Here for all modules: to visit them for each block would take longer than a small step.
         trained.model.train()
 
+    @property
+    def reports_loss(self) -> bool:
+        """Whether clients report their un-noised training loss."""
+        return self.privacy is None or self.privacy.unprotected_metrics
+
     def blocks(
-        self, client_ids: Ints, round: int, randomness: Randomness, size: int
-    ) -> Iterator[RoundClients]:
-        """Yield these clients in blocks of ``size``, ready to start a round.
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness], size: int
+    ) -> Iterator[tuple[Ints, RoundClients]]:
+        """Yield blocks of at most ``size`` clients, ready to start a round, with their positions.
 
-        Small blocks draw their batches ahead, many blocks at once: their clients have then started
-        the round.
+        A block's clients have one batch width, and most steps come first; those without data are
+        in blocks of their own. Each client has its own ``randomness``.
         """
-        first = 0
-        while first < len(client_ids):
-            ahead = self.factory.prefetched(client_ids[first:], size)
-            ids = client_ids[first : first + (ahead or size)]
-            sources = self._sources(ids, round, [randomness] * len(ids))
-            group_batches = None
-            if ahead:
-                self._mark_started(ids, round)
-                group_batches = list(self.factory.batches(ids, round, sources))
-            for start in range(0, len(ids), size):
-                block = slice(start, min(start + size, len(ids)))
+        sizes = [self.stepper.data.size(client) for client in client_ids.tolist()]
+        widths, steps = np.array([*map(self._width, sizes)]), self.workload.steps(client_ids)
+        # With example-level privacy a block draws alone, after its clients' ledger lines.
+        most = DRAWN_TOGETHER if self.privacy is None else 0
+        for group in draw_groups(widths, steps, size, most):
+            ids = client_ids[group]
+            # Clients that have started the round repeat their draws.
+            sources = [
+                randomness[i].repeated()
+                if self._started_rounds.get(client) == round
+                else randomness[i]
+                for i, client in zip(group, ids.tolist(), strict=True)
+            ]
+            batches = None
+            if self.privacy is None and widths[group[0]]:
+                self._started_rounds.update(dict.fromkeys(ids.tolist(), round))
+                batches = self._draw(ids, round, sources)
+            for first in range(0, len(ids), size):
+                block = slice(first, first + size)
                 carried = self.client_state.store.load(ids[block], round)
-                batches = None
-                if group_batches is not None:
-                    parts = (group.within(block.start, block.stop) for group in group_batches)
-                    batches = [part for part in parts if len(part.members)]
-                yield RoundClients(ids[block], round, sources[block], carried, batches)
-            first += len(ids)
+                own_batches = None if batches is None else batches.of(block)
+                yield (
+                    group[block],
+                    RoundClients(ids[block], round, sources[block], carried, own_batches),
+                )
 
-    def one_block(
-        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
-    ) -> RoundClients:
-        """These clients as one block, ready to start a round, each with its own randomness."""
-        carried = self.client_state.store.load(client_ids, round)
-        sources = self._sources(client_ids, round, randomness)
-        return RoundClients(client_ids, round, sources, carried)
-
-    def _sources(
-        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
-    ) -> list[Randomness]:
-        """Sources of clients' draws; clients that have started the round repeat theirs."""
-        return [
-            source.repeated() if self._started_rounds.get(client) == round else source
-            for client, source in zip(client_ids.tolist(), randomness, strict=True)
-        ]
-
-    def _mark_started(self, client_ids: Ints, round: int) -> None:
-        self._started_rounds.update(dict.fromkeys(client_ids.tolist(), round))
+    def _width(self, size: int) -> int:
+        """Batch width of a client with ``size`` examples; 0 without any."""
+        work, privacy = self.workload.work, self.privacy
+        if privacy is None or not size:
+            return batch_width(work.batch_size, size) if size else 0
+        return privacy.width(work, size, max_chunk(self.stepper))
 
     def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
         """Inputs of each client's round, given the received ``vectors [1 or n, d]``."""
@@ -150,69 +153,119 @@ class LocalRounds:
     @torch.no_grad()
     def fit(
         self,
+        vectors: Tensor,
+        client_ids: Ints,
+        round: int,
+        randomness: Sequence[Randomness],
+        numbers: Mapping[str, Sequence[float]],
+    ) -> LocalResult:
+        """Train ``n`` clients from ``vectors [1 or n, d]``, in blocks of any size."""
+        n = len(client_ids)
+        theta = vectors.new_empty(n, self.payload.layout.d)
+        metrics: dict[str, Floats] = {}
+        ended = []
+        for positions, clients in self.blocks(client_ids, round, randomness, n):
+            own_vectors = vectors if len(vectors) == 1 else vectors[positions]
+            own_numbers = {name: [column[i] for i in positions] for name, column in numbers.items()}
+            result = self.fit_block(self.payload.received(own_vectors), clients, own_numbers)
+            theta[positions] = self.payload.replies(result.theta, result.sent, own_vectors)
+            for name, values in result.metrics.items():
+                # A client without data must not enter the server's mean of clients' state.
+                default = np.nan if name.startswith(CLIENT_STATE) else 0.0
+                metrics.setdefault(name, np.full(n, default))[positions] = values
+            ended.append((result.carried, clients))
+        for carried, clients in ended:
+            self.finish(carried, clients)
+        return LocalResult(theta, metrics)
+
+    @torch.no_grad()
+    def fit_block(
+        self,
         received: ReceivedVectors,
         clients: RoundClients,
         numbers: Mapping[str, Sequence[float]],
     ) -> BlockResult:
-        """Train from what was ``received``; clients' stored state does not change before `finish`.
-
-        The parameters of the result are in memory of their own.
-        """
+        """Train a block; its clients' stored state does not change before `finish`."""
         n = len(clients)
         values = self._numbers(numbers, n)
         start = self.client_state.start(received.parameters, clients.carried)
-        self._start(clients, start, values)
+        self._begin_round(clients, start, values)
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
-        unsent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
-        result = BlockResult(start, self._metrics(clients), unsent)
         if not self.trained.model.training:
             self.trained.model.train()
-        for batches in self._batches(clients):
-            members = batches.members
-            positions = torch.from_numpy(members).to(start.device)
-            is_whole_block = np.array_equal(members, np.arange(n))
-            group = clients if is_whole_block else clients.at(members)
-            steps = self.factory.steps(batches, group)
-            # One start for all stays one expanded row, which steps copy when they write to rows.
-            shared = is_whole_block or start.stride(0) == 0
-            end = steps.run(
-                start[: len(members)] if shared else start[positions],
-                {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
-                | {k: v[positions] for k, v in named.items()}
-                | self._mask(len(members)),
-                group.carried,
-            )
-            if self.compression is not None:
-                # Modulo: there is one row for all clients, or one for each.
-                vectors = received.vectors[positions % len(received.vectors)]
-                end = self._compressed(self.compression, end, vectors, group.carried)
-            end.carried.update(self.client_state.personal.of_rows(end.theta))
-            losses = steps.mean_losses() if self.factory.reports_loss else None
-            result.add(members, end, losses, report_state=self.client_state.kind == "server")
-        if not result.carried:  # no client has data: the result is still the start's own memory
-            result.theta = start.clone()
-        return result
+        if not self._sizes(clients).any():
+            sent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
+            carried = CarriedState(np.zeros(n, dtype=np.bool_), {})
+            return BlockResult(start.clone(), sent, carried, self._metrics(clients))
+        loop = self._loop(clients)
+        end = loop.run(
+            start,
+            {k: torch.from_numpy(v).to(start) for k, v in values.items()} | named | self._mask(n),
+            clients.carried,
+        )
+        if self.compression is not None:
+            end = self._compressed(self.compression, end, received.vectors, clients.carried)
+        end.carried.update(self.client_state.personal.of_rows(end.theta))
+        metrics = self._metrics(clients)
+        if self.reports_loss:
+            metrics["loss"] = loop.mean_losses()
+        metrics |= _columns(end.reports)
+        if self.client_state.kind == "server":
+            metrics |= _columns({f"{CLIENT_STATE}.{k}": v for k, v in end.carried.items()})
+        return BlockResult(end.theta, end.sent, _final_state(end), metrics)
 
-    def finish(self, result: BlockResult, clients: RoundClients) -> None:
+    def finish(self, carried: CarriedState, clients: RoundClients) -> None:
         """Store the state that clients keep: the last thing that happens in a block's round."""
-        for members, carried in result.carried:
-            self.client_state.store.store(clients.client_ids[members], clients.round, carried)
+        self.client_state.keep(carried.packed(clients.client_ids), clients.round)
         for client in clients.client_ids.tolist():
             self._started_rounds.pop(client, None)
 
-    def _batches(self, clients: RoundClients) -> Iterable[Batches]:
-        if clients.drawn is not None:
-            return clients.drawn
-        return self.factory.batches(clients.client_ids, clients.round, clients.randomness)
+    def _draw(self, client_ids: Ints, round: int, randomness: Sequence[Randomness]) -> Batches:
+        """Draw these clients' batches.
 
-    def _start(self, clients: RoundClients, start: Tensor, numbers: Mapping[str, Floats]) -> None:
+        Raises
+        ------
+        FedsimError
+            Without example-level privacy, if a client has an example with an invalid label or
+            token.
+        """
+        data, counts = self.stepper.data, self.workload.counts
+        indices = [data.indices[i] for i in client_ids]
+        inputs = (self.workload.work, indices, client_ids, randomness, round)
+        if self.privacy is not None:
+            return self.privacy.batches(*inputs, max_chunk(self.stepper))
+        data.require_usable(client_ids.tolist())
+        return plan_batches(*inputs, None if counts is None else counts[client_ids])
+
+    def _loop(self, clients: RoundClients) -> StepLoop:
+        """The loop over a block's batches, ready to run."""
+        seeds = clients.seeds if self.trained.draws.training else None
+        batches = clients.batches
+        if batches is None:
+            batches = self._draw(clients.client_ids, clients.round, clients.randomness)
+        if self.privacy is None or self.method is None:
+            return plain_loop(self.stepper, batches, clients.round, seeds)
+        return PrivateLoop(
+            self.stepper,
+            self.privacy,
+            self.method,
+            self.workload.work,
+            batches,
+            clients,
+            seeds,
+            keeps_state=self.client_state.kind == "client",
+        )
+
+    def _begin_round(
+        self, clients: RoundClients, start: Tensor, numbers: Mapping[str, Floats]
+    ) -> None:
         """Charge each client for the round, unless it has started the same round before."""
         if self.releases is not None:
             for client in clients.starts(start, numbers):
                 if self._started_rounds.get(client.client) != clients.round:
                     self.releases.record(clients.round, [client])
                     self._started_rounds[client.client] = clients.round
-        self._mark_started(clients.client_ids, clients.round)
+        self._started_rounds.update(dict.fromkeys(clients.client_ids.tolist(), clients.round))
 
     def _numbers(self, columns: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
         """Values ``[n]`` of each numeric setting of the algorithm, for ``n`` clients.
@@ -238,10 +291,14 @@ class LocalRounds:
         """The clients' algorithm."""
         return self.stepper.algorithm
 
+    def _sizes(self, clients: RoundClients) -> Floats:
+        sizes = [self.stepper.data.size(client) for client in clients.client_ids.tolist()]
+        return np.array(sizes, dtype=np.float64)
+
     def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
-        sizes = [self.stepper.data.size(i) for i in clients.client_ids.tolist()]
-        metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
-        if self.factory.reports_loss:
+        """Metrics of a block's clients before they have trained."""
+        metrics = {"num-examples": self._sizes(clients)}
+        if self.reports_loss:
             metrics["loss"] = np.zeros(len(clients))
         if self.client_state.kind != "reset":
             metrics["fresh-state"] = (~clients.carried.present).astype(np.float64)
@@ -256,7 +313,7 @@ class LocalRounds:
     def _compressed(
         self, compression: Compression, end: EndState, vectors: Tensor, carried: CarriedState
     ) -> EndState:
-        """Compress the updates from ``vectors [n, d]``, and keep the part that is not sent."""
+        """Compress the updates from ``vectors [1 or n, d]``, and keep the part that is not sent."""
         shared = self.payload.shared
         target = shared.unpack(end.theta) - vectors
         if LEFT_OUT in carried.rows:
@@ -268,69 +325,39 @@ class LocalRounds:
         return replace(end, theta=shared.pack(rows), carried={**end.carried, LEFT_OUT: left_out})
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockResult:
-    """Result of a block's local round, put together from groups with one batch width each.
+    """Result of a block's local round.
 
     Attributes
     ----------
     theta : Tensor ``[n, D]``
-        Packed parameters; those of clients without data stay at the start.
+        Packed parameters, in memory of their own; without data, those at the start.
+    sent : mapping of name to Tensor ``[n, D]`` or ``[n, 1]``
+        Named vectors to send; zeros without data.
+    carried : CarriedState
+        State to keep: of clients that end with finite numbers, since others keep their old state.
     metrics : dict of str to float64 ``[n]``
-    vectors : mapping of name to Tensor ``[n, D]`` or ``[n, 1]``
-        Named vectors to send; zeros for clients without data.
-    carried : list of (positions, state)
-        State to keep, with the positions of the clients that keep it.
+        Clients without data report none of the algorithm's.
     """
 
     theta: Tensor
+    sent: dict[str, Tensor]
+    carried: CarriedState
     metrics: dict[str, Floats]
-    vectors: dict[str, Tensor]
-    carried: list[tuple[Ints, dict[str, Tensor]]] = field(default_factory=list)
-
-    def add(
-        self, members: Ints, end: EndState, losses: Floats | None, *, report_state: bool
-    ) -> None:
-        """Add the results of the clients at these positions.
-
-        With ``report_state`` they also report the state to keep, which is one number per entry.
-        """
-        n = len(self.theta)
-        if np.array_equal(members, np.arange(n)):
-            self.theta = end.theta
-        else:
-            if not self.carried:
-                self.theta = self.theta.clone()  # it may be one expanded row
-            self.theta[torch.from_numpy(members).to(self.theta.device)] = end.theta
-        self.carried.append(_finite_state(members, end))
-        for name, rows in end.sent.items():
-            self.vectors[name][torch.from_numpy(members).to(rows.device)] = rows
-        if losses is not None:
-            self.metrics["loss"][members] = losses
-        for name, report in end.reports.items():
-            self._column(name, 0.0)[members] = report.double().cpu().numpy()
-        if report_state:
-            for name, rows in end.carried.items():
-                # NaN by default: a client without data must not enter the server's mean.
-                column = self._column(f"{CLIENT_STATE}.{name}", np.nan)
-                column[members] = rows.double().cpu().numpy()
-
-    def _column(self, name: str, default: float) -> Floats:
-        return self.metrics.setdefault(name, np.full(len(self.theta), default))
 
 
-def _finite_state(members: Ints, end: EndState) -> tuple[Ints, dict[str, Tensor]]:
-    """Positions and state of clients that end with finite numbers; others keep their old state."""
-    if not end.carried:
-        return members, {}
+def _columns(reports: Mapping[str, Tensor]) -> dict[str, Floats]:
+    return {name: values.double().cpu().numpy().copy() for name, values in reports.items()}
+
+
+def _final_state(end: EndState) -> CarriedState:
+    """The state that clients keep at the end of a round."""
     carried = {name: _own_memory(rows, end.theta) for name, rows in end.carried.items()}
-    finite = torch.ones(len(members), dtype=torch.bool, device=end.theta.device)
-    for rows in (end.theta, *carried.values()):
+    finite = torch.ones(len(end.theta), dtype=torch.bool, device=end.theta.device)
+    for rows in (end.theta, *carried.values()) if carried else ():
         finite &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(finite.device)
-    if bool(finite.all()):
-        return members, carried
-    carried = {name: rows[finite.to(rows.device)] for name, rows in carried.items()}
-    return members[finite.cpu().numpy()], carried
+    return CarriedState(finite.cpu().numpy(), carried)
 
 
 def _own_memory(rows: Tensor, theta: Tensor) -> Tensor:

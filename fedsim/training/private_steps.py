@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,92 +13,63 @@ from fedsim.clients.base import Dense, State, Step
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.mechanisms.base import without_noise
 from fedsim.mechanisms.releaser import NUMBERS
+from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
-from fedsim.training.batches import WIDEST, Batches, Ints, Workload
+from fedsim.training.batches import MAX_CHUNK, Batches
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.steps import RoundClients, Stepper, Steps
+from fedsim.training.side_effects import Seeds
+from fedsim.training.steps import RoundClients, StepLoop, Stepper
 
 GPU_CHUNK = 256
 MECHANISM = "mechanism."
 """Prefix of the names of the mechanism's state in the state that a client keeps."""
 
 
-@dataclass(frozen=True)
-class PrivateStepFactory:
-    """Makes the batches and steps of clients with example-level privacy.
+def max_chunk(stepper: Stepper) -> int:
+    """Most examples in a chunk; more on a GPU, to save launches, if rows then fit in 1 GiB."""
+    small = stepper.packing.layout.d <= 2**30 // (4 * GPU_CHUNK)
+    return GPU_CHUNK if stepper.device.type == "cuda" and small else MAX_CHUNK
 
-    Every gradient is a release.
+
+class PrivateLoop(StepLoop):
+    """Steps on gradients that are noisy sums of bounded per-example gradients.
+
+    Every gradient is a release. Batches and noise are drawn on the host; all that is computed from
+    examples stays on the device.
 
     Parameters
     ----------
     stepper : Stepper
-    workload : Workload
     privacy : ExamplePrivacy
     method : GradientMethod
         Computes per-example gradients.
-    draws : bool
-        Whether the model draws random numbers in training.
-    keeps_state : bool
-        Whether the mechanism's state outlives a round.
-    """
-
-    stepper: Stepper
-    workload: Workload
-    privacy: ExamplePrivacy
-    method: GradientMethod
-    draws: bool
-    keeps_state: bool
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether clients report their un-noised training loss."""
-        return self.privacy.unprotected_metrics
-
-    def prefetched(self, client_ids: Ints, size: int) -> int:
-        """Always 0: batches are not drawn ahead, since a client's ledger line must come first."""
-        return 0
-
-    def batches(
-        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
-    ) -> Iterator[Batches]:
-        """Draw these clients' batches as their plan says, grouped by physical width."""
-        indices = [self.stepper.data.indices[i] for i in client_ids]
-        inputs = (self.workload.work, indices, client_ids, randomness, round)
-        return self.privacy.batches(*inputs, self._widest_chunk)
-
-    @property
-    def _widest_chunk(self) -> int:
-        """Most examples in a chunk; more on a GPU, to save launches, if rows then fit in 1 GiB."""
-        small = self.stepper.packing.layout.d <= 2**30 // (4 * GPU_CHUNK)
-        return GPU_CHUNK if self.stepper.device.type == "cuda" and small else WIDEST
-
-    def steps(self, batches: Batches, clients: RoundClients) -> PrivateSteps:
-        """The loop over these clients' batches, ready to run."""
-        return PrivateSteps(self, batches, clients)
-
-
-class PrivateSteps(Steps):
-    """Steps on gradients that are noisy sums of bounded per-example gradients.
-
-    Batches and noise are drawn on the host; all that is computed from examples stays on the device.
-
-    Parameters
-    ----------
-    factory : PrivateStepFactory
+    work : LocalWork
     batches : Batches
         Batches with a chunk axis, ``[n, S, chunks, B]``.
     clients : RoundClients
         The clients, with their randomness for noise and their state from earlier rounds.
+    seeds : Seeds or None
+        Seeds of the model's own random draws, if it makes any.
+    keeps_state : bool
+        Whether the mechanism's state outlives a round.
     """
 
     def __init__(
-        self, factory: PrivateStepFactory, batches: Batches, clients: RoundClients
+        self,
+        stepper: Stepper,
+        privacy: ExamplePrivacy,
+        method: GradientMethod,
+        work: LocalWork,
+        batches: Batches,
+        clients: RoundClients,
+        seeds: Seeds | None,
+        *,
+        keeps_state: bool,
     ) -> None:
-        stepper, privacy = factory.stepper, factory.privacy
-        super().__init__(stepper, batches, clients.round, clients.seeds if factory.draws else None)
-        self.rows, self.keeps_state = factory.method.rows, factory.keeps_state
+        super().__init__(stepper, batches, clients.round, seeds)
+        self.rows, self.keeps_state = method.rows, keeps_state
         self.counts = (batches.weight > 0).sum(axis=3)
         self.usable = self.weight > 0
         if (unusable := stepper.data.unusable) is not None:  # their gradients count as zero
@@ -108,7 +77,7 @@ class PrivateSteps(Steps):
         self.noise, plans = [], []
         for client, source in zip(clients.client_ids.tolist(), clients.randomness, strict=True):
             self.noise.append(StepNoise(privacy.step_noise, source, clients.round, client))
-            plan = privacy.plan(factory.workload.work, stepper.data.size(client))
+            plan = privacy.plan(work, stepper.data.size(client))
             if plan is not None:
                 plans.append(plan)
         layout = stepper.packing.layout
@@ -117,10 +86,9 @@ class PrivateSteps(Steps):
         """The bound mechanism's state, of the clients that were active in the last step."""
         for name, initial in privacy.mechanism.init(layout).items():
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
-            is_kept = self.keeps_state
-            self.state[name] = (
-                clients.carried.entry(MECHANISM + name, default=start) if is_kept else start
-            )
+            if keeps_state:
+                start = clients.carried.entry(MECHANISM + name, default=start)
+            self.state[name] = start
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

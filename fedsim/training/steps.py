@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.randomness import Randomness
-from fedsim.rows.packing import Packing
+from fedsim.rows.packing import Packing, empty_rows
 from fedsim.training.batches import Batches, Floats, Ints
 from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
@@ -32,27 +32,18 @@ class RoundClients:
         Source of each client's random draws.
     carried : CarriedState
         Their state from earlier rounds.
-    drawn : sequence of Batches or None
-        Their batches, if these were drawn ahead.
+    batches : Batches or None
+        Their batches, if they draw these before their block begins.
     """
 
     client_ids: Ints
     round: int
     randomness: Sequence[Randomness]
     carried: CarriedState
-    drawn: Sequence[Batches] | None = None
+    batches: Batches | None = None
 
     def __len__(self) -> int:
         return len(self.client_ids)
-
-    def at(self, positions: Ints) -> RoundClients:
-        """The clients at these positions, without batches drawn ahead."""
-        return RoundClients(
-            self.client_ids[positions],
-            self.round,
-            [self.randomness[i] for i in positions],
-            self.carried.at(positions),
-        )
 
     @property
     def seeds(self) -> Seeds:
@@ -223,8 +214,8 @@ class EndState:
         )
 
 
-class Steps:
-    """Local steps of ``n`` clients, in descending order of their number of steps.
+class StepLoop:
+    """Loop over the local steps of a block's ``n`` clients.
 
     Parameters
     ----------
@@ -233,7 +224,14 @@ class Steps:
     round : int
     seeds : Seeds, optional
         Seeds of the model's own random draws, if it makes any.
+
+    Attributes
+    ----------
+    sequential : bool
+        Whether clients go one by one, each with all its steps, and not together step by step.
     """
+
+    sequential = False
 
     def __init__(
         self, stepper: Stepper, batches: Batches, round: int, seeds: Seeds | None = None
@@ -248,6 +246,10 @@ class Steps:
 
         State ``carried`` from earlier rounds replaces entries of the initial state.
         """
+        run = self._one_by_one if self.sequential else self._together
+        return run(start, numbers, carried)
+
+    def _together(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
         steps = self.batches.steps
         state = self.start(start.clone(), numbers, carried)
         active = len(steps)
@@ -264,6 +266,20 @@ class Steps:
         groups.append(self.end(state, 0))
         groups.reverse()  # those with most steps come first, and end last
         return EndState.joined(groups)
+
+    def _one_by_one(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
+        ends, theta = [], empty_rows(len(start), start.shape[1], start.dtype)
+        for k, steps in enumerate(self.batches.steps.tolist()):
+            client, row = slice(k, k + 1), theta[k : k + 1]
+            # Copied here, not for all clients at once: the row just written is in the cache.
+            own_numbers = {name: values[client] for name, values in numbers.items()}
+            state = self.start(row.copy_(start[client]), own_numbers, carried.at(client))
+            self.all_steps(state, k, steps)
+            end = self.end(state, 0)
+            if end.theta.data_ptr() != row.data_ptr():
+                row.copy_(end.theta)
+            ends.append(end)
+        return EndState.joined(ends, theta)
 
     def start(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
         """The initial state; parameters as in `run`."""
@@ -283,6 +299,10 @@ class Steps:
             seeds = None if self.seeds is None else self.seeds.of_step(index, active)[:, 0].tolist()
             losses = self.stepper.eager(state, examples, weight, at, seeds)
         self.losses.append(losses)
+
+    def all_steps(self, state: State, k: int, steps: int) -> None:
+        """All steps of client ``k``, from ``state`` and in it; of a loop that is `sequential`."""
+        raise NotImplementedError
 
     def end(self, state: State, first: int) -> EndState:
         """Results of the clients from position ``first`` on, whose rows ``state`` has."""

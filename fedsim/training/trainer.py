@@ -195,7 +195,7 @@ class Trainer:
     def reported(self) -> tuple[str, ...]:
         """Names of the training metrics that clients report."""
         names = ["num-examples"]
-        if self._parts[0].factory.reports_loss:
+        if self._parts[0].reports_loss:
             names.append("loss")
         if self.client_state.kind != "reset":
             names.append("fresh-state")
@@ -298,11 +298,12 @@ class Trainer:
         vector = self._on_device(vector)
         part = self._part(vector, round)
         received = part.payload.received(vector[None])
-        for clients in part.blocks(client_ids, round, self.randomness, self.block_size):
-            result = part.fit(received, clients, {})
-            rows = part.payload.rows(result.theta, result.vectors, vector)
+        sources = [self.randomness] * len(client_ids)
+        for _, clients in part.blocks(client_ids, round, sources, self.block_size):
+            result = part.fit_block(received, clients, {})
+            rows = part.payload.rows(result.theta, result.sent, vector)
             block = Block.sent(clients.client_ids, rows, result.metrics)
-            part.finish(result, clients)
+            part.finish(result.carried, clients)
             # Else a generator would keep a block's parameters alive while its rows are used.
             del result, clients
             yield block
@@ -316,7 +317,7 @@ class Trainer:
         numbers: Mapping[str, Sequence[float]] | None = None,
         randomness: Sequence[Randomness] | None = None,
     ) -> LocalResult:
-        """Train these clients as one block, and store the state that they keep.
+        """Train these clients, of one batch width at a time, and store the state that they keep.
 
         Parameters
         ----------
@@ -339,11 +340,7 @@ class Trainer:
             inputs = (vectors, client_ids, round, numbers or {}, sources)
             return alternating.fit_in_groups(self.fit, *inputs)
         part = self._part(vectors[0], round)
-        clients = part.one_block(client_ids, round, sources)
-        result = part.fit(part.payload.received(vectors), clients, numbers or {})
-        theta = part.payload.replies(result.theta, result.vectors, vectors)
-        part.finish(result, clients)
-        return LocalResult(theta, result.metrics)
+        return part.fit(vectors, client_ids, round, sources, numbers or {})
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' examples for evaluation."""

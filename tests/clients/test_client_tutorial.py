@@ -10,6 +10,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
+from clients_helpers import joined
 
 from fedsim import RunConfig
 from fedsim.runs import factories
@@ -60,5 +61,5 @@ def test_the_tutorials_algorithm_has_the_same_bytes_in_every_block(tutorial):
             make_mlp(), SignMomentum(), make_data([9, 4, 7]), batch_size=4, loss=focal,
             randomness=Randomness(0), block_size=block_size,
         )  # fmt: skip
-        rows.append(torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(3), 1)]))
+        rows.append(joined(trainer.train(trainer.initial(), np.arange(3), 1))[0])
     assert torch.equal(*rows)

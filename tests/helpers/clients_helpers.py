@@ -29,6 +29,24 @@ def make_data(sizes, features=6, classes=3, seed=0, dtype=torch.float32, shape=N
     return ClientData(x, y, [part.astype(np.int64) for part in np.split(order, bounds)])
 
 
+def joined(blocks, ids=None):
+    """Rows ``[n, d]`` and metrics of all clients in blocks, by client id, or in the order of ids.
+
+    What a client does not report is 0.
+    """
+    found = list(blocks)
+    clients = np.concatenate([block.client_ids for block in found]).tolist()
+    order = [clients.index(client) for client in (sorted(clients) if ids is None else ids)]
+    rows = [block.rows for block in found if block.rows is not None]
+    metrics = {
+        name: np.concatenate(
+            [block.metrics.get(name, np.zeros(len(block.client_ids))) for block in found]
+        )[order]
+        for name in {name: None for block in found for name in block.metrics}
+    }
+    return torch.cat(rows)[order] if rows else None, metrics
+
+
 def make_mlp(features=6, hidden=5, classes=3, seed=0, dtype=torch.float32, bias=True):
     """Two dense layers with seeded weights."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,7 +163,7 @@ def as_if_on_a_gpu(monkeypatch, trainer):
 def rounds(trainer, vector, cohorts):
     """Rows of some rounds from the same parameters."""
     return [
-        torch.cat([block.rows for block in trainer.train(vector, np.array(ids), t + 1)])
+        joined(trainer.train(vector, np.array(ids), t + 1), np.array(ids))[0]
         .as_subclass(torch.Tensor)
         .cpu()
         for t, ids in enumerate(cohorts)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 
 import fedsim
 from fedsim import RunConfig
@@ -56,7 +56,7 @@ def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, uni
         **{unit: 1},
     )
     ids = np.arange(len(sizes))
-    rows = torch.cat([block.rows for block in trainer.train(trainer.initial(), ids, 1)])
+    rows = joined(trainer.train(trainer.initial(), ids, 1), ids)[0]
     for client in ids:
         trained = copy.deepcopy(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.3)

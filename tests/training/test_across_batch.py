@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
 from cuda_helpers import Tape
 from torch import nn
 from torch.func import functional_call
@@ -112,7 +112,7 @@ def by_hand(trainer, model, loss, client, batch):
     """Where a client ends that takes each of its batches as it is."""
     loss = loss or CrossEntropy()
     theta = {k: v.detach().clone() for k, v in model.named_parameters()}
-    (batches,) = plan_batches(
+    batches = plan_batches(
         trainer.workload.work, [trainer.data.indices[client]], np.array([client]),
         [trainer.randomness], 1,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def by_hand(trainer, model, loss, client, batch):
 
 def rows_of(trainer):
     clients = np.arange(trainer.population)
-    return torch.cat([block.rows for block in trainer.train(trainer.initial(), clients, 1)])
+    return joined(trainer.train(trainer.initial(), clients, 1))[0]
 
 
 def data_for(name):
@@ -180,7 +180,7 @@ def test_a_loss_may_declare_whether_it_looks_across_a_batch():
 def test_a_loss_is_not_taken_at_its_word_where_examples_are_private():
     privacy = ExamplePrivacy(Clipping(0.5), 0.0)
     trainer = trainer_of(make_mlp(), declared(False), data=make_data(SIZES), privacy=privacy)
-    assert trainer.rounds.factory.method.evidence == "one at a time: user code"
+    assert trainer.rounds.method.evidence == "one at a time: user code"
 
 
 BY_EXAMPLE = {
@@ -226,27 +226,32 @@ def test_a_captured_step_pads_with_copies_too(monkeypatch):
     plain = trainer_of(graphs, data=data, path="plain", batch=4)
     trainer = trainer_of(graphs, data=data, path="func", batch=4)
     trainer.stepper.captured = StepGraphs(trainer.stepper, Tape(), 4)
-    got = torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(3), 1)])
+    got = joined(trainer.train(trainer.initial(), np.arange(3), 1))[0]
     torch.testing.assert_close(got, rows_of(plain), rtol=0, atol=1e-10)
 
 
 def test_padding_repeats_the_first_example_of_its_batch():
     trainer = trainer_of(make_mlp(), data=make_data([7, 1, 10]), batch=4)
     work, own = trainer.workload.work, trainer.data.indices
-    drawn = [trainer.randomness] * 3
-    groups = [*plan_batches(work, own, np.arange(3), drawn, 1)]
-    groups += plan_poisson(work, own, np.arange(3), drawn, 1, amplified=False)
     padded = 0
-    for group in groups:
-        flat = group.index.reshape(*group.index.shape[:2], -1)
-        weight = group.weight.reshape(flat.shape)
-        for row, steps in enumerate(group.steps):
-            for index, weights in zip(flat[row, :steps], weight[row, :steps], strict=True):
-                copies = index[weights == 0]
-                assert (copies == index[0]).all() or not (weights > 0).any()
-                assert set(index) <= set(own[group.members[row]])
-                padded += len(copies)
+    for client in range(3):
+        one = ([own[client]], np.array([client]), [trainer.randomness], 1)
+        groups = plan_batches(work, *one), plan_poisson(work, *one, 8, amplified=False)
+        padded += sum(padding(group, own[client]) for group in groups)
     assert padded
+
+
+def padding(batches, own):
+    """How many places are padding, and repeat the first example of their batch."""
+    padded = 0
+    flat = batches.index.reshape(*batches.index.shape[:2], -1)
+    weight = batches.weight.reshape(flat.shape)
+    for index, weights in zip(flat[0], weight[0], strict=True):
+        copies = index[weights == 0]
+        assert (copies == index[0]).all() or not (weights > 0).any()
+        assert set(index) <= set(own)
+        padded += len(copies)
+    return padded
 
 
 def test_an_evaluation_pads_with_nothing_where_it_would_be_seen():

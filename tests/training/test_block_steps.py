@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp, reading_of
+from clients_helpers import joined, make_data, make_mlp, reading_of
 from torch import nn
 from toy_clients import training
 
@@ -24,7 +24,7 @@ from fedsim.rows.packing import Packing
 from fedsim.training import Trainer
 from fedsim.training.paths import program
 from fedsim.training.paths.program import lowered
-from fedsim.training.plain_steps import ProgramSteps
+from fedsim.training.plain_steps import ProgramLoop
 
 compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 
@@ -54,10 +54,9 @@ def trained(algorithm: LocalAlgorithm, features: int = 20, rounds: int = 2, **ch
     trainer = Trainer(algorithm=algorithm, **settings)
     vector = trainer.initial()
     for t in range(1, rounds + 1):
-        found = list(trainer.train(vector, IDS, t))
-        rows = torch.cat([block.rows for block in found])
+        rows, metrics = joined(trainer.train(vector, IDS, t))
         vector = vector + rows.mean(0)
-    return rows, np.concatenate([block.metrics["loss"] for block in found]), vector
+    return rows, metrics["loss"], vector
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
@@ -170,9 +169,9 @@ def test_a_path_can_be_sent_after_it_was_used() -> None:
 
 def test_the_rule_takes_these_steps_for_small_dense_models_on_a_cpu(monkeypatch) -> None:
     made = []
-    init = ProgramSteps.__init__
+    init = ProgramLoop.__init__
     monkeypatch.setattr(
-        ProgramSteps, "__init__", lambda self, *args: made.append(1) or init(self, *args)
+        ProgramLoop, "__init__", lambda self, *args: made.append(1) or init(self, *args)
     )
     trained(SGD(lr=0.1), rounds=1)
     assert made

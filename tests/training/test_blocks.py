@@ -1,4 +1,4 @@
-"""Blocks of a round: their batches are drawn for many clients at once, and nobody notices."""
+"""Blocks of a round: clients of one batch width, which may draw before their block begins."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
+from flwr.app import ConfigRecord
 from torch import Tensor
 from toy_clients import training
 
 from fedsim.clients import SGD
+from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.workers import guarded_blocks, pack, unpack
+from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import CrossEntropy
-from fedsim.training import ClientData, ExamplePrivacy, Trainer, plain_steps
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, batches, local_rounds
 from fedsim.training.paths import program
 
 SIZES = [9, 0, 4, 1, 12, 7, 4, 30]
@@ -57,27 +60,28 @@ def trained(trainer: Trainer, ids: np.ndarray = IDS, rounds: int = 2) -> list[Bl
 
 
 def bytes_of(blocks: list[Block]) -> list[tuple[int, bytes, bytes] | tuple[int, str]]:
-    """Of every client, in order: its row and loss, or why it has none."""
-    return [
+    """Of every client, by id and round: its row and loss, or why it has none."""
+    found = [
         (client, block.reasons[client])
         if client in block.reasons
         else (client, block.rows[k].numpy().tobytes(), block.metrics["loss"][k].tobytes())
         for block in blocks
         for k, client in enumerate(block.client_ids.tolist())
     ]
+    return sorted(found, key=lambda client: client[0])
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many clients batches were drawn at once."""
     numbers: list[int] = []
-    plan = plain_steps.plan_batches
+    plan = local_rounds.plan_batches
 
     def noted(work: object, indices: list, *others: object) -> Iterator:
         numbers.append(len(indices))
         return plan(work, indices, *others)
 
-    monkeypatch.setattr(plain_steps, "plan_batches", noted)
+    monkeypatch.setattr(local_rounds, "plan_batches", noted)
     return numbers
 
 
@@ -88,23 +92,84 @@ def test_a_client_has_the_same_bytes_however_many_draw_at_once(
     path: str, changes: dict, drawn: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = bytes_of(trained(made(path=path, block_size=1, **changes)))
-    assert set(drawn) == {len(SIZES)}
-    for most, places in ((1, 2**16), (3, 2**16), (5, 2**16), (64, 40), (64, 1)):
-        monkeypatch.setattr(plain_steps, "MOST_PREFETCHED", most)
-        monkeypatch.setattr(plain_steps, "PREFETCHED_PLACES", places)
+    assert drawn == [1, 6] * 2  # the widths 2 and 4; client 1 has no data
+    for most, entries in ((1, 2**16), (3, 2**16), (5, 2**16), (64, 40), (64, 1)):
+        monkeypatch.setattr(local_rounds, "DRAWN_TOGETHER", most)
+        monkeypatch.setattr(batches, "DRAWN_ENTRIES", entries)
         for size in (1, 2, 3):
             drawn.clear()
             assert bytes_of(trained(made(path=path, block_size=size, **changes))) == wanted
             assert max(drawn) == size or max(drawn) <= most
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("privacy", [None, ExamplePrivacy(Clipping(0.5), 1.0)], ids=["", "private"])
+def test_a_block_has_clients_of_one_width_with_most_steps_first(size: int, privacy: object) -> None:
+    trainer, ids = made(block_size=size, privacy=privacy), IDS[::-1].copy()
+    found = []
+    for positions, clients in trainer.rounds.blocks(ids, 1, [Randomness(3)] * len(ids), size):
+        assert clients.client_ids.tolist() == ids[positions].tolist()
+        assert 0 < len(clients) <= size
+        sizes = [SIZES[client] for client in clients.client_ids]
+        steps = trainer.workload.steps(clients.client_ids).tolist()
+        assert steps == sorted(steps, reverse=True)
+        assert all(sizes) or not any(sizes)
+        assert (clients.batches is None) == (privacy is not None or not any(sizes))
+        assert len({trainer.rounds._width(size) for size in sizes}) == 1
+        found += positions.tolist()
+    assert sorted(found) == [*range(len(ids))]
+
+
+@pytest.mark.spanning
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("private", [False, True])
+def test_clients_fail_alone_and_bytes_are_the_same_for_any_blocks_and_workers(
+    workers: int, size: int, private: bool
+) -> None:
+    """Uneven clients, one without data, two that raise, and budgets that two rounds exceed."""
+    privacy = ExamplePrivacy(Clipping(0.5), 1.0, max_epsilon=9.0) if private else None
+    changes: dict = {"guilty": (2, 5), "loss": strict, "privacy": privacy}
+    ids = IDS[::-1].copy()
+    reasons, rows = summed(made(**changes, block_size=size), ids, workers)
+    wanted_reasons, wanted = summed(made(**changes, block_size=2), IDS, 1)
+    assert reasons == wanted_reasons
+    assert rows == wanted
+    assert reasons[0] == {2: "raised", 5: "raised"}
+    assert any("budget" in of_round.values() for of_round in reasons) == private
+
+
+def summed(trainer: Trainer, ids: np.ndarray, workers: int) -> tuple[list[dict], list[dict]]:
+    """Of each of some rounds: why clients failed, and the others' rows."""
+    reasons: list[dict] = []
+    rows: list[dict] = []
+    with LocalGrid(trainer, workers=workers) as grid:
+        for t in (1, 2, 3):
+            vector = trainer.initial()
+            arrays = array_record(trainer.layout.unflatten(vector))
+            recipients = Recipients(ids, ids + 2)
+            config = ConfigRecord({"server-round": t})
+            asked = Instructions("train", t, arrays, vector, recipients, config, trainer.layout)
+            blocks = list(grid.send_and_receive(asked).blocks())
+            reasons.append({k: v for block in blocks for k, v in block.reasons.items()})
+            rows.append(
+                {
+                    client: block.rows[k].numpy().tobytes()
+                    for block in blocks
+                    for k, client in enumerate(block.client_ids.tolist())
+                    if block.ok[k]
+                }
+            )
+    return reasons, rows
+
+
 def test_what_is_drawn_at_once_takes_no_more_room_than_is_allowed(
     drawn: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Client 7 takes 16 steps, the others 6 at most: beside it each has room for as many.
-    monkeypatch.setattr(plain_steps, "PREFETCHED_PLACES", 4 * 16 * 3)
+    # Client 7 takes 16 steps, the others 6, 6, 4, 2 and 2: beside it each has room for as many.
+    monkeypatch.setattr(batches, "DRAWN_ENTRIES", 4 * 16 * 2)
     trained(made(block_size=1), rounds=1)
-    assert drawn == [7, 1]
+    assert drawn == [1, 2, 4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -143,7 +208,7 @@ def test_examples_that_are_protected_are_charged_and_drawn_a_block_at_a_time(
     for block in blocks:
         begun += block.client_ids.tolist()
         charged = [i for i in ids.tolist() if trainer.ledgers.of(i).entries]
-        assert charged == begun
+        assert charged == sorted(begun, key=ids.tolist().index)
         assert {address.client for address in addresses} == set(begun)
         if len(begun) == 4:
             break
@@ -153,8 +218,10 @@ def test_nothing_is_drawn_before_blocks_are_asked_for(drawn: list[int]) -> None:
     trainer = made()
     blocks = trainer.train(trainer.initial(), IDS, 1)
     assert not drawn
+    assert next(blocks).client_ids.tolist() == [1]
+    assert not drawn
     next(blocks)
-    assert drawn == [len(SIZES)]
+    assert drawn == [1]
 
 
 def test_a_trainer_that_has_trained_can_be_sent_to_workers() -> None:
@@ -211,7 +278,7 @@ def test_what_clients_keep_is_not_their_row_where_it_lies_in_their_parameters(si
     trainer = made(algorithm=Aliased(lr=0.3), state="client", block_size=size)
     start = trainer.initial()
     local = made().fit(start, IDS, 1)
-    rows = torch.cat([block.rows for block in trainer.train(start, IDS, 1)])
+    rows = joined(trainer.train(start, IDS, 1))[0]
     kept = trainer.packing.unpack(trainer.state()["theta"])
     there = np.flatnonzero(SIZES)
     assert torch.equal(kept, local.theta[there])
@@ -222,6 +289,6 @@ def test_what_clients_keep_is_not_their_row_where_it_lies_in_their_parameters(si
 def test_clients_without_data_leave_what_others_start_from_as_it_is(size: int) -> None:
     trainer, ids = made(block_size=size), np.array([1, 0])  # the first one has none
     start = trainer.initial()
-    rows = torch.cat([block.rows for block in trainer.train(start, ids, 1)])
+    rows = joined(trainer.train(start, ids, 1), ids)[0]
     assert torch.equal(rows, made().fit(start, ids, 1).theta - start)
     assert not rows[0].any()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,8 +68,8 @@ def test_clients_send_what_a_plain_loop_does_and_keep_the_rest(text: str, block_
     for number in (1, 2, 3):
         # Client 3 takes part in odd rounds only.
         ids = IDS if number % 2 else IDS[:3]
-        rows = torch.cat([block.rows for block in plain.train(vector, ids, number)])
-        sent = torch.cat([block.rows for block in ours.train(vector, ids, number)])
+        rows = joined(plain.train(vector, ids, number), ids)[0]
+        sent = joined(ours.train(vector, ids, number), ids)[0]
         for client in ids.tolist():
             target = rows[client] + left_out[client]
             if not SIZES[client]:
@@ -101,7 +101,7 @@ def test_a_private_bound_holds_for_what_is_sent(text: str) -> None:
     clipping = Clipping(0.01)
     vector = trainer.initial()
     for number in (1, 2, 3):
-        rows = torch.cat([b.rows for b in trainer.train(vector, np.arange(10), number)])
+        rows = joined(trainer.train(vector, np.arange(10), number))[0]
         bounded = clipping.bound(rows)  # the server's, on what arrives
         assert (bounded.norm(dim=1) <= 0.01 * (1 + 1e-6)).all()
         if text == "top-k(0.05)":

@@ -125,8 +125,7 @@ def test_all_passes_of_a_round_go_in_one_order_and_rounds_in_others():
     privacy = privacy_of(FAMILIES[0])
     seen = []
     for number in (1, 2):
-        drawn = privacy.batches(WORK, [np.arange(SIZE)], np.array([0]), [Randomness(3)], number)
-        (batches,) = drawn
+        batches = privacy.batches(WORK, [np.arange(SIZE)], np.array([0]), [Randomness(3)], number)
         seen.append(batches.index[0, :, 0])
         half = len(seen[-1]) // EPOCHS
         assert np.array_equal(seen[-1][:half], seen[-1][half:])

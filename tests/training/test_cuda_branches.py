@@ -30,13 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
-from fedsim.training.batches import plan_batches
 from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
 from fedsim.training.side_effects import exact
-from fedsim.training.steps import Steps
+from fedsim.training.steps import StepLoop
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 
@@ -80,13 +79,14 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         trainer.stepper.captured = None
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
-        work = trainer.workload.work
         for t in (1, 2):
-            for batches in plan_batches(work, own, np.arange(len(own)), sources, t):
-                n = len(batches.members)
+            for _, block in trainer.rounds.blocks(np.arange(len(own)), t, sources, len(own)):
+                if (batches := block.batches) is None:
+                    continue
+                n = len(block)
                 # A trainer adds what the server sends beside the model.
                 vectors = {k: torch.zeros_like(start).expand(n, -1) for k in algorithm.receives}
-                ended = Steps(trainer.stepper, batches, t).run(
+                ended = StepLoop(trainer.stepper, batches, t).run(
                     start.expand(n, -1).clone(),
                     {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()} | vectors,
                     CarriedState(np.ones(n, dtype=np.bool_), {}),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import as_trained, make_cnn, make_data, make_mlp, reading_of
+from clients_helpers import as_trained, joined, make_cnn, make_data, make_mlp, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
@@ -28,7 +28,7 @@ from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_ev
 from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.factored import PositionsPart
 from fedsim.training.paths.program import lowered
-from fedsim.training.private_steps import PrivateStepFactory
+from fedsim.training.private_steps import max_chunk
 from fedsim.training.probe import gradient_methods
 
 SIZES = [20, 7, 0, 33, 12]
@@ -189,7 +189,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
     )  # fmt: skip
     start = trainer.initial()
     ours = final(trainer, IDS[:1]).theta[0]
-    (batch,) = plan_poisson(trainer.workload.work, data.indices, IDS[:1], [RANDOMNESS], 1)
+    batch = plan_poisson(trainer.workload.work, data.indices, IDS[:1], [RANDOMNESS], 1, 32)
     at = torch.from_numpy(batch.index[batch.weight > 0])
     # The noise is what a step without data moves by.
     quiet = private_trainer(
@@ -222,9 +222,7 @@ def test_poisson_batches_are_whole_and_binomial():
     indices = [np.arange(50, dtype=np.int64)]
     sizes = []
     for t in range(300):
-        (batch,) = plan_poisson(
-            LocalWork(10, None, 2), indices, IDS[:1], [Randomness(0)], t, chunk=4
-        )
+        batch = plan_poisson(LocalWork(10, None, 2), indices, IDS[:1], [Randomness(0)], t, 4)
         counts = (batch.weight > 0).sum((2, 3))
         sizes += counts[0].tolist()
         for step in range(2):
@@ -252,13 +250,12 @@ def test_the_size_of_chunks_changes_nothing_but_rounding():
 
 
 def test_chunks_are_wide_on_a_gpu_for_models_whose_rows_fit():
-    def widest(device, d):
+    def most(device, d):
         packing = SimpleNamespace(layout=SimpleNamespace(d=d))
-        stepper = SimpleNamespace(device=torch.device(device), packing=packing)
-        return PrivateStepFactory._widest_chunk.fget(SimpleNamespace(stepper=stepper))
+        return max_chunk(SimpleNamespace(device=torch.device(device), packing=packing))
 
-    assert widest("cuda", 334_336) == 256
-    assert widest("cuda", 11_000_000) == widest("cpu", 334_336) == 64
+    assert most("cuda", 334_336) == 256
+    assert most("cuda", 11_000_000) == most("cpu", 334_336) == 64
 
 
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.3, tol=1.0, discard=False)])
@@ -271,7 +268,7 @@ def test_a_private_client_has_the_same_bytes_in_every_block(algorithm, sampling)
             algorithm, Clipping(0.5), model=model, data=data, block_size=block_size,
             sampling=sampling, steps=None, epochs=2,
         )  # fmt: skip
-        rows = torch.cat([b.rows for b in trainer.train(trainer.initial(), IDS, 1)])
+        rows = joined(trainer.train(trainer.initial(), IDS, 1))[0]
         reference = rows if reference is None else reference
         assert torch.equal(rows, reference)
     assert torch.equal(rows[2], torch.zeros_like(rows[2]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
 
 from fedsim import RunConfig
 from fedsim.clients import SGD, Adam, Proximal
@@ -23,7 +23,7 @@ IDS = np.arange(len(SIZES))
 
 
 def rows_of(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([block.rows for block in trainer.train(trainer.initial(), IDS, 1)])
+    return joined(trainer.train(trainer.initial(), IDS, 1))[0]
 
 
 def loop(model, data, client: int, bound: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data
+from clients_helpers import joined, make_data
 from torch import nn
 from torch.func import functional_call
 
@@ -65,7 +65,7 @@ def test_holding_a_row_trains_as_a_functional_call_does(
         trainer = Trainer(
             model, algorithm, data, batch_size=4, epochs=2, path="plain", randomness=Randomness(3)
         )
-        rows.append(torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(4), 1)]))
+        rows.append(joined(trainer.train(trainer.initial(), np.arange(4), 1))[0])
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -99,7 +99,7 @@ def test_a_module_that_stands_in_a_model_under_two_names_is_trained_as_one_that_
         )  # fmt: skip
         initial = trainer.initial()
         list(trainer.evaluate(initial, np.arange(4), 1))
-        rows.append(torch.cat([b.rows for b in trainer.train(initial, np.arange(4), 1)]))
+        rows.append(joined(trainer.train(initial, np.arange(4), 1))[0])
         assert all(a is b for a, b in zip(parameters, trained.parameters(), strict=True))
         assert torch.equal(trainer.initial(), initial)
     assert torch.equal(*rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clients_helpers import as_trained, make_data, reading_of
+from clients_helpers import as_trained, joined, make_data, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm
@@ -51,10 +51,9 @@ def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: ob
     trainer = Trainer(algorithm=algorithm, path=path, **settings)
     vector = trainer.initial()
     for t in range(1, rounds + 1):
-        blocks = list(trainer.train(vector, IDS, t))
-        rows = torch.cat([block.rows for block in blocks])
+        rows, metrics = joined(trainer.train(vector, IDS, t))
         vector = vector + rows.mean(0)
-    return rows, vector, np.concatenate([block.metrics["loss"] for block in blocks])
+    return rows, vector, metrics["loss"]
 
 
 @pytest.mark.spanning

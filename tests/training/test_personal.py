@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, Ditto, FedRep, Proximal
@@ -64,7 +64,7 @@ def test_a_personal_head_is_trained_kept_and_never_sent(path: str) -> None:
     vector = t.initial()
     torch.testing.assert_close(vector, flat(model, shared))
     for server_round in (1, 2, 3):
-        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        rows = joined(t.train(vector, IDS, server_round))[0]
         assert rows.shape[1] == t.layout.d
         expected = []
         for k, own in enumerate(t.data.indices):
@@ -96,7 +96,7 @@ def test_ditto_trains_a_model_of_its_own_beside_the_global_one() -> None:
     own_models = {k: copy.deepcopy(model) for k in IDS}
     vector = t.initial()
     for server_round in (1, 2):
-        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        rows = joined(t.train(vector, IDS, server_round))[0]
         expected = []
         for k, own in enumerate(t.data.indices):
             local = copy.deepcopy(model)
@@ -129,11 +129,11 @@ def test_what_is_kept_does_not_depend_on_blocks_or_on_where_it_lies(
         make_trainer(**settings, state_dir=tmp_path / "state"),
     ]
     for server_round in (1, 2):
-        rows = torch.cat([b.rows for b in one.train(one.initial(), IDS, server_round)])
+        rows = joined(one.train(one.initial(), IDS, server_round))[0]
         (evaluated,) = one.evaluate(one.initial(), IDS, server_round)
         for other in others:
-            again = [b.rows for b in other.train(other.initial(), IDS, server_round)]
-            assert torch.equal(torch.cat(again), rows)
+            again = joined(other.train(other.initial(), IDS, server_round))[0]
+            assert torch.equal(again, rows)
             (block,) = other.evaluate(other.initial(), IDS, server_round)
             np.testing.assert_array_equal(block.metrics["loss"], evaluated.metrics["loss"])
     lent = one.copy_for("cpu")
@@ -146,7 +146,7 @@ def test_examples_are_protected_in_personal_parameters_too() -> None:
     t = make_trainer(
         personal=HEAD, batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0), steps=3
     )
-    rows = torch.cat([b.rows for b in t.train(t.initial(), IDS, 1)])
+    rows = joined(t.train(t.initial(), IDS, 1))[0]
     assert rows.shape == (4, t.layout.d)
     assert rows[1].abs().sum() == 0
     assert rows[0].abs().sum() > 0
@@ -163,8 +163,8 @@ def test_keeping_parameters_needs_clients_that_keep_something() -> None:
 
 def test_clients_with_parameters_of_their_own_train_alike_on_another_path() -> None:
     t = make_trainer(personal=HEAD, path="plain")
-    rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, 1)])
-    other = torch.cat([block.rows for block in t.on("layered").train(t.initial(), IDS, 1)])
+    rows = joined(t.train(t.initial(), IDS, 1))[0]
+    other = joined(t.on("layered").train(t.initial(), IDS, 1))[0]
     torch.testing.assert_close(other, rows, rtol=1e-9, atol=1e-11)
 
 
@@ -176,7 +176,7 @@ def test_fedrep_trains_the_head_first_and_then_the_body(path: str) -> None:
     heads = {k: copy.deepcopy(model[3]) for k in IDS}
     vector = t.initial()
     for server_round in (1, 2):
-        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        rows = joined(t.train(vector, IDS, server_round))[0]
         expected = []
         for k, own in enumerate(t.data.indices):
             local = copy.deepcopy(model)
@@ -229,7 +229,7 @@ def test_fedbn_keeps_what_normalisation_layers_have_learnt(path: str) -> None:
     model, shared = normalised(), {"1.weight", "1.bias", "4.weight", "4.bias"}
     norms = {k: copy.deepcopy(model[2]) for k in IDS}
     for server_round in (1, 2):  # the shared part stays: what differs is what clients keep
-        rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, server_round)])
+        rows = joined(t.train(t.initial(), IDS, server_round))[0]
         for k, own in enumerate(data.indices):
             local = copy.deepcopy(model)
             local[2] = copy.deepcopy(norms[k])
@@ -282,7 +282,7 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
     model, shared = batch_normalised(), {"1.weight", "1.bias", "4.weight", "4.bias"}
     norms = {k: copy.deepcopy(model[2]) for k in IDS}
     for server_round in (1, 2):
-        rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, server_round)])
+        rows = joined(t.train(t.initial(), IDS, server_round))[0]
         for k, own in enumerate(t.data.indices):
             local = copy.deepcopy(model)
             local[2] = copy.deepcopy(norms[k])

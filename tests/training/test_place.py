@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data
+from clients_helpers import joined, make_data
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Adam
@@ -47,8 +47,7 @@ def rows(model, algorithm, path, dtype, block_size, classes):
         model.to(dtype), algorithm, data, batch_size=4, steps=15, path=path,
         block_size=block_size, randomness=Randomness(3),
     )  # fmt: skip
-    blocks = list(trainer.train(trainer.initial(), np.arange(len(SIZES)), 1))
-    return torch.cat([block.rows for block in blocks])
+    return joined(trainer.train(trainer.initial(), np.arange(len(SIZES)), 1))[0]
 
 
 def model_of(activation, hidden, classes):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
 from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
 from release_helpers import one_round, plan_of
 from slow_cases import slow_but
@@ -34,9 +34,8 @@ from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, private_steps
-from fedsim.training.batches import plan_poisson
 from fedsim.training.client_state import CarriedState
-from fedsim.training.private_steps import PrivateSteps
+from fedsim.training.private_steps import PrivateLoop
 from fedsim.training.probe import Probe
 
 
@@ -91,13 +90,8 @@ def trainer_of(mechanism, z=0.7, *, model=None, data=None, **settings):
 
 
 def updates(trainer, rounds=1):
-    return torch.cat(
-        [
-            block.rows
-            for t in range(rounds)
-            for block in trainer.train(trainer.initial(), IDS, t + 1)
-        ]
-    )
+    of_rounds = (joined(trainer.train(trainer.initial(), IDS, t + 1)) for t in range(rounds))
+    return torch.cat([rows for rows, _ in of_rounds])
 
 
 @pytest.mark.spanning
@@ -290,8 +284,8 @@ def test_clients_of_one_block_may_be_in_either_phase():
         block.add(DenseRows(rows[own]), ones[own], [6] * len(own))
         made.append((block.release([sources(4)[k] for k in own]), block.state["mean_square"]))
     assert mechanism.ready(state)["adaptive"].flatten().tolist() == [False, True, False, True]
-    for joined, apart in zip(made[0], zip(*made[1:], strict=True), strict=True):
-        assert torch.equal(joined, torch.cat(apart))
+    for together, apart in zip(made[0], zip(*made[1:], strict=True), strict=True):
+        assert torch.equal(together, torch.cat(apart))
 
 
 @pytest.mark.spanning
@@ -319,18 +313,18 @@ def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
             return super().start({k: pretend(v) for k, v in state.items()}, active)
 
     monkeypatch.setattr(private_steps, "Releaser", Pretending)
-    step = PrivateSteps.step
+    step = PrivateLoop.step
 
     def watched(*given):
         with NoReadingBack():
             step(*given)
 
-    monkeypatch.setattr(PrivateSteps, "step", watched)
-    (block,) = trainer.train(vector, IDS, 1)
-    assert block.rows.is_cuda
+    monkeypatch.setattr(PrivateLoop, "step", watched)
+    found, _ = joined(trainer.train(vector, IDS, 1))
+    assert found.is_cuda
     # On a GPU rows that are centred are written out, and need no margin for what might cancel.
     atol = 1e-6 if "center=True" in repr(mechanism) else 1e-9
-    torch.testing.assert_close(block.rows.as_subclass(torch.Tensor), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=atol)
 
 
 def fakes_a_gpu() -> bool:
@@ -366,10 +360,11 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
         trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        entering = trainer.rounds.one_block(IDS, 1, [Randomness(0)] * len(IDS))
-        for batches in plan_poisson(trainer.workload.work, own, IDS, entering.randomness, 1, 4):
-            n = len(batches.members)
-            steps = trainer.rounds.factory.steps(batches, entering.at(batches.members))
+        for _, clients in trainer.rounds.blocks(IDS, 1, [Randomness(0)] * len(IDS), len(IDS)):
+            n = len(clients)
+            if not sum(map(trainer.examples, clients.client_ids)):
+                continue
+            steps = trainer.rounds._loop(clients)
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_data
+from clients_helpers import joined, make_data
 from torch import nn
 from toy_clients import training
 
@@ -93,7 +93,7 @@ def trainer_of(name, *, block_size=0, seed=1, **settings):
 def rows_of(trainer, round=1, ids=IDS):
     blocks = list(guarded_blocks(trainer, training(trainer.initial(), round), ids))
     assert all(block.ok.all() for block in blocks)
-    return torch.cat([block.rows for block in blocks])
+    return joined(blocks, ids)[0]
 
 
 @EVERY

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 
 from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
@@ -106,8 +106,11 @@ def test_a_client_without_data_reports_no_state():
         make_mlp(), AdadpLR(lr=0.2), make_data([9, 0, 5]), batch_size=4,
         randomness=Randomness(2), state="server",
     )  # fmt: skip
-    (block,) = trainer.train(trainer.initial(), np.arange(3), 1)
-    assert np.isnan(block.metrics[f"{CLIENT_STATE}.eta"]).tolist() == [False, True, False]
+    name, ids = f"{CLIENT_STATE}.eta", np.arange(3)
+    for block in trainer.train(trainer.initial(), ids, 1):
+        assert (name in block.metrics) == (1 not in block.client_ids)
+    reported = trainer.fit(trainer.initial(), ids, 1).metrics[name]
+    assert np.isnan(reported).tolist() == [False, True, False]
 
 
 def test_a_mechanisms_own_state_is_not_sent():
@@ -164,8 +167,7 @@ def test_whoever_diverges_first_leaves_the_others_as_they_are(block_size):
     hostile = trainer_of("client", Adam(lr=0.1), data=poisoned, block_size=block_size)
     for t in (1, 2):
         rows, theirs = (
-            torch.cat([block.rows for block in trainer.train(trainer.initial(), IDS, t)])
-            for trainer in (honest, hostile)
+            joined(trainer.train(trainer.initial(), IDS, t))[0] for trainer in (honest, hostile)
         )
         assert not torch.isfinite(theirs[0]).all()
         assert torch.equal(theirs[1:], rows[1:])

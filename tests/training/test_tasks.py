@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from clients_helpers import joined
 from torch import Tensor, nn
 
 from fedsim.clients import SGD
@@ -120,7 +121,7 @@ def trainer(task: str, path: str = "plain", block_size: int = 0, **settings: obj
 
 
 def rows(t: Trainer) -> Tensor:
-    return torch.cat([b.rows for b in t.train(t.initial(), np.arange(len(SIZES)), 1)])
+    return joined(t.train(t.initial(), np.arange(len(SIZES)), 1))[0]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import joined, make_cnn, make_data, make_mlp
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import hypothesis_examples
@@ -20,10 +20,9 @@ import fedsim.training.paths
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
-from fedsim.training.batches import plan_batches, width
+from fedsim.training.batches import batch_width
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -42,10 +41,7 @@ def trainer_of(path="auto", *, model=None, data=None, algorithm=None, dtype=torc
 
 def rows_of(trainer, ids=IDS, round=1, vector=None):
     vector = trainer.initial() if vector is None else vector
-    blocks = list(trainer.train(vector, ids, round))
-    return torch.cat([b.rows for b in blocks]), {
-        k: np.concatenate([b.metrics[k] for b in blocks]) for k in blocks[0].metrics
-    }
+    return joined(trainer.train(vector, ids, round), ids)
 
 
 def loop(model, data, client, *, lr, batch, epochs, seed, round, momentum=0.0, weight_decay=0.0):
@@ -138,7 +134,7 @@ def test_dense_models_have_the_same_bytes_when_vmapped_in_blocks(dtype, features
     for block_size in (1, 3, 13):
         trainer = trainer_of("func", model=model, data=data, block_size=block_size)
         assert trainer.path.aligned
-        rows.append(rows_of(trainer, np.arange(13))[0])
+        rows.append(rows_of(trainer)[0])
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
 
@@ -170,22 +166,22 @@ def test_a_row_is_the_difference_in_the_models_dtype():
 
 def test_steps_wrap_around_short_clients():
     trainer = trainer_of(epochs=None, steps=5)
-    batches = list(
-        plan_batches(
-            trainer.workload.work, trainer.data.indices, IDS, [Randomness(3)] * len(IDS), 1
-        )
-    )
-    for group in batches:
-        assert (group.steps == 5).all()
-        np.testing.assert_allclose(group.weight.sum(2), 1.0)
+    blocks = trainer.rounds.blocks(IDS, 1, [Randomness(3)] * len(IDS), len(IDS))
+    drawn = [clients.batches for _, clients in blocks if clients.batches is not None]
+    assert len(drawn) > 1
+    for batches in drawn:
+        assert (batches.steps == 5).all()
+        np.testing.assert_allclose(batches.weight.sum(2), 1.0)
 
 
 def test_an_epoch_takes_every_example_once():
-    data = make_data(SIZES)
-    for group in plan_batches(LocalWork(4), data.indices, IDS, [Randomness(0)] * len(IDS), 1):
-        for row, client in enumerate(group.members):
-            seen = group.index[row][group.weight[row] > 0]
-            assert sorted(seen) == sorted(data.indices[client])
+    trainer, seen = trainer_of(epochs=1), {}
+    for _, clients in trainer.rounds.blocks(IDS, 1, [Randomness(0)] * len(IDS), 2):
+        for row, client in enumerate(clients.client_ids.tolist() if clients.batches else ()):
+            batches = clients.batches
+            index, weight = (a[row, : batches.steps[row]] for a in (batches.index, batches.weight))
+            seen[client] = sorted(index[weight > 0])
+    assert seen == {k: sorted(trainer.data.indices[k]) for k in IDS if SIZES[k]}
 
 
 def test_full_batch_steps_are_gradient_descent():
@@ -199,7 +195,7 @@ def test_full_batch_steps_are_gradient_descent():
 
 @given(st.integers(0, 40), st.integers(1, 200))
 def test_a_batch_is_at_least_two_wide_and_holds_what_a_step_takes(batch_size, size):
-    B = width(batch_size, size)
+    B = batch_width(batch_size, size)
     assert B >= 2
     taken = min(batch_size or size, size)
     assert taken <= B

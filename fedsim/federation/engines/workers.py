@@ -14,7 +14,7 @@ import logging
 import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -214,45 +214,41 @@ def guarded_blocks(
 ) -> Iterator[Block]:
     """Run clients in blocks, so that a client that raises fails alone.
 
-    If a block raises or is malformed, its clients are run one at a time until the faulty one is
-    found, and then in blocks again. A client's result does not depend on the others in its block,
-    so that the successful ones give the same bytes as in the block.
+    If a block raises or is malformed, its clients and those that are still to come are run in two
+    halves, and so on, until the faulty one is alone. A client's result does not depend on the
+    others in its block, so that the successful ones give the same bytes as in the block.
 
     Yields
     ------
     Block
-        In the order of ``client_ids``.
+        In the trainer's order.
     """
     work = trainer.train if instructions.message_type == "train" else trainer.evaluate
-    position = 0
-    one_by_one = False
+    todo = [client_ids]
     failures: dict[str, list[int]] = {}
-    while position < len(client_ids):
-        ids = client_ids[position : position + 1] if one_by_one else client_ids[position:]
-        end = position + len(ids)
+    while todo:
+        ids = todo.pop()
+        missing = dict.fromkeys(ids.tolist())
         reason: Reason = "missing"
         detail = "there was no block of it"
         try:
-            for block in work(instructions.vector, ids, instructions.round):
-                _require_next(block, instructions, client_ids[position:end])
+            for block in work(instructions.vector, ids, instructions.round) if missing else ():
+                _require_requested(block, instructions, missing.keys())
                 yield block
-                position += len(block.client_ids)
+                for client in block.client_ids.tolist():
+                    del missing[client]
         # A client's code may raise any exception, or call `sys.exit`.
         except (Exception, SystemExit) as error:
             reason = _reason_of(error)
             detail = described(error)
             _log.debug("clients %s in round %d", ids, instructions.round, exc_info=True)
-        if position == end:
-            continue
-        if not one_by_one:
-            one_by_one = True
-            continue
-        failures.setdefault(detail, []).append(int(client_ids[position]))
-        yield Block.failed(client_ids[position:end], reason)
-        position += 1
-        one_by_one = False
+        if len(missing) > 1:
+            todo += reversed(np.array_split(np.array([*missing]), 2))
+        elif missing:
+            failures.setdefault(detail, []).extend(missing)
+            yield Block.failed(np.array([*missing]), reason)
     for detail, failed in failures.items():  # one line a cause: shared code fails for all clients
-        first, hidden = ", ".join(map(str, failed[:5])), len(failed) - 5
+        first, hidden = ", ".join(map(str, sorted(failed)[:5])), len(failed) - 5
         clients = f"clients {first}" if len(failed) > 1 else f"client {first}"
         suffix = f" and {hidden} more" if hidden > 0 else ""
         number = instructions.round
@@ -265,12 +261,12 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_next(block: Block, instructions: Instructions, expected_ids: Ids) -> None:
-    """Raise `MalformedBlockError` unless a block has the next clients asked for, and their rows."""
-    ids, layout = block.client_ids, instructions.layout
-    if not len(ids) or not np.array_equal(ids, expected_ids[: len(ids)]):
+def _require_requested(block: Block, instructions: Instructions, missing: Set[int]) -> None:
+    """Raise `MalformedBlockError` unless a block has missing clients only, and their rows."""
+    ids, layout = block.client_ids.tolist(), instructions.layout
+    if not ids or not missing >= set(ids):
         raise MalformedBlockError(
-            f"a block is of clients {ids}; requested next were {expected_ids}."
+            f"a block is of clients {ids}; missing were {np.array([*missing])}."
         )
     if layout is None:
         if block.rows is not None:

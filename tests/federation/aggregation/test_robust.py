@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import trim_mean
@@ -106,7 +106,7 @@ def train(mechanism, spoil=None, block_size=0):
     strategy = DPFedAvg(mechanism=mechanism, cohort=FullCohort(6), seed=1, fraction_evaluate=0.0)
     initial = array_record(trainer.layout.unflatten(trainer.initial()))
     result = strategy.start(LocalGrid(trainer), initial, num_rounds=1)
-    rows = torch.cat([block.rows for block in trainer.train(trainer.initial(), np.arange(6), 1)])
+    rows = joined(trainer.train(trainer.initial(), np.arange(6), 1))[0]
     return trainer.layout.flatten(tensors(result.arrays)) - trainer.initial(), rows, strategy
 
 

@@ -302,7 +302,7 @@ class Misbehaving(ToyTrainer):
     [
         (lambda b: Block.sent(b.client_ids, b.rows[:, :-1], b.metrics), "malformed"),
         (lambda b: Block.sent(b.client_ids, None, b.metrics), "malformed"),
-        (lambda b: Block.sent(b.client_ids + 1, b.rows, b.metrics), "malformed"),
+        (lambda b: Block.sent(b.client_ids + 5, b.rows, b.metrics), "malformed"),
         (lambda b: Block.sent(b.client_ids, b.rows[:-1], b.metrics), "malformed"),
         (lambda b: Block.sent(b.client_ids, b.rows.long(), b.metrics), "malformed"),
         (lambda b: b.select(b.client_ids < 0), "malformed"),

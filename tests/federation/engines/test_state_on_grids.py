@@ -49,7 +49,7 @@ def expected():
 
 def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expected):
     trainer = trainer_with_memory()
-    fit, failed = trainer.rounds.fit, []
+    fit, failed = trainer.rounds.fit_block, []
 
     def fails_once_a_round(received, entering, numbers):
         result = fit(received, entering, numbers)
@@ -58,7 +58,7 @@ def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expe
             raise RuntimeError("after all its steps")
         return result
 
-    trainer.rounds.fit = fails_once_a_round
+    trainer.rounds.fit_block = fails_once_a_round
     assert run(trainer) == expected
     assert failed == [1, 2, 3]
 
