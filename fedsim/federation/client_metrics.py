@@ -53,7 +53,8 @@ class MetricMeans:
     weighted_by_key : str
         Metric that weights the others; clients without it have weight 1.
     aggregate : callable, optional
-        A user's own aggregation, in Flower's form, used instead: it gets each client's record.
+        A user's own aggregation, in Flower's form, used instead: it gets each client's record, in
+        the order of the client ids.
     quantiles : bool
         Whether `QUANTILES` of each metric are shown in addition to its mean, as ``accuracy-p10``.
 
@@ -74,14 +75,14 @@ class MetricMeans:
         self._quantiles = quantiles
         self._key = weighted_by_key
         self._aggregate = aggregate
-        self._records: list[RecordDict] = []
+        self._records: dict[int, RecordDict] = {}
         self._reports: dict[str, list[tuple[float, float]]] = {}
         self._lists: dict[str, list[tuple[float, list[float]]]] = {}
 
     def add(self, reply: Reply) -> None:
         """Add the metrics of a reply's clients, none of which has failed."""
         if self._aggregate is not None:
-            self._records += _records(reply)
+            self._records |= zip(reply.block.client_ids.tolist(), _records(reply), strict=True)
             return
         metrics = {k: v.tolist() for k, v in _without_state(reply.block.metrics).items()}
         weights = metrics.get(self._key, [1.0] * len(reply.block.client_ids))
@@ -141,7 +142,8 @@ class MetricMeans:
         if not self._records:
             return None
         try:
-            return aggregate(self._records, self._key)
+            # Sorted, so that sums have the same bytes for any order in which clients reply.
+            return aggregate([self._records[c] for c in sorted(self._records)], self._key)
         except Exception:
             _log.exception("aggregating the metrics failed; the run continues without them")
             return None

@@ -194,7 +194,8 @@ class LocalGrid(Closed, OwnGrid):
         Parameters
         ----------
         messages : iterable of Message
-            `Instructions` to a block trainer are trained in blocks as the replies are read.
+            `Instructions` to a block trainer are trained in blocks as the replies are read, and
+            their replies have no particular order.
         timeout : float, optional
             Seconds that a client's reply may take, from the client's own start, so that no client
             is late because of another. In one process a late client is not ended, but its reply is
