@@ -20,7 +20,6 @@ import math
 import operator
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -122,7 +121,8 @@ class Setting:
     def doc(self) -> str:
         """Help text: the field's docstring, or the `Doc` of its type; empty without either."""
         shared = next((m.documentation for m in self.metadata if isinstance(m, Doc)), "")
-        return _field_docstrings(self.home).get(self.name, shared)
+        of_class = _field_docstrings(self.home.__module__).get(self.home.__name__, {})
+        return of_class.get(self.name, shared)
 
     @property
     def text(self) -> Text | None:
@@ -197,20 +197,22 @@ def _settings_of(kind: type) -> tuple[Setting, ...]:
 
 
 @cache
-def _field_docstrings(home: type) -> Mapping[str, str]:
-    """Docstrings below a class's fields, each on one line; none if its source is not at hand."""
+def _field_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """One-line docstrings of the fields of a module's classes; none if it has no source at hand."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(home)))
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError):
         return {}
-    docstrings = {}
-    for pair in pairwise(getattr(tree.body[0], "body", ())):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docstrings[name] = " ".join(text.split())
+    docstrings: dict[str, dict[str, str]] = {}
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        fields = docstrings.setdefault(kind.name, {})
+        for pair in pairwise(kind.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    fields.setdefault(name, " ".join(text.split()))
     return docstrings
 
 

@@ -14,14 +14,15 @@ import torch
 from fedsim.clients import SGD, RunFacts
 from fedsim.mechanisms import Mechanism
 from fedsim.server_optimizers import ServerOptimizer
-from fedsim.settings import Doc, Gt
+from fedsim.settings import Gt
 
 
 @dataclass(frozen=True)
 class NormEC(SGD):
     """Sends ``(x_i - x) - v_i`` and keeps ``v_i + beta N(that)``; N is the mechanism's bound."""
 
-    beta: Annotated[float, Gt(0), Doc("What of a sent difference the memories take.")] = 0.5
+    beta: Annotated[float, Gt(0)] = 0.5
+    """What of a sent difference the memories take."""
 
     carried = ("velocity", "memory")
     remembers = True
@@ -53,8 +54,10 @@ class MemoryStep(ServerOptimizer):
     theirs have changed.
     """
 
-    rate: Annotated[float, Gt(0), Doc("beta times the share of clients in a round.")] = 0.5
-    lr: Annotated[float, Gt(0), Doc("gamma: what of the mean memory is a step.")] = 1.0
+    rate: Annotated[float, Gt(0)] = 0.5
+    """beta times the share of clients in a round."""
+    lr: Annotated[float, Gt(0)] = 1.0
+    """gamma: what of the mean memory is a step."""
 
     def __post_init__(self) -> None:
         self.memory = None

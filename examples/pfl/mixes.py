@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from fedsim.partitions import Partition
-from fedsim.settings import Doc, Gt
+from fedsim.settings import Gt
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Mixes(Partition):
 
     clients: int = 100
     seed: int = 0
-    alpha: Annotated[float, Gt(0), Doc("Small for users of few classes.")] = 0.1
+    alpha: Annotated[float, Gt(0)] = 0.1
+    """Small for users of few classes."""
 
     def deal(self, examples, generator: np.random.Generator) -> Sequence[np.ndarray]:
         left = [

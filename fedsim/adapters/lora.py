@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fedsim.adapters.base import Adapter
 from fedsim.registry import register
 from fedsim.rows.layout import Alternation
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Ge, Gt, Le
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,24 +27,16 @@ class LoRA(Adapter):
     et al. 2024, "FFA-LoRA"), or with B and A trained in turns (Chen et al. 2025, "RoLoRA").
     """
 
-    rank: Annotated[int, Ge(1), Le(65536), Doc("The rank: rows of A and columns of B.")] = 8
-    alpha: Annotated[
-        float, Gt(0), Doc("The product B A is scaled by alpha / rank; peft calls it lora_alpha.")
-    ] = 8.0
-    targets: Annotated[
-        str,
-        Doc(
-            "Shell patterns of the linear layers that are adapted, by their names in the model, "
-            "such as '*.query,*.value'; '*' for all."
-        ),
-    ] = "*"
-    factors: Annotated[
-        Literal["both", "frozen-a", "alternating"],
-        Doc(
-            "Which factors are trained: both, B alone with A frozen, or B in rounds 1, 3, ... "
-            "and A in rounds 2, 4, ..."
-        ),
-    ] = "both"
+    rank: Annotated[int, Ge(1), Le(65536)] = 8
+    """The rank: rows of A and columns of B."""
+    alpha: Annotated[float, Gt(0)] = 8.0
+    """The product B A is scaled by alpha / rank; peft calls it lora_alpha."""
+    targets: str = "*"
+    """Shell patterns of the linear layers that are adapted, by their names in the model, such as
+    '*.query,*.value'; '*' for all."""
+    factors: Literal["both", "frozen-a", "alternating"] = "both"
+    """Which factors are trained: both, B alone with A frozen, or B in rounds 1, 3, ... and A in
+    rounds 2, 4, ..."""
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
         """Replace each layer that ``targets`` matches by one with an adapter.

@@ -10,7 +10,7 @@ from fedsim.clients.base import Gradient, LocalAlgorithm, RunFacts, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.packing import power
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Ge, Gt, Le
 
 
 @register("client", "adadp-lr")
@@ -31,77 +31,37 @@ class AdadpLR(LocalAlgorithm):
     continue across epochs; an unfinished iteration at the end of a round is dropped.
     """
 
-    lr: Annotated[float, Gt(0), Doc("eta_0, the initial learning rate of a client.")] = 0.1
-    tol: Annotated[
-        float | None,
-        Gt(0),
-        Doc(
-            "tol, the error at which the learning rate stays unchanged; unset for the "
-            "paper's values: 1 with noised gradients, else 0.1."
-        ),
-    ] = None
-    exponent: Annotated[
-        float,
-        Gt(0),
-        Doc(
-            "The exponent of tol / err in the new rate: 1 as in the paper's text, or 1/2 as in "
-            "its code."
-        ),
-    ] = 1.0
-    keep: Annotated[
-        Literal["half", "full"],
-        Doc(
-            "Which result an iteration keeps: that of the two half steps, which uses both "
-            "gradients, or of the full step."
-        ),
-    ] = "half"
-    discard: Annotated[
-        bool | None,
-        Doc(
-            "Whether an iteration with err > tol is discarded, which wastes noised "
-            "gradients; unset for true without noise, else false."
-        ),
-    ] = None
-    alpha_min: Annotated[
-        float,
-        Gt(0),
-        Le(1),
-        Doc("The smallest factor by which the learning rate changes in one iteration."),
-    ] = 0.9
-    alpha_max: Annotated[
-        float, Ge(1), Doc("The largest factor by which the learning rate changes in one iteration.")
-    ] = 1.1
-    eta_min: Annotated[float, Ge(0), Doc("The smallest learning rate.")] = 1e-8
-    eta_max: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "The largest learning rate; 0 for ten times lr. Without a limit the rate of a "
-            "client whose classes are separable grows for ever."
-        ),
-    ] = 0.0
-    adapt_rounds: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "The number of rounds with adaptive steps; later rounds make plain steps at the"
-            " rate reached, which client.state must keep. 0 for adaptive steps in all "
-            "rounds. The paper counts epochs."
-        ),
-    ] = 0
-    post_scale: Annotated[
-        float,
-        Gt(0),
-        Doc(
-            "Scale of the plain steps after adapt-rounds: k rounds later their rate is eta "
-            "post-scale / (1 + post-decay k)."
-        ),
-    ] = 1.0
-    post_decay: Annotated[
-        float,
-        Ge(0),
-        Doc("Decay of the rate of the plain steps after adapt-rounds; see post-scale."),
-    ] = 0.1
+    lr: Annotated[float, Gt(0)] = 0.1
+    """eta_0, the initial learning rate of a client."""
+    tol: Annotated[float | None, Gt(0)] = None
+    """tol, the error at which the learning rate stays unchanged; unset for the paper's values: 1
+    with noised gradients, else 0.1."""
+    exponent: Annotated[float, Gt(0)] = 1.0
+    """The exponent of tol / err in the new rate: 1 as in the paper's text, or 1/2 as in its
+    code."""
+    keep: Literal["half", "full"] = "half"
+    """Which result an iteration keeps: that of the two half steps, which uses both gradients, or of
+    the full step."""
+    discard: bool | None = None
+    """Whether an iteration with err > tol is discarded, which wastes noised gradients; unset for
+    true without noise, else false."""
+    alpha_min: Annotated[float, Gt(0), Le(1)] = 0.9
+    """The smallest factor by which the learning rate changes in one iteration."""
+    alpha_max: Annotated[float, Ge(1)] = 1.1
+    """The largest factor by which the learning rate changes in one iteration."""
+    eta_min: Annotated[float, Ge(0)] = 1e-8
+    """The smallest learning rate."""
+    eta_max: Annotated[float, Ge(0)] = 0.0
+    """The largest learning rate; 0 for ten times lr. Without a limit the rate of a client whose
+    classes are separable grows for ever."""
+    adapt_rounds: Annotated[int, Ge(0)] = 0
+    """The number of rounds with adaptive steps; later rounds make plain steps at the rate reached,
+    which client.state must keep. 0 for adaptive steps in all rounds. The paper counts epochs."""
+    post_scale: Annotated[float, Gt(0)] = 1.0
+    """Scale of the plain steps after adapt-rounds: k rounds later their rate is eta post-scale / (1
+    + post-decay k)."""
+    post_decay: Annotated[float, Ge(0)] = 0.1
+    """Decay of the rate of the plain steps after adapt-rounds; see post-scale."""
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 

@@ -19,7 +19,7 @@ from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.packing import powers_of
-from fedsim.settings import Doc, Ge, Lt
+from fedsim.settings import Ge, Lt
 
 
 @register("client", "adam")
@@ -28,12 +28,10 @@ class Adam(LocalAlgorithm):
     """Adam (Kingma and Ba 2015), with PyTorch's defaults."""
 
     lr: LearningRate = 1e-3
-    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of gradients.")] = (
-        0.9
-    )
-    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
-        0.999
-    )
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay rate of the moving average of gradients."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Decay rate of the moving average of squares."""
     eps: RootEpsilon = 1e-8
     weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT

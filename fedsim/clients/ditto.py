@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt
+from fedsim.settings import Ge, Gt
 
 
 @register("client", "ditto")
@@ -22,15 +22,12 @@ class Ditto(LocalAlgorithm):
     rounds, and evaluates v (``client.state = "client"``). Source: Li et al. 2021, Algorithm 1.
     """
 
-    lr: Annotated[
-        float, Gt(0), Doc("The learning rate of the shared model, which clients send.")
-    ] = 0.1
-    own_lr: Annotated[float, Gt(0), Doc("The learning rate of the client's own model.")] = 0.1
-    pull: Annotated[
-        float,
-        Ge(0),
-        Doc("lambda: how strongly the client's own model is pulled towards the global one."),
-    ] = 0.1
+    lr: Annotated[float, Gt(0)] = 0.1
+    """The learning rate of the shared model, which clients send."""
+    own_lr: Annotated[float, Gt(0)] = 0.1
+    """The learning rate of the client's own model."""
+    pull: Annotated[float, Ge(0)] = 0.1
+    """lambda: how strongly the client's own model is pulled towards the global one."""
 
     carried: ClassVar[tuple[str, ...]] = ("own",)
     evaluates: ClassVar[str] = "own"

@@ -13,7 +13,7 @@ from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.layout import Width
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 
 
 @register("client", "fednova")
@@ -35,15 +35,10 @@ class FedNova(SGD):
     # The momentum is not carried over: the formula for a assumes that it starts at zero.
     carried: ClassVar[tuple[str, ...]] = ()
 
-    reach: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "tau_eff, the number of steps that the server takes along the mean normalised "
-            "update: a public number, which private runs need; 0 for the mean of the "
-            "clients' own numbers, which they then send."
-        ),
-    ] = 0.0
+    reach: Annotated[float, Ge(0)] = 0.0
+    """tau_eff, the number of steps that the server takes along the mean normalised update: a public
+    number, which private runs need; 0 for the mean of the clients' own numbers, which they then
+    send."""
 
     def for_run(self, facts: RunFacts) -> FedNova:
         """The algorithm itself, after a check that a private run has a public ``reach``.

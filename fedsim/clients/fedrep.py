@@ -10,7 +10,7 @@ from fedsim.clients.base import PERSONAL_MASK, Dense, Gradient, LocalAlgorithm, 
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt
+from fedsim.settings import Ge, Gt
 
 
 @register("client", "fedrep")
@@ -23,17 +23,12 @@ class FedRep(LocalAlgorithm):
     ``head_steps`` steps sends an update of zero. Source: Collins et al. 2021, Algorithm 1.
     """
 
-    lr: Annotated[float, Gt(0), Doc("The learning rate of the shared parameters.")] = 0.1
-    head_lr: Annotated[
-        float, Gt(0), Doc("The learning rate of the personal parameters (the head).")
-    ] = 0.1
-    head_steps: Annotated[
-        int,
-        Ge(1),
-        Doc(
-            "How many steps at the start of a round train the personal parameters (the head) alone."
-        ),
-    ] = 5
+    lr: Annotated[float, Gt(0)] = 0.1
+    """The learning rate of the shared parameters."""
+    head_lr: Annotated[float, Gt(0)] = 0.1
+    """The learning rate of the personal parameters (the head)."""
+    head_steps: Annotated[int, Ge(1)] = 5
+    """How many steps at the start of a round train the personal parameters (the head) alone."""
     schedule: LocalSchedule = CONSTANT
 
     parts: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from fedsim.clients.base import (
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Lt
+from fedsim.settings import Ge, Gt, Lt
 
 
 @register("client", "rmsprop")
@@ -27,9 +27,8 @@ class RMSProp(LocalAlgorithm):
     """``E <- decay E + (1 - decay) g^2;  theta <- theta - lr g / (sqrt(E) + eps)``, as PyTorch."""
 
     lr: LearningRate = 1e-2
-    decay: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
-        0.99
-    )
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.99
+    """Decay rate of the moving average of squares."""
     eps: RootEpsilon = 1e-8
     weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT
@@ -72,13 +71,10 @@ class AdadpNoise(RMSProp):
     term; they do not report the value they used.
     """
 
-    decay: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc("Decay rate of the moving average of squares: 1 - gamma in the paper."),
-    ] = 0.9
-    eps: Annotated[float, Gt(0), Doc("A small number added under the root.")] = 1e-8
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay rate of the moving average of squares: 1 - gamma in the paper."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """A small number added under the root."""
 
     def _root(self, second: Tensor) -> Tensor:
         return second.add(self.eps).sqrt_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from fedsim.clients.base import Combined, Dense, Gradient, RoundMeans, RunFacts, State, Step
 from fedsim.clients.sgd import SGD
@@ -13,7 +13,6 @@ from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
 from fedsim.registry import register
 from fedsim.rows.layout import Width
-from fedsim.settings import Doc
 
 
 @register("client", "scaffold")
@@ -35,14 +34,10 @@ class Scaffold(SGD):
     momentum 0.
     """
 
-    control: Annotated[
-        Literal["steps", "gradient"],
-        Doc(
-            "How a client updates its control variate: from the steps that it took (option "
-            "II of the paper), or from gradients at the server's model, for which every "
-            "other batch is used (option I)."
-        ),
-    ] = "steps"
+    control: Literal["steps", "gradient"] = "steps"
+    """How a client updates its control variate: from the steps that it took (option II of the
+    paper), or from gradients at the server's model, for which every other batch is used (option
+    I)."""
 
     carried: ClassVar[tuple[str, ...]] = ("variate",)
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}

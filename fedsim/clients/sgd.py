@@ -17,7 +17,7 @@ from fedsim.clients.base import (
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Lt
+from fedsim.settings import Ge, Lt
 
 
 @register("client", "sgd")
@@ -30,9 +30,8 @@ class SGD(LocalAlgorithm):
     """
 
     lr: LearningRate = 0.1
-    momentum: Annotated[
-        float, Ge(0), Lt(1), Doc("Momentum: the share of the last step that the next one repeats.")
-    ] = 0.0
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Momentum: the share of the last step that the next one repeats."""
     weight_decay: WeightDecay = 0.0
     schedule: LocalSchedule = CONSTANT
 

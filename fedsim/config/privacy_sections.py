@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from fedsim import registry
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
 from fedsim.config.values import split_top_level
-from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
+from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
 Multiplier: TypeAlias = Annotated[
     float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
@@ -27,10 +27,10 @@ TargetEpsilon: TypeAlias = Annotated[
 class BoundingSection(Choice):
     """How rows are bounded before they are summed, at client or example level."""
 
-    name: Annotated[str, Doc("The bound on updates; 'none' for no privacy.")] = "none"
-    per_layer: Annotated[
-        bool, Doc("Whether each layer is bounded, summed and noised separately.")
-    ] = False
+    name: str = "none"
+    """The bound on updates; 'none' for no privacy."""
+    per_layer: bool = False
+    """Whether each layer is bounded, summed and noised separately."""
 
     @property
     def gives_none(self) -> bool:
@@ -50,26 +50,13 @@ class BoundingSection(Choice):
 class MechanismSection(BoundingSection, table="mechanism"):
     """How a client's update is bounded before it is added to the noisy sum."""
 
-    private_scalar: Annotated[
-        str,
-        Doc(
-            "A number that clients report, such as 'loss', whose noisy mean is released with "
-            "the update."
-        ),
-    ] = ""
-    private_scalar_high: Annotated[
-        float,
-        Needs("private-scalar"),
-        Gt(0),
-        Doc("The largest value of that number; larger ones are clamped to it."),
-    ] = 1.0
-    private_scalar_fraction: Annotated[
-        float,
-        Needs("private-scalar"),
-        Ge(0),
-        Lt(1),
-        Doc("The share of the privacy budget for that number; the update has the rest."),
-    ] = 0.1
+    private_scalar: str = ""
+    """A number that clients report, such as 'loss', whose noisy mean is released with the
+    update."""
+    private_scalar_high: Annotated[float, Needs("private-scalar"), Gt(0)] = 1.0
+    """The largest value of that number; larger ones are clamped to it."""
+    private_scalar_fraction: Annotated[float, Needs("private-scalar"), Ge(0), Lt(1)] = 0.1
+    """The share of the privacy budget for that number; the update has the rest."""
 
 
 @dataclass(frozen=True, init=False)
@@ -77,77 +64,37 @@ class NoiseSection(Choice, table="noise"):
     """Kind and amount of a release's noise, and the privacy that it must give."""
 
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
-    name: Annotated[str, Doc("The kind of noise that is added to the sum.")] = "independent"
-    multiplier: Annotated[
-        Multiplier,
-        Doc(
-            "Noise multiplier: standard deviation of the noise on the sum, divided by the clip "
-            "norm C; 0.0 for no noise."
-        ),
-    ] = None
-    target_epsilon: Annotated[
-        TargetEpsilon,
-        Doc(
-            "In place of multiplier: the epsilon of all rounds together, from which the "
-            "multiplier is found."
-        ),
-    ] = None
-    max_epsilon: Annotated[
-        float | None,
-        OUTSIDE_RELEASE,
-        Doc("Privacy budget: the run ends before its epsilon exceeds this, and keeps the model."),
-    ] = None
-    cohort_size: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "Simulate the noise of a larger cohort: the multiplier is that of a cohort of "
-            "this size, and the mean gets as much noise as there. The noise really added is"
-            " smaller, and is charged as such. 0 for the run's own cohort."
-        ),
-    ] = 0
-    cohort_population: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "The population from which the cohort of noise.cohort-size would be sampled; 0 for "
-            "partition.clients."
-        ),
-    ] = 0
-    delta: Annotated[
-        float,
-        Ge(1e-100),
-        Lt(1),
-        Doc("The delta of every epsilon; it should be below 1 / population."),
-    ] = 1e-5
-    entropy: Annotated[
-        Literal["", "config", "system"],
-        Doc(
-            "The source of noise, cohorts and batches: 'config' is the seed, so that runs "
-            "repeat; 'system' is the operating system, which real clients need. Empty for "
-            "'system' in a deployment that adds noise, else 'config'."
-        ),
-    ] = ""
-    placement: Annotated[
-        Literal["server", "client"],
-        Doc(
-            "Who adds the noise: the server adds it to the sum, or every client adds a share to"
-            " its update."
-        ),
-    ] = "server"
-    hardened: Annotated[
-        bool,
-        Doc(
-            "Draw noise so that its lowest bits reveal nothing of the data: slower, and needed "
-            "for real data."
-        ),
-    ] = True
-    ledger_key: Annotated[
-        str,
-        OUTSIDE_RELEASE,
-        NamesPath("operator"),
-        Doc("A file with the private key that signs the ledger; empty for no signature."),
-    ] = ""
+    name: str = "independent"
+    """The kind of noise that is added to the sum."""
+    multiplier: Multiplier = None
+    """Noise multiplier: standard deviation of the noise on the sum, divided by the clip norm C; 0.0
+    for no noise."""
+    target_epsilon: TargetEpsilon = None
+    """In place of multiplier: the epsilon of all rounds together, from which the multiplier is
+    found."""
+    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE] = None
+    """Privacy budget: the run ends before its epsilon exceeds this, and keeps the model."""
+    cohort_size: Annotated[int, Ge(0)] = 0
+    """Simulate the noise of a larger cohort: the multiplier is that of a cohort of this size, and
+    the mean gets as much noise as there. The noise really added is smaller, and is charged as such.
+    0 for the run's own cohort."""
+    cohort_population: Annotated[int, Ge(0)] = 0
+    """The population from which the cohort of noise.cohort-size would be sampled; 0 for
+    partition.clients."""
+    delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
+    """The delta of every epsilon; it should be below 1 / population."""
+    entropy: Literal["", "config", "system"] = ""
+    """The source of noise, cohorts and batches: 'config' is the seed, so that runs repeat; 'system'
+    is the operating system, which real clients need. Empty for 'system' in a deployment that adds
+    noise, else 'config'."""
+    placement: Literal["server", "client"] = "server"
+    """Who adds the noise: the server adds it to the sum, or every client adds a share to its
+    update."""
+    hardened: bool = True
+    """Draw noise so that its lowest bits reveal nothing of the data: slower, and needed for real
+    data."""
+    ledger_key: Annotated[str, OUTSIDE_RELEASE, NamesPath("operator")] = ""
+    """A file with the private key that signs the ledger; empty for no signature."""
 
     @property
     def adds_noise(self) -> bool:
@@ -159,64 +106,31 @@ class NoiseSection(Choice, table="noise"):
 class SecAggSection(ConfigTable, table="secagg"):
     """Secure aggregation: the server learns only the sum of clients' noisy shares."""
 
-    threshold: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "The fewest clients in a masked sum: with fewer the round is lost, and charged "
-            "nevertheless. 0 for no secure aggregation."
-        ),
-    ] = 0
-    colluders: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "How many clients may collude with the server: only the noise of threshold - "
-            "colluders clients is relied on."
-        ),
-    ] = 0
-    observer: Annotated[
-        Literal["server", "outsider"],
-        Doc(
-            "The adversary: 'server', which knows who was sampled, so that sampling "
-            "amplifies nothing; or 'outsider', who sees the models only."
-        ),
-    ] = "server"
-    simulate: Annotated[
-        bool,
-        OUTSIDE_RELEASE,
-        Doc(
-            "Whether engine 'local' sends masked messages, instead of the same shares without "
-            "masks."
-        ),
-    ] = False
+    threshold: Annotated[int, Ge(0)] = 0
+    """The fewest clients in a masked sum: with fewer the round is lost, and charged nevertheless. 0
+    for no secure aggregation."""
+    colluders: Annotated[int, Ge(0)] = 0
+    """How many clients may collude with the server: only the noise of threshold - colluders clients
+    is relied on."""
+    observer: Literal["server", "outsider"] = "server"
+    """The adversary: 'server', which knows who was sampled, so that sampling amplifies nothing; or
+    'outsider', who sees the models only."""
+    simulate: Annotated[bool, OUTSIDE_RELEASE] = False
+    """Whether engine 'local' sends masked messages, instead of the same shares without masks."""
 
 
 @dataclass(frozen=True, init=False)
 class PrivacySection(ConfigTable, table="privacy"):
     """What the privacy statement reports in addition to the guarantee of one client."""
 
-    group: Annotated[
-        int,
-        OUTSIDE_RELEASE,
-        Ge(1),
-        Le(1000),
-        Doc(
-            "Group privacy: the most clients that one person owns. The statement adds the "
-            "epsilon of such a person; budgets and targets stay those of one client."
-        ),
-    ] = 1
-    selection: Annotated[
-        Literal["", "logarithmic", "geometric", "poisson"],
-        OUTSIDE_RELEASE,
-        Doc(
-            "Set by `fedsim sweep --select`, which publishes only the best of a random "
-            "number of runs: the distribution of that number; empty for other runs."
-        ),
-    ] = ""
-    selection_mean: Annotated[
-        float, OUTSIDE_RELEASE, Gt(1), Le(1e6), Doc("The mean number of runs of such a selection.")
-    ] = 2.0
+    group: Annotated[int, OUTSIDE_RELEASE, Ge(1), Le(1000)] = 1
+    """Group privacy: the most clients that one person owns. The statement adds the epsilon of such
+    a person; budgets and targets stay those of one client."""
+    selection: Annotated[Literal["", "logarithmic", "geometric", "poisson"], OUTSIDE_RELEASE] = ""
+    """Set by `fedsim sweep --select`, which publishes only the best of a random number of runs: the
+    distribution of that number; empty for other runs."""
+    selection_mean: Annotated[float, OUTSIDE_RELEASE, Gt(1), Le(1e6)] = 2.0
+    """The mean number of runs of such a selection."""
 
 
 @dataclass(frozen=True, init=False)
@@ -231,59 +145,28 @@ class ClientNoiseSection(Choice, table="client.noise"):
     """The noise on a client's sums of per-example gradients."""
 
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
-    name: Annotated[
-        str,
-        Doc(
-            "The kind of noise that is added to each sum of gradients: 'independent', or "
-            "'lambda-cgd', 'bisr' or 'tree', which are correlated over the steps of a "
-            "client's round and need shuffled passes."
-        ),
-    ] = "independent"
-    multiplier: Annotated[
-        Multiplier,
-        Doc(
-            "Noise multiplier: standard deviation of the noise on a sum of gradients, divided "
-            "by the clip norm C."
-        ),
-    ] = None
-    target_epsilon: Annotated[
-        TargetEpsilon,
-        Doc(
-            "In place of multiplier: the largest epsilon of any client over all rounds, from "
-            "which the multiplier is found."
-        ),
-    ] = None
-    max_epsilon: Annotated[
-        float | None,
-        OUTSIDE_RELEASE,
-        Doc("Privacy budget: the run ends before any client's epsilon exceeds this."),
-    ] = None
-    delta: Annotated[
-        float,
-        Ge(1e-100),
-        Lt(1),
-        Doc("The delta of epsilon; it should be below 1 / (a client's examples)."),
-    ] = 1e-5
-    sampling: Annotated[
-        Literal["poisson", "shuffle"],
-        Doc("An independent Poisson batch for each step, or shuffled passes over the examples."),
-    ] = "poisson"
-    hardened: Annotated[
-        bool,
-        Doc(
-            "Draw noise so that its lowest bits reveal nothing of the data: slower, and needed "
-            "for real data."
-        ),
-    ] = True
-    chunk: Annotated[
-        int,
-        OUTSIDE_RELEASE,
-        Ge(0),
-        Doc(
-            "How many examples of a batch go through the model at a time; 0 to choose. It "
-            "changes last digits only."
-        ),
-    ] = 0
+    name: str = "independent"
+    """The kind of noise that is added to each sum of gradients: 'independent', or 'lambda-cgd',
+    'bisr' or 'tree', which are correlated over the steps of a client's round and need shuffled
+    passes."""
+    multiplier: Multiplier = None
+    """Noise multiplier: standard deviation of the noise on a sum of gradients, divided by the clip
+    norm C."""
+    target_epsilon: TargetEpsilon = None
+    """In place of multiplier: the largest epsilon of any client over all rounds, from which the
+    multiplier is found."""
+    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE] = None
+    """Privacy budget: the run ends before any client's epsilon exceeds this."""
+    delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
+    """The delta of epsilon; it should be below 1 / (a client's examples)."""
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """An independent Poisson batch for each step, or shuffled passes over the examples."""
+    hardened: bool = True
+    """Draw noise so that its lowest bits reveal nothing of the data: slower, and needed for real
+    data."""
+    chunk: Annotated[int, OUTSIDE_RELEASE, Ge(0)] = 0
+    """How many examples of a batch go through the model at a time; 0 to choose. It changes last
+    digits only."""
 
 
 Ends = tuple[float, float]
@@ -329,66 +212,26 @@ def _canonical_ranges(value: object) -> str:
 class EvaluateSection(ConfigTable, table="evaluate"):
     """How often and by whom the model is evaluated, and which metrics are released."""
 
-    every: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "Rounds between two evaluations of the global model on test examples; the last "
-            "round is always evaluated. 0 for never."
-        ),
-    ] = 1
-    clients_every: Annotated[
-        int,
-        Ge(0),
-        Doc("Rounds between two evaluations by clients, on their own examples; 0 for never."),
-    ] = 0
-    fraction: Annotated[
-        float,
-        Needs("clients-every"),
-        Gt(0),
-        Le(1),
-        Doc("The share of clients that take part in such an evaluation."),
-    ] = 1.0
-    private: Annotated[
-        bool,
-        Doc(
-            "Whether the clients' metrics are released as noisy means over clients. In a "
-            "run with client-level privacy each evaluation is one more release, charged to "
-            "its ledger and budget."
-        ),
-    ] = False
-    multiplier: Annotated[
-        Multiplier,
-        Needs("private"),
-        Doc(
-            "Noise multiplier of a private evaluation, whose metrics are bounded together; "
-            "unset, with noise.target-epsilon, it follows from target-share."
-        ),
-    ] = None
-    target_share: Annotated[
-        float,
-        Needs("private"),
-        Gt(0),
-        Lt(1),
-        Doc(
-            "The share of noise.target-epsilon for all private evaluations together; the "
-            "rest is for the rounds."
-        ),
-    ] = 0.1
-    ranges: Annotated[
-        str,
-        Needs("private"),
-        Text(_canonical_ranges, str),
-        Doc(
-            "Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 "
-            "have that range; a metric without a range is not released."
-        ),
-    ] = ""
-    quantiles: Annotated[
-        bool,
-        Needs("private"),
-        Doc("Whether quantiles over clients are released too: p10, median and p90."),
-    ] = False
-    unprotected: Annotated[
-        bool, Doc("Allow metrics of clients' data, without noise, in a private run.")
-    ] = False
+    every: Annotated[int, Ge(0)] = 1
+    """Rounds between two evaluations of the global model on test examples; the last round is always
+    evaluated. 0 for never."""
+    clients_every: Annotated[int, Ge(0)] = 0
+    """Rounds between two evaluations by clients, on their own examples; 0 for never."""
+    fraction: Annotated[float, Needs("clients-every"), Gt(0), Le(1)] = 1.0
+    """The share of clients that take part in such an evaluation."""
+    private: bool = False
+    """Whether the clients' metrics are released as noisy means over clients. In a run with
+    client-level privacy each evaluation is one more release, charged to its ledger and budget."""
+    multiplier: Annotated[Multiplier, Needs("private")] = None
+    """Noise multiplier of a private evaluation, whose metrics are bounded together; unset, with
+    noise.target-epsilon, it follows from target-share."""
+    target_share: Annotated[float, Needs("private"), Gt(0), Lt(1)] = 0.1
+    """The share of noise.target-epsilon for all private evaluations together; the rest is for the
+    rounds."""
+    ranges: Annotated[str, Needs("private"), Text(_canonical_ranges, str)] = ""
+    """Ranges to which metrics are clamped, such as 'loss(0,5)'. Metrics between 0 and 1 have that
+    range; a metric without a range is not released."""
+    quantiles: Annotated[bool, Needs("private")] = False
+    """Whether quantiles over clients are released too: p10, median and p90."""
+    unprotected: bool = False
+    """Allow metrics of clients' data, without noise, in a private run."""

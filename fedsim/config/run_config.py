@@ -46,7 +46,7 @@ from fedsim.config.sections import (
 from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, ConfigTable, drop_switched
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
-from fedsim.settings import Constraint, Doc, Ge, Le
+from fedsim.settings import Constraint, Ge, Le
 
 LARGEST_CONFIG = 2**20
 
@@ -67,44 +67,19 @@ _MARK = Constraint(
 class RunConfig(ConfigTable):
     """Everything that determines a run. See the README for a commented example."""
 
-    name: Annotated[
-        str,
-        OUTSIDE_RELEASE,
-        OUTSIDE_TRAINING,
-        _NAME,
-        Doc("The run's name, and its directory's: letters, digits, '.', '_' and '-'."),
-    ] = "fedsim-run"
-    title: Annotated[
-        str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Doc("The run's title in reports, in any words.")
-    ] = ""
-    seed: Annotated[
-        int,
-        OUTSIDE_TRAINING,
-        Doc(
-            "The seed of all random draws: the same seed and config give the same model, byte "
-            "for byte."
-        ),
-    ] = 1
-    objects: Annotated[
-        str,
-        OUTSIDE_RELEASE,
-        _MARK,
-        Doc(
-            "Which Python objects the run was given (model=, data=, partition=, strategy=),"
-            " without which it cannot be repeated; written by the run. Empty if the config "
-            "describes everything."
-        ),
-    ] = ""
+    name: Annotated[str, OUTSIDE_RELEASE, OUTSIDE_TRAINING, _NAME] = "fedsim-run"
+    """The run's name, and its directory's: letters, digits, '.', '_' and '-'."""
+    title: Annotated[str, OUTSIDE_RELEASE, OUTSIDE_TRAINING] = ""
+    """The run's title in reports, in any words."""
+    seed: Annotated[int, OUTSIDE_TRAINING] = 1
+    """The seed of all random draws: the same seed and config give the same model, byte for byte."""
+    objects: Annotated[str, OUTSIDE_RELEASE, _MARK] = ""
+    """Which Python objects the run was given (model=, data=, partition=, strategy=), without which
+    it cannot be repeated; written by the run. Empty if the config describes everything."""
     # Outside of release: schedules have explicit lengths, and a resolved config has the calibrated
     # noise multiplier, so that no release depends on the number of rounds.
-    rounds: Annotated[
-        int,
-        OUTSIDE_RELEASE,
-        OUTSIDE_TRAINING,
-        Ge(1),
-        Le(1_000_000_000),
-        Doc("How many rounds the server runs."),
-    ] = 10
+    rounds: Annotated[int, OUTSIDE_RELEASE, OUTSIDE_TRAINING, Ge(1), Le(1_000_000_000)] = 10
+    """How many rounds the server runs."""
     data: DataSection
     partition: Annotated[PartitionSection, OUTSIDE_TRAINING]
     model: ModelSection

@@ -15,7 +15,7 @@ from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSe
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, NamesOf
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
-from fedsim.settings import Constraint, Doc, Ge, Le, NamesPath, NotAllowedError, Text
+from fedsim.settings import Constraint, Ge, Le, NamesPath, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
     str,
@@ -75,47 +75,26 @@ class DataSection(Choice, table="data"):
         " In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=)."
     )
     name: Annotated[
-        str,
-        NamesPath(is_name=lambda name: DataSection.registered(name) != "files"),
-        Doc(
-            "The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`, "
-            "`cifar100`, or a path of your own: an .npz, or a folder of .npy files (which stays in "
-            "its files) or one that `datasets` has saved."
-        ),
+        str, NamesPath(is_name=lambda name: DataSection.registered(name) != "files")
     ] = "digits"
-    dir: Annotated[
-        str, OUTSIDE_RELEASE, NamesPath("location"), Doc("The folder that holds data sets.")
-    ] = "data"
-    download: Annotated[
-        bool,
-        OUTSIDE_RELEASE,
-        Doc("Whether a data set that is missing from data.dir may be downloaded."),
-    ] = False
-    normalize: Annotated[
-        bool,
-        Doc(
-            "Whether inputs are normalised by the data set's published mean and standard "
-            "deviation. Those of a Python object, data=, are used if it has them."
-        ),
-    ] = False
-    train: Annotated[
-        Range,
-        Doc(
-            "A range of the training examples to use, as start:stop; '10000:' leaves out the "
-            "first 10,000."
-        ),
-    ] = ""
-    test: Annotated[
-        Range, OUTSIDE_RELEASE, Doc("A range of the test examples to use, as in data.train.")
-    ] = ""
-    validation: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "Training examples held out for validation, to choose settings and rounds by: a"
-            " share below 1, or a number; 0 for none."
-        ),
-    ] = 0.0
+    """The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`,
+    `cifar100`, or a path of your own: an .npz, or a folder of .npy files (which stays in its files)
+    or one that `datasets` has saved."""
+    dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("location")] = "data"
+    """The folder that holds data sets."""
+    download: Annotated[bool, OUTSIDE_RELEASE] = False
+    """Whether a data set that is missing from data.dir may be downloaded."""
+    normalize: bool = False
+    """Whether inputs are normalised by the data set's published mean and standard deviation. Those
+    of a Python object, data=, are used if it has them."""
+    train: Range = ""
+    """A range of the training examples to use, as start:stop; '10000:' leaves out the first
+    10,000."""
+    test: Annotated[Range, OUTSIDE_RELEASE] = ""
+    """A range of the test examples to use, as in data.train."""
+    validation: Annotated[float, Ge(0)] = 0.0
+    """Training examples held out for validation, to choose settings and rounds by: a share below 1,
+    or a number; 0 for none."""
 
     @classmethod
     def registered(cls, name: str) -> str:
@@ -128,74 +107,46 @@ class PartitionSection(Choice, table="partition"):
     """How examples are divided among clients."""
 
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
-    name: Annotated[str, Doc("How the training examples are split among clients.")] = "iid"
-    clients: Annotated[
-        int,
-        Ge(1),
-        Le(10_000_000),
-        Doc("How many clients there are: the population, a declared public number."),
-    ] = 100
-    max_examples: Annotated[
-        int, Ge(0), Doc("The most examples that a client keeps; 0 for all.")
-    ] = 0
+    name: str = "iid"
+    """How the training examples are split among clients."""
+    clients: Annotated[int, Ge(1), Le(10_000_000)] = 100
+    """How many clients there are: the population, a declared public number."""
+    max_examples: Annotated[int, Ge(0)] = 0
+    """The most examples that a client keeps; 0 for all."""
 
 
 @dataclass(frozen=True, init=False)
 class ModelSection(Choice, table="model"):
     """The model that is trained."""
 
-    name: Annotated[str, Doc("The model.")] = "softmax"
-    dtype: Annotated[
-        Literal["float32", "float64"],
-        Doc("The number format of the model's parameters; float64 is for exact comparisons."),
-    ] = "float32"
-    fix: Annotated[
-        bool,
-        Doc(
-            "Whether each BatchNorm, which mixes examples, is replaced by GroupNorm, as "
-            "Opacus does; the summary lists the layers."
-        ),
-    ] = False
-    trainable: Annotated[
-        str,
-        Doc(
-            "Shell patterns of the parameters that are trained, such as 'fc*'; empty for all, or "
-            "for none besides an adapter's."
-        ),
-    ] = ""
-    weights: Annotated[
-        str,
-        NamesPath("training"),
-        Doc("A .safetensors file whose parameters the model starts from."),
-    ] = ""
-    weights_for: Annotated[
-        str, Doc("Shell patterns of the parameters to load from model.weights; empty for all.")
-    ] = ""
-    personal: Annotated[
-        str,
-        Doc(
-            "Shell patterns of the parameters that each client keeps to itself and evaluates with, "
-            "such as 'head.*'; empty for none."
-        ),
-    ] = ""
+    name: str = "softmax"
+    """The model."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """The number format of the model's parameters; float64 is for exact comparisons."""
+    fix: bool = False
+    """Whether each BatchNorm, which mixes examples, is replaced by GroupNorm, as Opacus does; the
+    summary lists the layers."""
+    trainable: str = ""
+    """Shell patterns of the parameters that are trained, such as 'fc*'; empty for all, or for none
+    besides an adapter's."""
+    weights: Annotated[str, NamesPath("training")] = ""
+    """A .safetensors file whose parameters the model starts from."""
+    weights_for: str = ""
+    """Shell patterns of the parameters to load from model.weights; empty for all."""
+    personal: str = ""
+    """Shell patterns of the parameters that each client keeps to itself and evaluates with, such as
+    'head.*'; empty for none."""
 
 
 @dataclass(frozen=True, init=False)
 class AdapterSection(Choice, table="adapter"):
     """An adapter: a few added weights that are trained instead of the model's own."""
 
-    name: Annotated[
-        str,
-        Doc(
-            "The adapter. Only its weights, and parameters that model.trainable names, are "
-            "trained, sent, bounded and noised."
-        ),
-    ] = "none"
-    weights: Annotated[
-        str,
-        NamesPath("training"),
-        Doc("A folder in peft's format whose adapter the run starts from; empty for a new one."),
-    ] = ""
+    name: str = "none"
+    """The adapter. Only its weights, and parameters that model.trainable names, are trained, sent,
+    bounded and noised."""
+    weights: Annotated[str, NamesPath("training")] = ""
+    """A folder in peft's format whose adapter the run starts from; empty for a new one."""
 
 
 @dataclass(frozen=True, init=False)
@@ -204,16 +155,11 @@ class TaskSection(Choice, table="task"):
 
     kind: ClassVar[str] = "loss"
     selector: ClassVar[str] = "loss"
-    loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
-    metrics: Annotated[
-        str,
-        Text(_read_metrics, str),
-        NamesOf("metric"),
-        Doc(
-            "The metrics in addition to the loss, separated by commas, with options in "
-            "brackets: 'accuracy, top-k(k=3)'."
-        ),
-    ] = "accuracy"
+    loss: str = "cross-entropy"
+    """The loss of an example."""
+    metrics: Annotated[str, Text(_read_metrics, str), NamesOf("metric")] = "accuracy"
+    """The metrics in addition to the loss, separated by commas, with options in brackets:
+    'accuracy, top-k(k=3)'."""
 
     def named_metrics(self) -> list[tuple[str, dict[str, Any]]]:
         """Names of the metrics, each with its options."""
@@ -224,86 +170,41 @@ class TaskSection(Choice, table="task"):
 class ClientSection(Choice, table="client"):
     """How a client trains on its examples."""
 
-    name: Annotated[str, Doc("The local algorithm.")] = "sgd"
-    batch_size: Annotated[
-        int, Ge(0), Doc("Examples in a local step; 0 for all examples of the client.")
-    ] = 10
-    epochs: Annotated[
-        int, Ge(0), Le(10_000), Doc("Passes over a client's examples in a round.")
-    ] = 1
-    steps: Annotated[
-        int,
-        Ge(0),
-        Le(1_000_000),
-        Doc("In place of epochs: the number of local steps in a round, the same for every client."),
-    ] = 0
-    work: Annotated[
-        Work,
-        NamesPath("training", is_name=lambda text: "(" in text),
-        Doc(
-            "A number of epochs (or steps, if those are set) for each client: 'whole(1,5)' "
-            "draws whole numbers by the seed, a file has one a line. Empty for the same "
-            "number for all."
-        ),
-    ] = ""
-    proximal: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "FedProx's mu: how strongly a client is pulled towards the global model; where it is "
-            "above 0, a value from the server (Flower's FedProx) replaces it."
-        ),
-    ] = 0.0
-    max_grad_norm: Annotated[
-        float,
-        Ge(0),
-        Doc(
-            "Gradient clipping: a batch's gradient with a larger L2 norm is scaled down to "
-            "it; 0 for none. This gives no privacy: mechanism and client.mechanism do."
-        ),
-    ] = 0.0
-    compression: Annotated[
-        str,
-        Doc(
-            "Compression of updates: 'top-k(0.01)' sends the largest hundredth of the "
-            "coordinates, 'bits(8)' sends 8 bits a coordinate. Clients add what was left "
-            "out to their next update. Empty for none."
-        ),
-    ] = ""
-    state: Annotated[
-        Literal["reset", "client", "server"],
-        Doc(
-            "The algorithm's state (a momentum, an adaptive rate) between rounds: it is "
-            "reset, each client keeps its own, or all start from the mean that the server "
-            "sends."
-        ),
-    ] = "reset"
-    state_dir: Annotated[
-        str,
-        OUTSIDE_RELEASE,
-        NamesPath("operator"),  # a node's own policy says where its client's state is
-        Doc("The folder for clients' state and ledgers; empty for the run's own directory."),
-    ] = ""
-    path: Annotated[
-        Literal["auto", "plain", "func", "layered"],
-        Doc("How gradients of a block of clients are computed. All paths agree up to rounding."),
-    ] = "auto"
-    kernel: Annotated[
-        Literal["auto", "eager", "compiled"],
-        Doc(
-            "What the path 'layered' computes with on a CPU: torch's operations, or C "
-            "kernels that are compiled at their first use. Both agree up to rounding."
-        ),
-    ] = "auto"
-    block_size: Annotated[
-        int,
-        OUTSIDE_RELEASE,
-        Ge(0),
-        Doc(
-            "How many clients are trained at a time; 0 to choose. It changes no result on a"
-            " CPU, and only the last bits on a GPU."
-        ),
-    ] = 0
+    name: str = "sgd"
+    """The local algorithm."""
+    batch_size: Annotated[int, Ge(0)] = 10
+    """Examples in a local step; 0 for all examples of the client."""
+    epochs: Annotated[int, Ge(0), Le(10_000)] = 1
+    """Passes over a client's examples in a round."""
+    steps: Annotated[int, Ge(0), Le(1_000_000)] = 0
+    """In place of epochs: the number of local steps in a round, the same for every client."""
+    work: Annotated[Work, NamesPath("training", is_name=lambda text: "(" in text)] = ""
+    """A number of epochs (or steps, if those are set) for each client: 'whole(1,5)' draws whole
+    numbers by the seed, a file has one a line. Empty for the same number for all."""
+    proximal: Annotated[float, Ge(0)] = 0.0
+    """FedProx's mu: how strongly a client is pulled towards the global model; where it is above 0,
+    a value from the server (Flower's FedProx) replaces it."""
+    max_grad_norm: Annotated[float, Ge(0)] = 0.0
+    """Gradient clipping: a batch's gradient with a larger L2 norm is scaled down to it; 0 for none.
+    This gives no privacy: mechanism and client.mechanism do."""
+    compression: str = ""
+    """Compression of updates: 'top-k(0.01)' sends the largest hundredth of the coordinates,
+    'bits(8)' sends 8 bits a coordinate. Clients add what was left out to their next update. Empty
+    for none."""
+    state: Literal["reset", "client", "server"] = "reset"
+    """The algorithm's state (a momentum, an adaptive rate) between rounds: it is reset, each client
+    keeps its own, or all start from the mean that the server sends."""
+    # A node's own policy says where its clients' state is.
+    state_dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("operator")] = ""
+    """The folder for clients' state and ledgers; empty for the run's own directory."""
+    path: Literal["auto", "plain", "func", "layered"] = "auto"
+    """How gradients of a block of clients are computed. All paths agree up to rounding."""
+    kernel: Literal["auto", "eager", "compiled"] = "auto"
+    """What the path 'layered' computes with on a CPU: torch's operations, or C kernels that are
+    compiled at their first use. Both agree up to rounding."""
+    block_size: Annotated[int, OUTSIDE_RELEASE, Ge(0)] = 0
+    """How many clients are trained at a time; 0 to choose. It changes no result on a CPU, and only
+    the last bits on a GPU."""
     mechanism: ClientMechanismSection
     noise: ClientNoiseSection
 
@@ -318,7 +219,8 @@ class CohortSection(Choice, table="cohort"):
     """How the clients of a round are sampled."""
 
     filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
-    name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
+    name: str = "full"
+    """How the clients of a round are sampled."""
 
 
 @dataclass(frozen=True, init=False)
@@ -326,24 +228,12 @@ class ServerSection(Choice, table="server"):
     """How the server applies the noisy mean update."""
 
     selector: ClassVar[str] = "optimizer"
-    optimizer: Annotated[
-        str,
-        Doc(
-            "The server's optimiser, which steps along the mean update; 'sgd' with lr = 1 "
-            "just adds it (FedAvg). One of Flower's strategies that refine the mean also "
-            "works, such as 'flwr.serverapp.strategy:FedProx', if that module is allowed."
-        ),
-    ] = "sgd"
-    schedule: Annotated[
-        str,
-        Doc(
-            "A schedule that multiplies lr, release by release, such as "
-            "'warm-up(length=10)' or 'cosine(length=100)'; empty for a constant lr."
-        ),
-    ] = ""
-    max_failed_rounds: Annotated[
-        int,
-        OUTSIDE_RELEASE,
-        Ge(1),
-        Doc("Rounds in a row without a usable reply after which a run without privacy fails."),
-    ] = 3
+    optimizer: str = "sgd"
+    """The server's optimiser, which steps along the mean update; 'sgd' with lr = 1 just adds it
+    (FedAvg). One of Flower's strategies that refine the mean also works, such as
+    'flwr.serverapp.strategy:FedProx', if that module is allowed."""
+    schedule: str = ""
+    """A schedule that multiplies lr, release by release, such as 'warm-up(length=10)' or
+    'cosine(length=100)'; empty for a constant lr."""
+    max_failed_rounds: Annotated[int, OUTSIDE_RELEASE, Ge(1)] = 3
+    """Rounds in a row without a usable reply after which a run without privacy fails."""

@@ -17,7 +17,7 @@ from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 from fedsim.synonyms import closest
 
 _OWN_FILES = (
@@ -38,43 +38,21 @@ class Files:
     """
 
     path: str = "files"
-    classes: Annotated[
-        int,
-        Ge(0),
-        Doc("The number of classes; 0 for what the file says, or the classes that occur."),
-    ] = 0
-    vocabulary: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "The number of tokens in the vocabulary; 0 for what the file says, or the tokens "
-            "that occur."
-        ),
-    ] = 0
-    layout: Annotated[
-        AxisOrder,
-        Doc(
-            "The layout of arrays: 'auto' takes arrays that look like images with channels last"
-            " for such; 'as-is' takes them as they are."
-        ),
-    ] = "auto"
-    columns: Annotated[
-        str,
-        Doc(
-            "Which columns of a table, or of a folder that `datasets` has saved, are "
-            "inputs, targets and others: 'y=income,owner=hospital,x=age+sex' or "
-            "'x=image,y=label'."
-        ),
-    ] = ""
-    types: Annotated[
-        str,
-        Doc(
-            "The types of a table's columns: a range, which is scaled to [0, 1], "
-            "categories, or numbers that are not scaled: "
-            "'age=0:100,sex=female|male,height=number'. In a category, write \\, and \\| for a "
-            "comma and a bar."
-        ),
-    ] = ""
+    classes: Annotated[int, Ge(0)] = 0
+    """The number of classes; 0 for what the file says, or the classes that occur."""
+    vocabulary: Annotated[int, Ge(0)] = 0
+    """The number of tokens in the vocabulary; 0 for what the file says, or the tokens that
+    occur."""
+    layout: AxisOrder = "auto"
+    """The layout of arrays: 'auto' takes arrays that look like images with channels last for such;
+    'as-is' takes them as they are."""
+    columns: str = ""
+    """Which columns of a table, or of a folder that `datasets` has saved, are inputs, targets and
+    others: 'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."""
+    types: str = ""
+    r"""The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
+    that are not scaled: 'age=0:100,sex=female|male,height=number'. In a category, write \, and \|
+    for a comma and a bar."""
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
         """Read the files, or memory-map them if they are ``.npy``; see `load` for parameters.

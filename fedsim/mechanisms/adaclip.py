@@ -11,7 +11,7 @@ from fedsim.mechanisms.base import NORM, Released, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
-from fedsim.settings import Doc, Ge, Interval, Le
+from fedsim.settings import Ge, Interval, Le
 
 
 @register("mechanism", "adaclip")
@@ -39,50 +39,27 @@ class AdaClip(ScalingBound):
     to the estimate, coordinate by coordinate, of which s is the root.
     """
 
-    clip_norm: Annotated[
-        float,
-        NORM,
-        Doc("C, the clip norm of the first round. The literal form starts at h1 and h2."),
-    ] = 1.0
-    h1: Annotated[
-        float, Interval(ge=1e-60, le=1e60), Doc("The smallest estimate of a variance.")
-    ] = 1e-12
-    h2: Annotated[
-        float | None,
-        Interval(ge=1e-60, le=1e60),
-        Doc(
-            "The largest estimate of a variance; unset for C^2 gamma / d. Ten times that suits "
-            "concentrated gradients."
-        ),
-    ] = None
-    beta1: Annotated[
-        float, Ge(0), Le(1), Doc("Decay rate of m, the estimate of the rows' mean.")
-    ] = 0.99
-    beta2: Annotated[
-        float, Ge(0), Le(1), Doc("Decay rate of s^2, the estimate of the rows' variance.")
-    ] = 0.9
-    gamma: Annotated[
-        float,
-        Interval(ge=1e-6, le=1e6),
-        Doc("Expected squared norm of a whitened row; 1 in the paper."),
-    ] = 1.0
-    center: Annotated[
-        bool, Doc("Whether rows are centred at m; otherwise at 0, and m^2 counts as variance.")
-    ] = True
-    variance: Annotated[
-        Literal["per-example", "literal"],
-        Doc("Estimate the variance of a row, or (literal) of the rows' mean, smaller by r."),
-    ] = "per-example"
-    clamp: Annotated[
-        Literal["pre", "post"],
-        Doc("Clamp an estimate to [h1, h2] before it enters the moving average, or after."),
-    ] = "pre"
-    literal: Annotated[
-        bool,
-        Doc(
-            "The paper's own Algorithm 1, which clips every row at ordinary rates; it needs an h2."
-        ),
-    ] = False
+    clip_norm: Annotated[float, NORM] = 1.0
+    """C, the clip norm of the first round. The literal form starts at h1 and h2."""
+    h1: Annotated[float, Interval(ge=1e-60, le=1e60)] = 1e-12
+    """The smallest estimate of a variance."""
+    h2: Annotated[float | None, Interval(ge=1e-60, le=1e60)] = None
+    """The largest estimate of a variance; unset for C^2 gamma / d. Ten times that suits
+    concentrated gradients."""
+    beta1: Annotated[float, Ge(0), Le(1)] = 0.99
+    """Decay rate of m, the estimate of the rows' mean."""
+    beta2: Annotated[float, Ge(0), Le(1)] = 0.9
+    """Decay rate of s^2, the estimate of the rows' variance."""
+    gamma: Annotated[float, Interval(ge=1e-6, le=1e6)] = 1.0
+    """Expected squared norm of a whitened row; 1 in the paper."""
+    center: bool = True
+    """Whether rows are centred at m; otherwise at 0, and m^2 counts as variance."""
+    variance: Literal["per-example", "literal"] = "per-example"
+    """Estimate the variance of a row, or (literal) of the rows' mean, smaller by r."""
+    clamp: Literal["pre", "post"] = "pre"
+    """Clamp an estimate to [h1, h2] before it enters the moving average, or after."""
+    literal: bool = False
+    """The paper's own Algorithm 1, which clips every row at ordinary rates; it needs an h2."""
 
     needs: ClassVar[tuple[str, ...]] = ("scale", "m")
 

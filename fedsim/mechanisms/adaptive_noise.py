@@ -15,7 +15,7 @@ from fedsim.registry import register
 from fedsim.rows.exact import FREE_UNIT
 from fedsim.rows.layout import Layout
 from fedsim.rows.norms import norms_, round_up
-from fedsim.settings import Doc, Ge, Interval, Le
+from fedsim.settings import Ge, Interval, Le
 
 
 @register("mechanism", "adaptive-noise")
@@ -38,44 +38,23 @@ class AdaptiveNoise(Bound):
     RMSProp, the other half of the paper's method, is left to the optimiser.
     """
 
-    clip_norm: Annotated[float, NORM, Doc("C, the clip norm of the first phase.")] = 1.0
-    threshold: Annotated[
-        float | None,
-        Ge(0),
-        Doc(
-            "G: the variance of sqrt(E) above which the second phase begins; unset, it never does."
-        ),
-    ] = None
-    beta: Annotated[
-        float,
-        Interval(ge=1e-12, le=1e12),
-        Doc(
-            "The bound of a coordinate divided by its root mean square. E is of means of r "
-            "rows, so that single rows may need a value near sqrt(r)."
-        ),
-    ] = 1.0
-    decay: Annotated[
-        float, Ge(0), Le(1), Doc("gamma', the weight of the old E; the paper does not say which.")
-    ] = 0.9
-    floor: Annotated[
-        float,
-        Interval(ge=1e-60, le=1e60),
-        Doc("The smallest value of E, so that no bound is zero."),
-    ] = 1e-12
-    noise_shape: Annotated[
-        Literal["proportional", "optimal"],
-        Doc(
-            "The paper's noise ('proportional'), or the equally private one of least total "
-            "variance ('optimal', Lemma 1)."
-        ),
-    ] = "proportional"
-    unsafe_non_private_raw_statistics: Annotated[
-        bool,
-        Doc(
-            "Estimate E from raw rows, as printed in the paper: that form has no privacy "
-            "guarantee, whatever the noise."
-        ),
-    ] = False
+    clip_norm: Annotated[float, NORM] = 1.0
+    """C, the clip norm of the first phase."""
+    threshold: Annotated[float | None, Ge(0)] = None
+    """G: the variance of sqrt(E) above which the second phase begins; unset, it never does."""
+    beta: Annotated[float, Interval(ge=1e-12, le=1e12)] = 1.0
+    """The bound of a coordinate divided by its root mean square. E is of means of r rows, so that
+    single rows may need a value near sqrt(r)."""
+    decay: Annotated[float, Ge(0), Le(1)] = 0.9
+    """gamma', the weight of the old E; the paper does not say which."""
+    floor: Annotated[float, Interval(ge=1e-60, le=1e60)] = 1e-12
+    """The smallest value of E, so that no bound is zero."""
+    noise_shape: Literal["proportional", "optimal"] = "proportional"
+    """The paper's noise ('proportional'), or the equally private one of least total variance
+    ('optimal', Lemma 1)."""
+    unsafe_non_private_raw_statistics: bool = False
+    """Estimate E from raw rows, as printed in the paper: that form has no privacy guarantee,
+    whatever the noise."""
 
     # Clients do not need the noise's shape, which the server multiplies by.
     needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")

@@ -9,7 +9,6 @@ from fedsim.lazy import Tensor
 from fedsim.mechanisms.base import NORM, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
-from fedsim.settings import Doc
 
 
 @register("mechanism", "clipping")
@@ -26,7 +25,8 @@ class Clipping(ScalingBound):
     tensor([1.0000, 0.5000])
     """
 
-    clip_norm: Annotated[float, NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0
+    clip_norm: Annotated[float, NORM] = 1.0
+    """C: longer rows are scaled down to this L2 norm."""
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """``min(1, C / norm)``."""
@@ -46,8 +46,5 @@ class NormBound(Clipping):
     ``clipped`` of the sum counts such rows.
     """
 
-    clip_norm: Annotated[
-        float,
-        NORM,
-        Doc("C, such as 28 for softmax regression on 784 pixels in [0, 1]: no row is longer."),
-    ] = 1.0
+    clip_norm: Annotated[float, NORM] = 1.0
+    """C, such as 28 for softmax regression on 784 pixels in [0, 1]: no row is longer."""

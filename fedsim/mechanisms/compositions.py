@@ -22,7 +22,7 @@ from fedsim.mechanisms.base import (
     require_mechanism,
 )
 from fedsim.rows.layout import Layout, Parameter
-from fedsim.settings import Doc, Ge, Lt, check_settings
+from fedsim.settings import Ge, Lt, check_settings
 
 Pairs = Sequence[tuple[str, Mechanism]]
 
@@ -133,17 +133,14 @@ class PrivateScalar(Mechanism):
     scalar takes the share ``fraction``, so that its noise multiplier is ``z / sqrt(fraction)``.
     """
 
-    mechanism: Annotated[Mechanism, Doc("The bound of the update.")]
-    name: Annotated[str, Doc("Name of the scalar in `PartialSum.add` and `Release.sides`.")] = (
-        "loss"
-    )
-    high: Annotated[float, NORM, Doc("The largest value; larger ones are clamped to it.")] = 1.0
-    fraction: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc("The scalar's share of the privacy budget; 0 if it is not released."),
-    ] = 0.1
+    mechanism: Mechanism
+    """The bound of the update."""
+    name: str = "loss"
+    """Name of the scalar in `PartialSum.add` and `Release.sides`."""
+    high: Annotated[float, NORM] = 1.0
+    """The largest value; larger ones are clamped to it."""
+    fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """The scalar's share of the privacy budget; 0 if it is not released."""
 
     def __post_init__(self) -> None:
         require_mechanism(self.mechanism, "PrivateScalar")

@@ -9,7 +9,6 @@ from typing import Annotated
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, Bound, Shaped, State
 from fedsim.registry import register
-from fedsim.settings import Doc
 
 # Margin for rounding in norms of d coordinates: a bounded row must not exceed its radius.
 SLACK = 1 - 2.0**-40
@@ -41,11 +40,8 @@ class CoordinateClipping(Bound):
     added or removed; every coordinate's noise has standard deviation ``z * C``.
     """
 
-    clip_value: Annotated[
-        float,
-        NORM,
-        Doc("The largest absolute value of a coordinate; C is this value times sqrt(d)."),
-    ] = 0.01
+    clip_value: Annotated[float, NORM] = 0.01
+    """The largest absolute value of a coordinate; C is this value times sqrt(d)."""
 
     def radius(self, ready: State, d: int) -> float:
         """``clip_value * sqrt(d)``."""

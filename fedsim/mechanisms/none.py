@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
@@ -14,7 +14,6 @@ from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.norms import norms_of
-from fedsim.settings import Doc
 
 MAX_NORM = 2.0**20
 """Norm above which a row counts as diverged."""
@@ -34,10 +33,8 @@ class NoPrivacy(Bound):
     weights; the mean over no rows is zero.
     """
 
-    weighting: Annotated[
-        Weighting,
-        Doc("The weights of the mean: each client's number of examples, as in FedAvg, or uniform."),
-    ] = "num-examples"
+    weighting: Weighting = "num-examples"
+    """The weights of the mean: each client's number of examples, as in FedAvg, or uniform."""
 
     guarantee: ClassVar[Guarantee] = "none"
     free: ClassVar[bool] = True

@@ -9,7 +9,7 @@ from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, State
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
-from fedsim.settings import Doc, Interval
+from fedsim.settings import Interval
 
 
 @register("mechanism", "normalization")
@@ -24,15 +24,11 @@ class Normalization(ScalingBound):
     does not depend on the row's length.
     """
 
-    clip_norm: Annotated[float, NORM, Doc("C, the L2 norm to which every row is scaled.")] = 1.0
-    smoothing: Annotated[
-        float,
-        Interval(ge=0.0, le=1e30),
-        Doc(
-            "kappa, added to a row's norm before dividing by it: rows much shorter than this "
-            "stay short."
-        ),
-    ] = 0.0
+    clip_norm: Annotated[float, NORM] = 1.0
+    """C, the L2 norm to which every row is scaled."""
+    smoothing: Annotated[float, Interval(ge=0.0, le=1e30)] = 0.0
+    """kappa, added to a row's norm before dividing by it: rows much shorter than this stay
+    short."""
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """``C / (norm + smoothing)``, or 0 for a norm of 0."""

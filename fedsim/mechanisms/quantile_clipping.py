@@ -13,7 +13,7 @@ from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, Scalar, State, p
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
-from fedsim.settings import Doc, Ge, Interval, Le
+from fedsim.settings import Ge, Interval, Le
 
 BIT = "unclipped"
 
@@ -36,31 +36,15 @@ class QuantileClipping(ScalingBound):
     C; the vector's own multiplier is ``(z^-2 - (2 * bit_noise * r)^-2)^(-1/2)``.
     """
 
-    target_quantile: Annotated[
-        float,
-        Ge(0),
-        Le(1),
-        Doc("The target share of rows no longer than C; 0.5 for the median."),
-    ] = 0.5
-    learning_rate: Annotated[
-        float,
-        Ge(0),
-        Le(100),
-        Doc("The learning rate of C: its logarithm changes by at most this much a round."),
-    ] = 0.2
-    initial_clip_norm: Annotated[
-        float,
-        NORM,
-        Doc(
-            "C of the first round; one that is too small is corrected faster than one that is "
-            "too large."
-        ),
-    ] = 0.1
-    bit_noise: Annotated[
-        float,
-        Interval(ge=1e-6, le=1e6),
-        Doc("Standard deviation of the noise on the share of rows that are no longer than C."),
-    ] = 0.05
+    target_quantile: Annotated[float, Ge(0), Le(1)] = 0.5
+    """The target share of rows no longer than C; 0.5 for the median."""
+    learning_rate: Annotated[float, Ge(0), Le(100)] = 0.2
+    """The learning rate of C: its logarithm changes by at most this much a round."""
+    initial_clip_norm: Annotated[float, NORM] = 0.1
+    """C of the first round; one that is too small is corrected faster than one that is too
+    large."""
+    bit_noise: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.05
+    """Standard deviation of the noise on the share of rows that are no longer than C."""
 
     scalars: ClassVar[Mapping[str, Scalar]] = {BIT: Scalar(center=0.5, half=0.5)}
 

@@ -111,11 +111,8 @@ class Softmax(Network):
 class MLP(Network):
     """Fully connected network: ``fc1``, ReLU, ``fc2``, ReLU, ... with layers of these widths."""
 
-    widths: Annotated[
-        tuple[int, ...],
-        Text(parse_widths, write_widths),
-        Doc("Hidden units of each layer, such as '256,256'."),
-    ]
+    widths: Annotated[tuple[int, ...], Text(parse_widths, write_widths)]
+    """Hidden units of each layer, such as '256,256'."""
     bias: Bias = True
 
     def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedsim.mechanisms.bounded_values import Moments
 from fedsim.models.networks import Network
 from fedsim.registry import register
-from fedsim.settings import Doc
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,22 +24,17 @@ if TYPE_CHECKING:
 class Statistics(Network):
     """Not a predictor: sums that give means, deviations, quantiles and shares of classes."""
 
-    inputs: Annotated[
-        Literal["none", "each", "together"],
-        Doc(
-            "Which statistics of inputs are computed: of each feature or channel, of all "
-            "together, or none."
-        ),
-    ] = "each"
-    low: Annotated[float, Doc("The lower end to which inputs are clamped.")] = 0.0
-    high: Annotated[float, Doc("The upper end to which inputs are clamped.")] = 1.0
-    quantiles: Annotated[
-        bool, Doc("Whether histograms, and quantiles from them, are released.")
-    ] = False
-    targets: Annotated[
-        Literal["none", "classes", "numbers"],
-        Doc("The kind of targets; 'none' for no statistics of targets."),
-    ] = "none"
+    inputs: Literal["none", "each", "together"] = "each"
+    """Which statistics of inputs are computed: of each feature or channel, of all together, or
+    none."""
+    low: float = 0.0
+    """The lower end to which inputs are clamped."""
+    high: float = 1.0
+    """The upper end to which inputs are clamped."""
+    quantiles: bool = False
+    """Whether histograms, and quantiles from them, are released."""
+    targets: Literal["none", "classes", "numbers"] = "none"
+    """The kind of targets; 'none' for no statistics of targets."""
 
     @property
     def moments(self) -> Moments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Columns, Examples, Indices, Partition
 from fedsim.registry import register
-from fedsim.settings import Doc
 
 _log = logging.getLogger("fedsim")
 
@@ -39,9 +38,8 @@ class ByOwner(Partition):
     drawn: ClassVar[bool] = False
     words: ClassVar[str] = "by {0.column}"
     clients: int = 100
-    column: Annotated[str, Doc("The column of the data that has the owner of each example.")] = (
-        "owner"
-    )
+    column: str = "owner"
+    """The column of the data that has the owner of each example."""
     seed: int = 0
 
     def owners(self, columns: Columns) -> npt.NDArray[Any]:

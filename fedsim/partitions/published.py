@@ -18,7 +18,7 @@ from fedsim.partitions.base import (
     require_enough,
 )
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Interval, Le, Text, check_settings
+from fedsim.settings import Ge, Interval, Le, Text, check_settings
 
 
 @register("partition", "iid")
@@ -66,14 +66,9 @@ class Dirichlet(Partition):
     """
 
     words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g})"
-    alpha: Annotated[
-        float,
-        Interval(ge=1e-6, le=1e6),
-        Doc(
-            "The concentration parameter: small for clients with few classes, large for similar"
-            " clients."
-        ),
-    ] = 0.5
+    alpha: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.5
+    """The concentration parameter: small for clients with few classes, large for similar
+    clients."""
     clients: int = 100
     seed: int = 0
 
@@ -115,9 +110,8 @@ class Shards(Partition):
     """
 
     words: ClassVar[str] = "shards ({0.shards} a client)"
-    shards: Annotated[
-        int, Ge(1), Doc("The number of shards of each client: 2 in McMahan et al., 5 in Das et al.")
-    ] = 2
+    shards: Annotated[int, Ge(1)] = 2
+    """The number of shards of each client: 2 in McMahan et al., 5 in Das et al."""
     clients: int = 100
     seed: int = 0
 
@@ -165,17 +159,12 @@ class InterpolatedPathological(Partition):
     """
 
     words: ClassVar[str] = "interpolated pathological (randomness = {0.randomness:g})"
-    randomness: Annotated[
-        float,
-        Ge(0),
-        Le(1),
-        Doc("rho: 0 for clients with their group's classes only, 1 for uniform."),
-    ] = 0.0
+    randomness: Annotated[float, Ge(0), Le(1)] = 0.0
+    """rho: 0 for clients with their group's classes only, 1 for uniform."""
     groups: Annotated[
-        Groups,
-        Text(lambda value: parse_groups(value), lambda groups: write_groups(groups)),
-        Doc("The classes of each group, such as '1,9;0,8'; every class that occurs is in one."),
+        Groups, Text(lambda value: parse_groups(value), lambda groups: write_groups(groups))
     ] = CIFAR10_PAIRS
+    """The classes of each group, such as '1,9;0,8'; every class that occurs is in one."""
     clients: int = 0
     seed: int = 0
 

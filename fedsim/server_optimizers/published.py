@@ -17,20 +17,10 @@ from fedsim.settings import Doc, Ge, Gt, Lt
 class ServerSGD(StatefulOptimizer):
     """SGD on the mean update, with optional momentum; bitwise equal to `torch.optim.SGD`."""
 
-    lr: Annotated[
-        float,
-        Gt(0),
-        Doc(
-            "The server's learning rate: the share of the mean update that is added; 1 for all of "
-            "it."
-        ),
-    ] = 1.0
-    momentum: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc("Momentum (heavy ball): the share of the last step that the next one repeats."),
-    ] = 0.0
+    lr: Annotated[float, Gt(0)] = 1.0
+    """The server's learning rate: the share of the mean update that is added; 1 for all of it."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Momentum (heavy ball): the share of the last step that the next one repeats."""
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]``, in the dtype of ``vector``."""
@@ -47,9 +37,8 @@ class ServerSGD(StatefulOptimizer):
 class FedAvgM(ServerSGD):
     """FedAvgM (Hsu et al. 2019): SGD on the mean update, with momentum."""
 
-    momentum: Annotated[
-        float, Ge(0), Lt(1), Doc("Momentum: the share of the last step that the next one repeats.")
-    ] = 0.9
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Momentum: the share of the last step that the next one repeats."""
 
 
 Rate = Annotated[float, Gt(0), Doc("eta, the server's learning rate.")]
@@ -82,10 +71,10 @@ class FirstOverRoot(StatefulOptimizer):
     """
 
     lr: Rate = 0.1
-    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of updates.")] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay rate of the moving average of squares.")] = (
-        0.99
-    )
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay rate of the moving average of updates."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
+    """Decay rate of the moving average of squares."""
     tau: Adaptivity = 1e-3
 
     @abstractmethod

@@ -71,11 +71,8 @@ class ServerAdamW(ServerAdam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019); as `torch.optim.AdamW`."""
 
     optimizer: ClassVar[str] = "AdamW"
-    weight_decay: Annotated[
-        float,
-        Ge(0),
-        Doc("Weight decay: each step subtracts this multiple of lr times the parameters."),
-    ] = 0.01
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Weight decay: each step subtracts this multiple of lr times the parameters."""
 
 
 @register("server", "adamax")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Lt, check_settings
+from fedsim.settings import Ge, Gt, Lt, check_settings
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
@@ -127,12 +127,8 @@ class CrossEntropy(ExampleLoss):
     K classes (Szegedy et al. 2016). With positions it is the mean over those that count.
     """
 
-    label_smoothing: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc("Label smoothing: the share of a target that is spread evenly over all classes."),
-    ] = 0.0
+    label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Label smoothing: the share of a target that is spread evenly over all classes."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy of each example, ``[B]``.
@@ -160,9 +156,8 @@ class CrossEntropy(ExampleLoss):
 class BinaryCrossEntropy(NumberLoss):
     """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``."""
 
-    positive_weight: Annotated[
-        float, Gt(0), Doc("The weight of positive labels; above 1 where they are rare.")
-    ] = 1.0
+    positive_weight: Annotated[float, Gt(0)] = 1.0
+    """The weight of positive labels; above 1 where they are rare."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy of each logit and label."""
@@ -201,7 +196,8 @@ class Huber(NumberLoss):
     Source: Huber 1964.
     """
 
-    delta: Annotated[float, Gt(0), Doc("The error beyond which the loss grows linearly.")] = 1.0
+    delta: Annotated[float, Gt(0)] = 1.0
+    """The error beyond which the loss grows linearly."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Quadratic up to delta, linear beyond."""
@@ -219,7 +215,8 @@ class QuantileError(NumberLoss):
     It is least if the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
     """
 
-    quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5
+    quantile: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """q: the share of targets below the output."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``max(-q e, (1 - q) e)``."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 from fedsim.tasks.losses import like_targets
 from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Mean, Metric, Summed, by_label, counted
 
@@ -65,9 +65,8 @@ class TopK(Hits):
     With fewer classes than ``k``, every target is.
     """
 
-    k: Annotated[
-        int, Ge(1), Doc("k: a prediction is correct if the target is among the k largest logits.")
-    ] = 5
+    k: Annotated[int, Ge(1)] = 5
+    """k: a prediction is correct if the target is among the k largest logits."""
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """Counts after more examples."""
@@ -88,13 +87,9 @@ class F1(Summed):
     """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    average: Annotated[
-        Literal["macro", "micro"],
-        Doc(
-            "'macro' for the mean over classes or labels that occur; 'micro' for one F1 of all "
-            "of them together."
-        ),
-    ] = "macro"
+    average: Literal["macro", "micro"] = "macro"
+    """'macro' for the mean over classes or labels that occur; 'micro' for one F1 of all of them
+    together."""
 
     def init(self) -> Ints:
         """Counts ``[3, K]`` of true positives, predicted positives and actual positives.
@@ -152,7 +147,8 @@ class CalibrationError(Summed):
     """
 
     ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    bins: Annotated[int, Ge(1), Doc("The number of equally wide bins of confidences.")] = 15
+    bins: Annotated[int, Ge(1)] = 15
+    """The number of equally wide bins of confidences."""
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> Sequence[Any]:

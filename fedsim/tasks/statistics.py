@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.bounded_values import Moments
 from fedsim.registry import register
-from fedsim.settings import Doc
 from fedsim.tasks.losses import ExampleLoss
 
 
@@ -18,13 +16,12 @@ from fedsim.tasks.losses import ExampleLoss
 class StatisticsLoss(ExampleLoss):
     """Minus the inner product of the model's sums with an example's row; for that model only."""
 
-    low: Annotated[
-        float, Doc("The lower end to which targets are clamped, if they are numbers.")
-    ] = 0.0
-    high: Annotated[float, Doc("The upper end to which targets are clamped.")] = 1.0
-    quantiles: Annotated[
-        bool, Doc("Whether histograms, and quantiles from them, are released.")
-    ] = False
+    low: float = 0.0
+    """The lower end to which targets are clamped, if they are numbers."""
+    high: float = 1.0
+    """The upper end to which targets are clamped."""
+    quantiles: bool = False
+    """Whether histograms, and quantiles from them, are released."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Minus the inner product of sums and rows, ``[B]``."""

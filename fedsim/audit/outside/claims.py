@@ -17,7 +17,7 @@ from fedsim.privacy.laws.fixed import FixedSize
 from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.poisson import Poisson
 from fedsim.privacy.losses import gaussian_mu
-from fedsim.settings import Doc, Ge, Gt, Le, Lt, read_settings, settings_of
+from fedsim.settings import Ge, Gt, Le, Lt, read_settings, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,34 +28,30 @@ class TargetClaim:
     epsilon only, all rounds together are claimed to be (epsilon, delta)-private, with any noise.
     """
 
-    noise_multiplier: Annotated[
-        float | None, Gt(0), Doc("Standard deviation of the noise on the sum, over the clip norm.")
-    ] = None
-    epsilon: Annotated[
-        float | None, Gt(0), Doc("Epsilon of all rounds together, as the target claims it.")
-    ] = None
-    delta: Annotated[float, Ge(0), Lt(1), Doc("The delta of that epsilon.")] = 1e-5
-    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
-    rounds: Annotated[int, Ge(1), Doc("Number of releases, one after another.")] = 1
-    sampling: Annotated[
-        Literal["poisson", "fixed", "full"], Doc("How the rows of a round are drawn.")
-    ] = "full"
-    rate: Annotated[
-        float, Gt(0), Le(1), Doc("The sampling rate: the share of rows in a round.")
-    ] = 1.0
-    adjacency: Annotated[
-        Literal["add-remove", "zero-out", "replace-one"], Doc("Which data sets are neighbours.")
-    ] = "add-remove"
-    row: Annotated[
-        Literal["client", "example"], Doc("The level of the guarantee: a client or an example.")
-    ] = "client"
-    population: Annotated[int, Ge(3), Doc("How many rows the attacked federation has.")] = 20
-    adaptive: Annotated[
-        bool, Doc("Whether the clip norm follows the norms of rows from round to round.")
-    ] = False
-    source: Annotated[
-        str, Doc("Where the claim is made (a page, a line of code), for the report.")
-    ] = ""
+    noise_multiplier: Annotated[float | None, Gt(0)] = None
+    """Standard deviation of the noise on the sum, over the clip norm."""
+    epsilon: Annotated[float | None, Gt(0)] = None
+    """Epsilon of all rounds together, as the target claims it."""
+    delta: Annotated[float, Ge(0), Lt(1)] = 1e-5
+    """The delta of that epsilon."""
+    clip_norm: Annotated[float, Gt(0)] = 1.0
+    """The largest L2 norm of a row."""
+    rounds: Annotated[int, Ge(1)] = 1
+    """Number of releases, one after another."""
+    sampling: Literal["poisson", "fixed", "full"] = "full"
+    """How the rows of a round are drawn."""
+    rate: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The sampling rate: the share of rows in a round."""
+    adjacency: Literal["add-remove", "zero-out", "replace-one"] = "add-remove"
+    """Which data sets are neighbours."""
+    row: Literal["client", "example"] = "client"
+    """The level of the guarantee: a client or an example."""
+    population: Annotated[int, Ge(3)] = 20
+    """How many rows the attacked federation has."""
+    adaptive: bool = False
+    """Whether the clip norm follows the norms of rows from round to round."""
+    source: str = ""
+    """Where the claim is made (a page, a line of code), for the report."""
 
     @classmethod
     def read(cls, path: Path | None, options: Mapping[str, Any]) -> TargetClaim:

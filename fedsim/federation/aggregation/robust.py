@@ -12,7 +12,7 @@ from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import Weighting
 from fedsim.mechanisms.none import NoPrivacy
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Lt
+from fedsim.settings import Ge, Lt
 
 CHUNK = 2**22
 """Numbers that are sorted at a time, which bounds the memory needed."""
@@ -71,12 +71,8 @@ class TrimmedMean(RobustMean):
     Of n rows, trim times n, rounded down, may be arbitrary. No privacy. Source: Yin et al. 2018.
     """
 
-    trim: Annotated[
-        float,
-        Ge(0),
-        Lt(0.5),
-        Doc("The share of clients that is left out at each end, in each coordinate."),
-    ] = 0.1
+    trim: Annotated[float, Ge(0), Lt(0.5)] = 0.1
+    """The share of clients that is left out at each end, in each coordinate."""
 
     def center(self, rows: Tensor) -> Tensor:
         """The mean of each coordinate's values between the trimmed extremes."""
@@ -98,17 +94,10 @@ class Krum(RobustMean):
     Blanchard et al. 2017.
     """
 
-    byzantine: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "The number of Byzantine clients in a cohort, which may send anything; below (n - "
-            "2) / 2."
-        ),
-    ] = 1
-    keep: Annotated[
-        int, Ge(1), Doc("How many rows are averaged (Multi-Krum); 1 for Krum itself.")
-    ] = 1
+    byzantine: Annotated[int, Ge(0)] = 1
+    """The number of Byzantine clients in a cohort, which may send anything; below (n - 2) / 2."""
+    keep: Annotated[int, Ge(1)] = 1
+    """How many rows are averaged (Multi-Krum); 1 for Krum itself."""
 
     def check(self, expected: float) -> None:
         """Refuse a cohort in which the byzantine clients could be nearest to each other."""

@@ -31,7 +31,7 @@ from fedsim.privacy.losses import (
 )
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 
 STEPS_PER_STD = 40
 """Points of the grid of log S in one standard deviation of it."""
@@ -316,15 +316,12 @@ class Allocation(RememberingSampler):
     """
 
     name: ClassVar[str] = "allocation"
-    participations: Annotated[
-        int, Ge(1), Doc("In how many of the run's rounds each client takes part.")
-    ] = 1
+    participations: Annotated[int, Ge(1)] = 1
+    """In how many of the run's rounds each client takes part."""
     rounds: int = 1
     population: int | None = None
-    blocks: Annotated[
-        bool,
-        Doc("Whether a client takes part once in each of `participations` equal parts of the run."),
-    ] = False
+    blocks: bool = False
+    """Whether a client takes part once in each of `participations` equal parts of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

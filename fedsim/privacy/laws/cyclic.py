@@ -13,7 +13,7 @@ from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_popula
 from fedsim.privacy.losses import Array, DominatingPair, SampledGaussian, gaussian_rdp
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Ge, Gt, Le
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,10 @@ class Cyclic(RememberingSampler):
     """
 
     name: ClassVar[str] = "cyclic"
-    groups: Annotated[int, Ge(1), Doc("How many groups of clients take turns, by rounds.")] = 10
-    rate: Annotated[
-        float, Gt(0), Le(1.0), Doc("The sampling rate within the group whose turn it is.")
-    ] = 1.0
+    groups: Annotated[int, Ge(1)] = 10
+    """How many groups of clients take turns, by rounds."""
+    rate: Annotated[float, Gt(0), Le(1.0)] = 1.0
+    """The sampling rate within the group whose turn it is."""
     population: int | None = None
 
     @property

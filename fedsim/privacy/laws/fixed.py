@@ -15,7 +15,7 @@ from fedsim.privacy.laws.sampler import Ids, Sampler
 from fedsim.privacy.losses import ORDERS, Array, gaussian_rdp, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 
 # The bound for sampling without replacement is known at integer orders only, and interpolated
 # between them. Beyond order 64 it takes more time and never gives a smaller epsilon.
@@ -121,7 +121,8 @@ class FixedSize(Sampler):
     """
 
     name: ClassVar[str] = "fixed"
-    size: Annotated[int, Ge(1), Doc("The size of the cohort.")] = 10
+    size: Annotated[int, Ge(1)] = 10
+    """The size of the cohort."""
     population: int = 0  # refused: a population must be declared
 
     def __post_init__(self) -> None:

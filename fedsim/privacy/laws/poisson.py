@@ -19,7 +19,7 @@ from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared
 from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Ge, Gt, Le
 
 Mask = npt.NDArray[np.bool_]
 
@@ -115,15 +115,9 @@ class Poisson(Sampler):
     """
 
     name: ClassVar[str] = "poisson"
-    rate: Annotated[
-        float,
-        Ge(1e-9),
-        Le(1.0),
-        Doc(
-            "The sampling rate: the probability of each client being in a round. Smaller rates "
-            "cost less privacy."
-        ),
-    ] = 0.1
+    rate: Annotated[float, Ge(1e-9), Le(1.0)] = 0.1
+    """The sampling rate: the probability of each client being in a round. Smaller rates cost less
+    privacy."""
     population: int | None = None
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
 

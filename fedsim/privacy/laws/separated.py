@@ -11,7 +11,7 @@ from fedsim.privacy.laws.base import Law, Participation
 from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Le
+from fedsim.settings import Ge, Gt, Le
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +73,13 @@ class Separated(RememberingSampler):
     """
 
     name: ClassVar[str] = "separated"
-    separation: Annotated[
-        int, Ge(1), Doc("The least number of rounds between two participations of a client.")
-    ] = 10
-    rate: Annotated[
-        float,
-        Gt(0),
-        Le(1.0),
-        Doc("The sampling rate of the clients that may be sampled in a round."),
-    ] = 0.5
+    separation: Annotated[int, Ge(1)] = 10
+    """The least number of rounds between two participations of a client."""
+    rate: Annotated[float, Gt(0), Le(1.0)] = 0.5
+    """The sampling rate of the clients that may be sampled in a round."""
     population: int | None = None
-    max_participations: Annotated[
-        int, Ge(0), Doc("The most rounds in which a client takes part; 0 for any number.")
-    ] = 0
+    max_participations: Annotated[int, Ge(0)] = 0
+    """The most rounds in which a client takes part; 0 for any number."""
 
     @property
     def expected_size(self) -> float:

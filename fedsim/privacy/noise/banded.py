@@ -14,7 +14,7 @@ from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, remaining, solved, text_of
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, NotAllowedError, Text
+from fedsim.settings import Ge, NotAllowedError, Text
 
 MOST_BANDS = 64
 """The most bands by default: the state has a vector of the model's size for each but one."""
@@ -47,15 +47,9 @@ class Banded(Toeplitz):
     name: ClassVar[str] = "banded"
     form: ClassVar[str] = "the first column of C: 1, and then numbers from 0 to 1"
 
-    bands: Annotated[
-        int,
-        Ge(AUTO),
-        Text(_read_bands, _write_bands),
-        Doc(
-            "How many bands C has; 0 for the separation of the cohort's rounds, at most 64; 'auto' "
-            "for as many, with as many groups of a cyclic cohort, as give the least error."
-        ),
-    ] = 0
+    bands: Annotated[int, Ge(AUTO), Text(_read_bands, _write_bands)] = 0
+    """How many bands C has; 0 for the separation of the cohort's rounds, at most 64; 'auto' for as
+    many, with as many groups of a cyclic cohort, as give the least error."""
 
     def fitted(self, participation: Participation) -> Self:
         """This noise with the coefficients that have the least error.

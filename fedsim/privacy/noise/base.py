@@ -15,14 +15,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation
-from fedsim.settings import Doc, check_settings
+from fedsim.settings import check_settings
 
 NoiseState = Mapping[str, Any]
 """Named arrays, each shaped like the draws. Secret: with them, noise can be subtracted."""
@@ -59,20 +59,12 @@ class Noise(ABC):
         If the multiplier is below 0.
     """
 
-    multiplier: Annotated[
-        float,
-        Doc(
-            "z, the noise multiplier: standard deviation of a round's fresh draws on the sum, "
-            "divided by C, for all parts of a release together."
-        ),
-    ]
-    hardened: Annotated[
-        bool,
-        Doc(
-            "Whether draws withstand attacks on floating-point sampling (four draws a value, "
-            "Holohan and Braghin 2021), at four times the cost."
-        ),
-    ] = True
+    multiplier: float
+    """z, the noise multiplier: standard deviation of a round's fresh draws on the sum, divided by
+    C, for all parts of a release together."""
+    hardened: bool = True
+    """Whether draws withstand attacks on floating-point sampling (four draws a value, Holohan and
+    Braghin 2021), at four times the cost."""
 
     def __post_init__(self) -> None:
         check_settings(self, "noise.")

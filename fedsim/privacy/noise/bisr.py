@@ -13,7 +13,7 @@ from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, solved, text_of
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Ge
 
 MOST_DRAWS = 64
 """The most rounds whose draws are combined, where the number is chosen automatically."""
@@ -35,13 +35,8 @@ class BISR(Toeplitz):
         "1"
     )
 
-    draws: Annotated[
-        int,
-        Ge(0),
-        Doc(
-            "From how many rounds' draws the noise of one round is made; 0 for the best power of 2."
-        ),
-    ] = 0
+    draws: Annotated[int, Ge(0)] = 0
+    """From how many rounds' draws the noise of one round is made; 0 for the best power of 2."""
 
     def best_coefficients(self, participation: Participation) -> str:
         """Those of the number of draws (a power of 2) that has the least error."""

@@ -13,7 +13,7 @@ from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
 from fedsim.privacy.noise.correlated import Array, Toeplitz, text_of
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le
+from fedsim.settings import Ge, Le
 
 
 @register("noise", "blt")
@@ -31,15 +31,9 @@ class BLT(Toeplitz):
         "pairs of a buffer's decay and weight, from 0 to 1, weights together at most 1"
     )
 
-    buffers: Annotated[
-        int,
-        Ge(1),
-        Le(4),
-        Doc(
-            "The largest number of buffers, each a vector of the model's size; more than 2 gain"
-            " next to nothing."
-        ),
-    ] = 2
+    buffers: Annotated[int, Ge(1), Le(4)] = 2
+    """The largest number of buffers, each a vector of the model's size; more than 2 gain next to
+    nothing."""
 
     def best_coefficients(self, participation: Participation) -> str:
         """Decays and weights with the least error."""

@@ -14,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from fedsim.privacy.laws.base import Law, Participation, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.noise.base import Noise
-from fedsim.settings import Doc
 
 Array = npt.NDArray[np.float64]
 
@@ -51,14 +50,9 @@ class Correlated(Noise):
     form: ClassVar[str] = "numbers from 0 to 1"
     """What the coefficients must be (`valid`), in words."""
 
-    coefficients: Annotated[
-        str,
-        Doc(
-            "Coefficients that combine the draws of this and earlier rounds into a round's "
-            "noise; empty to find the best for the plan (a run's config.toml has them "
-            "then)."
-        ),
-    ] = field(default="", kw_only=True)
+    coefficients: str = field(default="", kw_only=True)
+    """Coefficients that combine the draws of this and earlier rounds into a round's noise; empty to
+    find the best for the plan (a run's config.toml has them then)."""
     participation: Participation | None = field(default=None, kw_only=True)
 
     @property
