@@ -306,9 +306,8 @@ def example_privacy(
     # there a client with fewer examples than a batch takes them all.
     if client.batch_size > smallest and not config.private:
         raise FedsimError(
-            f"client.batch-size = {client.batch_size}; with example-level privacy, where a batch "
-            f"is drawn at a rate of batch size over examples, it must be at most {smallest}, the "
-            "smallest client's number of examples."
+            f"client.batch-size = {client.batch_size}; with example-level privacy it must be at "
+            f"most {smallest}, the smallest client's number of examples."
         )
     end = stopping(config.to_run_config())
     work = local_work(config)
