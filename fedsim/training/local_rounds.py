@@ -190,7 +190,8 @@ class LocalRounds:
         values = self._numbers(numbers, n)
         start = self.client_state.start(received.parameters, clients.carried)
         self._begin_round(clients, start, values)
-        named = {k: v.expand(n, -1) for k, v in received.named.items()}
+        # Each client gets its own copies, since an algorithm may change them in place.
+        named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
         if not self.trained.model.training:
             self.trained.model.train()
         if not self._sizes(clients).any():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from torch import Tensor
 from toy_clients import training
 
 from fedsim.clients import SGD
+from fedsim.clients.base import Dense, Gradient, State, Step
 from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.workers import guarded_blocks, pack, unpack
 from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
+from fedsim.rows.layout import Width
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, batches, local_rounds
 from fedsim.training.paths import program
@@ -292,3 +295,26 @@ def test_clients_without_data_leave_what_others_start_from_as_it_is(size: int) -
     rows = joined(trainer.train(start, ids, 1), ids)[0]
     assert torch.equal(rows, made().fit(start, ids, 1).theta - start)
     assert not rows[0].any()
+
+
+class SentMomentum(SGD):
+    """Continues the momentum that the server sends, in place."""
+
+    sends: ClassVar[Mapping[str, Width]] = {"average": "model"}
+
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        average = state["average"].mul_(0.5).add_(gradient.dense())
+        super().step(state, Dense(average.clone()), at)
+
+    def send(self, state: State) -> dict[str, Tensor]:
+        return {"average": state["average"]}
+
+
+@pytest.mark.parametrize("path", ["plain", "func", "layered"])
+def test_a_client_may_change_received_vectors_in_place_for_itself_alone(path: str) -> None:
+    trainer = made(algorithm=SentMomentum(lr=0.3), path=path)
+    vector = trainer.initial()
+    blocks = list(trainer.train(vector, IDS, 1))
+    alone = [block for client in IDS for block in trainer.train(vector, IDS[[client]], 1)]
+    assert bytes_of(blocks) == bytes_of(alone)
+    assert torch.equal(vector, trainer.initial())
