@@ -264,7 +264,7 @@ evaluate_metrics_aggr_fn
 def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
 ) -> Aggregation:
-    """What makes the aggregation of each round."""
+    """The callable that creates the aggregation of each round."""
     refuse_shares(plan, placement)
     if isinstance(plan.bound, RobustMean):
         plan.bound.check(plan.sampler.expected_size)

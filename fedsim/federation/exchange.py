@@ -90,9 +90,9 @@ class Instructions(Iterable[Message]):
     message_type : "train" or "evaluate"
     round : int
     arrays : ArrayRecord
-        The global parameters, and any vectors after them, as Flower sends them.
+        The global parameters, and any named vectors after them, as Flower sends them.
     vector : Tensor ``[k]``
-        The same (floating entries only). A row is a difference from its first d entries.
+        Their floating-point entries, flattened. A row is a difference from the first d of them.
     recipients : Recipients
     config : ConfigRecord
         Sent with every message.
@@ -126,7 +126,7 @@ class Instructions(Iterable[Message]):
         return iter(self._messages)
 
     def for_workers(self, summing: Summing | None) -> Instructions:
-        """The part that trainers in other processes need, without what only messages have."""
+        """The part that trainers in other processes need; the rest is only for messages."""
         nobody = Recipients(np.empty(0, np.int64), np.empty(0, np.uint64))
         return replace(
             self,

@@ -21,7 +21,7 @@ BUDGET_SPENT = 4096
 TIMED_OUT = 4097
 """Error code of a fedsim client that exceeded its time limit, counted from its own start."""
 MALFORMED, NON_FINITE = 4098, 4099
-"""Error codes in place of updates that cannot be used, where blocks become messages."""
+"""Error codes that replace an unusable update where a block becomes messages."""
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
 RAISED = frozenset(

@@ -62,7 +62,7 @@ class PrivateRounds(ResumableStrategy):
     participants : Participants
         Samples cohorts, and finds which of their clients take part.
     aggregation : callable ``(settings, instructions, state, in_blocks)``
-        Makes the aggregation of each round; arguments as for `ServerSum`.
+        Creates the aggregation of each round; its arguments are those of `ServerSum`.
     extras : dict of str to Extra
         Extras by their name in a checkpoint, in the order in which they are called.
     evaluation : ClientEvaluation

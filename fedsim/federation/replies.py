@@ -82,7 +82,7 @@ def read(
     Parameters
     ----------
     instructions : Instructions
-        What the replies answer.
+        The instructions that the replies answer.
     tally : Tally
         Counts the replies of nodes that were not asked, which are dropped.
     needed : tuple of str
@@ -188,7 +188,7 @@ def _require_sound(numbers: Mapping[str, float], weighted_by: str, needed: tuple
 
 
 def _rows(content: RecordDict, instructions: Instructions, share_size: int | None) -> Tensor | None:
-    """The client's row or share, ``[1, d]``; None for an evaluation."""
+    """The client's row ``[1, d]`` or share ``[1, size]``; None for an evaluation."""
     layout = instructions.layout
     if layout is None:
         return None

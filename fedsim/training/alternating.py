@@ -55,21 +55,23 @@ def parts(
 ) -> list[LocalRounds]:
     """Local rounds for each part of the parameters that ``whole`` trains.
 
-    ``make`` makes them, given a model, the state of its clients and their payload.
+    ``make`` creates those of a part, given its model, the state of its clients and their payload.
     """
-    made: list[LocalRounds] = []
+    rounds_of_parts: list[LocalRounds] = []
     for turn in range(len(alternation.parts)):
         resting = alternation.resting(turn)
         model = _frozen_copy(whole.trained.model, resting)
         personal = Personal.of(model, ())
         columns = alternation.trained(whole.payload.layout, turn).to(personal.initial.device)
         payload = replace(whole.payload, shared=personal.shared, columns=columns)
-        made.append(make(model, PersistentState("reset", whole.algorithm, personal, 0), payload))
-        if (releases := made[-1].releases) is not None:
+        client_state = PersistentState("reset", whole.algorithm, personal, 0)
+        rounds = make(model, client_state, payload)
+        if (releases := rounds.releases) is not None:
             releases.changing = resting
-            if made[0].releases is not None:  # one client has one ledger
-                releases.ledgers = made[0].releases.ledgers
-    return made
+            if rounds_of_parts and (first := rounds_of_parts[0].releases) is not None:
+                releases.ledgers = first.ledgers  # one client has one ledger
+        rounds_of_parts.append(rounds)
+    return rounds_of_parts
 
 
 def _frozen_copy(model: nn.Module, names: frozenset[str]) -> nn.Module:

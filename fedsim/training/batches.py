@@ -33,8 +33,8 @@ PRODUCTS_PER_GRADIENT = 3
 """Products per gradient: for outputs, gradients of the inputs and gradients of the weights."""
 
 DRAWN_TOGETHER, DRAWN_ENTRIES = 64, 2**16
-"""Most clients of several blocks that draw together (more gain nothing), and their batch entries
-(a MiB)."""
+"""Largest number of clients in several blocks that draw their batches together (more gain nothing),
+and of the entries of these batches (a MiB)."""
 
 
 @dataclass
@@ -115,25 +115,28 @@ class Batches:
         return Batches(self.index[clients, : steps[0]], self.weight[clients, : steps[0]], steps)
 
 
-def draw_groups(widths: Ints, steps: Floats, size: int, most: int) -> Iterator[Ints]:
-    """Positions of ``n`` clients, in groups that draw together: of one batch width, as is a block.
+def draw_groups(widths: Ints, steps: Floats, block_size: int, max_clients: int) -> Iterator[Ints]:
+    """Yield the positions of ``n`` clients in groups that draw together, each of one batch width.
 
-    Those with most steps come first. A group is one block of ``size``, or several small ones: to
-    draw for one client at a time takes ten times as long.
+    Clients with most steps come first. A group is one block of ``block_size`` clients, or several
+    small blocks: to draw for one client at a time takes ten times as long.
 
     Parameters
     ----------
     widths, steps : ``[n]``
-        Batch width and steps of each client; 0 for those without data, whose groups are their own.
-    size : int
-    most : int
-        Most clients in several blocks, which also have at most `DRAWN_ENTRIES` batch entries.
+        Batch width and steps of each client; 0 for clients without data, which are in groups of
+        their own.
+    block_size : int
+    max_clients : int
+        Largest number of clients in a group of several blocks, which also has at most
+        `DRAWN_ENTRIES` batch entries.
     """
     order = np.lexsort((-steps, widths))
     for group in np.split(order, np.flatnonzero(np.diff(widths[order])) + 1):
         while len(group):
             entries = max(1, int(widths[group[0]] * steps[group[0]]))  # of the largest client
-            count = max(size, min(most, DRAWN_ENTRIES // entries) // size * size)
+            count = min(max_clients, DRAWN_ENTRIES // entries) // block_size * block_size
+            count = max(block_size, count)
             yield group[:count]
             group = group[count:]
 
@@ -203,7 +206,7 @@ def plan_batches(
 
 
 def _steps(works: Sequence[LocalWork], indices: Sequence[Ints]) -> Ints:
-    steps = [work.steps_of(len(own)) for work, own in zip(works, indices, strict=True)]
+    steps = [work.steps_of(len(examples)) for work, examples in zip(works, indices, strict=True)]
     return np.array(steps, dtype=np.int64)
 
 

@@ -88,9 +88,9 @@ class ClientData:
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on another device."""
         tensors = {k: v for k, v in vars(self).items() if torch.is_tensor(v)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors.items()}
-        is_there = all(moved[k] is tensor for k, tensor in tensors.items())
-        return self if is_there else replace(self, **moved)
+        copies: dict[str, Any] = {k: v.to(device) for k, v in tensors.items()}
+        is_unchanged = all(copies[k] is tensor for k, tensor in tensors.items())
+        return self if is_unchanged else replace(self, **copies)
 
     def require_usable(self, client_ids: Iterable[int]) -> None:
         """Raise FedsimError if a client has an unusable example."""

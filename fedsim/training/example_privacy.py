@@ -67,8 +67,9 @@ class ExamplePrivacy:
         Whether that noise withstands attacks on floating-point sampling, as it does by default.
     sampling : "poisson" or "shuffle"
         Poisson batches: each example is in a batch with probability ``|B| / N_i``, and batch sizes
-        vary. Shuffled passes: each pass is charged as one Gaussian without amplification. Batches
-        of a fixed size have replace-one neighbours, where examples have zero-out ones.
+        vary. Shuffled passes: each pass is charged as one Gaussian without amplification. Random
+        batches of a fixed size are not offered: their guarantee is for replace-one neighbours,
+        where that of examples is for zero-out neighbours.
     chunk : int
         Examples that go through the model at once; 0 for a rule by the batch size. A batch of any
         size takes as many chunks as it needs, and is never truncated.
@@ -193,8 +194,9 @@ class ExamplePrivacy:
         if self.sampling == "poisson":
             width = self.width(work, len(indices[0]), max_chunk)
             return plan_poisson(*inputs, width, amplified=self.private)
-        drawn = plan_batches(*inputs, one_order=self.step_noise.correlated)
-        return replace(drawn, index=drawn.index[:, :, None], weight=drawn.weight[:, :, None])
+        batches = plan_batches(*inputs, one_order=self.step_noise.correlated)
+        index, weight = batches.index[:, :, None], batches.weight[:, :, None]
+        return replace(batches, index=index, weight=weight)
 
     def width(self, work: LocalWork, size: int, max_chunk: int = MAX_CHUNK) -> int:
         """Physical batch width of a client with ``size`` examples, 1 or more."""

@@ -24,9 +24,9 @@ MOST_BYTES = 2**30
 _LATEST: dict[bytes, dict[bytes, tuple[Tensor, Tensor]]] = {}
 """Cache of the outputs of the stem that was used last: by its digest, then by the data's digest.
 
-It has one row for each of the data's examples, and which of the rows have been computed. The runs
-of a sweep differ in the layers behind the stem and in how examples are split, and computing the
-stem's outputs may take longer than training.
+The outputs have one row for each example of the data, and a mask says which rows are computed. The
+runs of a sweep differ in the layers behind the stem and in how examples are split, and computing
+the stem's outputs may take longer than training.
 """
 
 # Modules whose output for an example is a function of that example alone.
@@ -66,12 +66,12 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     children = list(model._modules.items())
     first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
     stem = nn.Sequential(*(child for _, child in children[:first]))
-    used = torch.from_numpy(np.unique(np.concatenate(data.indices))).to(data.x.device)
-    if not any(True for _ in stem.parameters()) or not len(used):
+    examples = torch.from_numpy(np.unique(np.concatenate(data.indices))).to(data.x.device)
+    if not any(True for _ in stem.parameters()) or not len(examples):
         return model, data
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     with torch.no_grad(), exact(data.x.device):
-        outputs = _cached_outputs(stem.to(data.x.device), data, used, dtype)
+        outputs = _cached_outputs(stem.to(data.x.device), data, examples, dtype)
     if outputs is None:
         return model, data
     rest = nn.Sequential(OrderedDict(children[first:]))
@@ -88,10 +88,10 @@ def _fixed(module: nn.Module) -> bool:
 
 
 def _cached_outputs(
-    stem: nn.Module, data: ClientData, used: Tensor, dtype: torch.dtype
+    stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Outputs ``[N, ...]`` of which those at ``used`` are set; None if they are too large."""
-    row = stem(data.inputs(used[:1], dtype))[0]
+    """Outputs ``[N, ...]`` of which those at ``examples`` are set; None if they are too large."""
+    row = stem(data.inputs(examples[:1], dtype))[0]
     size = len(data.x) * row.nbytes
     if size > MOST_BYTES:
         return None
@@ -105,11 +105,11 @@ def _cached_outputs(
     if digest not in cache:
         if size + sum(outputs.nbytes for outputs, _ in cache.values()) > MOST_BYTES:
             cache.clear()
-        known = row.new_zeros(len(data.x), dtype=torch.bool)
-        cache[digest] = row.new_zeros(len(data.x), *row.shape), known
-    outputs, known = cache[digest]
-    _compute(outputs, stem, data, used[~known[used]])
-    known[used] = True
+        is_computed = row.new_zeros(len(data.x), dtype=torch.bool)
+        cache[digest] = row.new_zeros(len(data.x), *row.shape), is_computed
+    outputs, is_computed = cache[digest]
+    _compute(outputs, stem, data, examples[~is_computed[examples]])
+    is_computed[examples] = True
     return outputs
 
 

@@ -115,8 +115,8 @@ class LocalRounds:
         sizes = [self.stepper.data.size(client) for client in client_ids.tolist()]
         widths, steps = np.array([*map(self._width, sizes)]), self.workload.steps(client_ids)
         # With example-level privacy a block draws alone, after its clients' ledger lines.
-        most = DRAWN_TOGETHER if self.privacy is None else 0
-        for group in draw_groups(widths, steps, size, most):
+        max_clients = DRAWN_TOGETHER if self.privacy is None else 0
+        for group in draw_groups(widths, steps, size, max_clients):
             ids = client_ids[group]
             # Clients that have started the round repeat their draws.
             sources = [
@@ -163,7 +163,7 @@ class LocalRounds:
         n = len(client_ids)
         theta = vectors.new_empty(n, self.payload.layout.d)
         metrics: dict[str, Floats] = {}
-        ended = []
+        final_states = []
         for positions, clients in self.blocks(client_ids, round, randomness, n):
             own_vectors = vectors if len(vectors) == 1 else vectors[positions]
             own_numbers = {name: [column[i] for i in positions] for name, column in numbers.items()}
@@ -173,8 +173,8 @@ class LocalRounds:
                 # A client without data must not enter the server's mean of clients' state.
                 default = np.nan if name.startswith(CLIENT_STATE) else 0.0
                 metrics.setdefault(name, np.full(n, default))[positions] = values
-            ended.append((result.carried, clients))
-        for carried, clients in ended:
+            final_states.append((result.carried, clients))
+        for carried, clients in final_states:
             self.finish(carried, clients)
         return LocalResult(theta, metrics)
 

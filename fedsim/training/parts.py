@@ -1,4 +1,4 @@
-"""What trains a part of a model's parameters: usually all of them, or those whose turn it is."""
+"""Local rounds of a part of a model's parameters: of all, or of those that train in turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def local_rounds(
     Raises
     ------
     FedsimError
-        If the model cannot be trained in this way.
+        If the model cannot be trained with these settings.
     """
     algorithm, data = client_state.algorithm, workload.data
     personal, private = client_state.personal, privacy is not None

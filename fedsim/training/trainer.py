@@ -317,7 +317,7 @@ class Trainer:
         numbers: Mapping[str, Sequence[float]] | None = None,
         randomness: Sequence[Randomness] | None = None,
     ) -> LocalResult:
-        """Train these clients, of one batch width at a time, and store the state that they keep.
+        """Train these clients, one batch width after another, and store the state that they keep.
 
         Parameters
         ----------
@@ -377,7 +377,7 @@ class Trainer:
         return part.starts(self._on_device(vector)[None], clients)
 
     def _part(self, vector: Tensor, round: int) -> LocalRounds:
-        """What trains the parameters of a round that starts from ``vector [d]``."""
+        """The local rounds of the parameters that train in a round from ``vector [d]``."""
         if self.alternation is None:
             return self.rounds
         vector = self._on_device(vector)

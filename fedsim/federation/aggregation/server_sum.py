@@ -298,7 +298,7 @@ class ServerSum:
 
 
 Aggregation = Callable[[AggregationSettings, Instructions, State, bool], ServerSum]
-"""What makes the aggregation of a round; the arguments are those of `ServerSum`."""
+"""Callable that creates the aggregation of a round; its arguments are those of `ServerSum`."""
 
 
 @dataclass(eq=False)

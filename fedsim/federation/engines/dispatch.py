@@ -80,8 +80,8 @@ class _Assignment:
         Whether it was asked for that sum.
     start_time : float
         When it began with the first chunk of its queue, by `time.monotonic`.
-    has_call : bool
-        Whether it was sent the round's call.
+    has_instructions : bool
+        Whether it was sent the round's instructions.
     """
 
     worker: Worker
@@ -89,7 +89,7 @@ class _Assignment:
     done: list[tuple[_Chunk, WorkerReply]] = field(default_factory=list)
     summing: bool = False
     start_time: float = 0.0
-    has_call: bool = False
+    has_instructions: bool = False
 
     @property
     def busy(self) -> bool:
@@ -141,8 +141,8 @@ class Dispatch:
     ) -> None:
         self._crew, self._trainer, self._into = crew, trainer, into
         self._timeout, self._retries = timeout, retries
-        self._call = instructions.for_workers(None if into is None else into.summing)
-        vector = self._call.vector
+        self._instructions = instructions.for_workers(None if into is None else into.summing)
+        vector = self._instructions.vector
         ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         row_bytes = max(vector.numel() * vector.element_size(), 1)
         # Summed rows are not sent, so that their chunks may have any size.
@@ -154,10 +154,10 @@ class Dispatch:
         """Yield the blocks of all clients, in no particular order."""
         # Drop answers of an earlier round that was not read to its end.
         self._crew.begin()
-        call = self._crew.shared(self._call)
+        reference = self._crew.shared(self._instructions)
         self._assignments = [_Assignment(worker) for worker in self._crew.workers]
         while True:
-            for client_ids, reason in self._hand_out(call):
+            for client_ids, reason in self._hand_out(reference):
                 yield Block.failed(client_ids, reason)
             busy = [assignment for assignment in self._assignments if assignment.busy]
             if not busy:
@@ -173,7 +173,7 @@ class Dispatch:
                 continue
             yield from self._received(assignment, answer)
 
-    def _hand_out(self, call: Any) -> list[tuple[Ids, Reason]]:
+    def _hand_out(self, reference: Any) -> list[tuple[Ids, Reason]]:
         """Assign chunks to workers; return the clients that cannot begin, and why."""
         refusals: list[tuple[Ids, Reason]] = []
         # Every worker gets a first chunk before any gets a second: at the end of a round, two
@@ -196,7 +196,7 @@ class Dispatch:
                             (chunk.client_ids, "budget" if is_over_budget else "raised")
                         )
                     else:
-                        self._ask(assignment, chunk, states, call)
+                        self._ask(assignment, chunk, states, reference)
         for assignment in self._assignments:
             # Fetch the worker's sum at the end, and before it gets a client alone: such a client is
             # suspected of ending its worker, which would lose the others' rows.
@@ -205,11 +205,13 @@ class Dispatch:
                 assignment.summing = True
         return refusals
 
-    def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
-        if not assignment.has_call:
+    def _ask(
+        self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, reference: Any
+    ) -> None:
+        if not assignment.has_instructions:
             # Sent here and not when the round begins, so that a replacement worker gets it too.
-            assignment.worker.begin(call)
-            assignment.has_call = True
+            assignment.worker.begin(reference)
+            assignment.has_instructions = True
         if not assignment.queue:
             assignment.start_time = time.monotonic()
         assignment.worker.ask(WorkRequest(chunk.client_ids, states))
@@ -223,10 +225,10 @@ class Dispatch:
         FedsimError
             If a ledger refuses the line, or a client's state cannot be read.
         """
-        ids, number = chunk.client_ids, self._call.round
-        if self._call.message_type == "evaluate":
+        ids, number = chunk.client_ids, self._instructions.round
+        if self._instructions.message_type == "evaluate":
             return self._trainer.state(ids, None)
-        self._trainer.charge(self._call.vector, ids, number)
+        self._trainer.charge(self._instructions.vector, ids, number)
         return self._trainer.state(ids, number)
 
     def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:
@@ -255,7 +257,7 @@ class Dispatch:
         answered, assignment.done, assignment.summing = assignment.done, [], False
         for _, trained in answered:
             if trained.tensors:
-                self._trainer.keep(trained.tensors, self._call.round)
+                self._trainer.keep(trained.tensors, self._instructions.round)
             yield from trained.blocks
 
     def _after_loss(self, assignment: _Assignment, error: Exception) -> Iterator[Block]:

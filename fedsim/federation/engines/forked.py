@@ -240,7 +240,7 @@ class ForkedCrew(Crew[ForkedWorker]):
         return next((worker for worker in busy if worker.connection in readable), None)
 
     def shared(self, instructions: Instructions) -> Spans:
-        """Store them in memory that all workers share; return their position."""
+        """Store the instructions in memory that all workers share; return their position."""
         return self._rounds.put(instructions)
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class RayWorker(Worker):
         self._started = False
 
     def begin(self, reference: Any) -> None:
-        """Send the reference; returns once the actor has started."""
+        """Send the reference of `RayCrew.shared`; returns once the actor has started."""
         import ray
 
         if not self._started:
@@ -214,7 +214,7 @@ class RayCrew(Crew[RayWorker]):
         return by_answer[finished[0]] if finished else None
 
     def shared(self, instructions: Instructions) -> Any:
-        """Reference to them in Ray's store, from which each machine fetches them once."""
+        """Reference to the instructions in Ray's store; each machine fetches them once."""
         import ray
 
         return ray.put(_arrays(instructions))

@@ -214,9 +214,9 @@ def guarded_blocks(
 ) -> Iterator[Block]:
     """Run clients in blocks, so that a client that raises fails alone.
 
-    If a block raises or is malformed, its clients and those that are still to come are run in two
-    halves, and so on, until the faulty one is alone. A client's result does not depend on the
-    others in its block, so that the successful ones give the same bytes as in the block.
+    If a block raises or is malformed, the clients without a block are run again in two halves, and
+    so on, until the faulty client is alone. A client's result does not depend on the others in its
+    block, so that the successful clients have the same bytes as without the faulty one.
 
     Yields
     ------
@@ -262,11 +262,12 @@ def _reason_of(error: BaseException) -> Reason:
 
 
 def _require_requested(block: Block, instructions: Instructions, missing: Set[int]) -> None:
-    """Raise `MalformedBlockError` unless a block has missing clients only, and their rows."""
+    """Raise `MalformedBlockError` unless a block has only missing clients, and their rows."""
     ids, layout = block.client_ids.tolist(), instructions.layout
     if not ids or not missing >= set(ids):
         raise MalformedBlockError(
-            f"a block is of clients {ids}; missing were {np.array([*missing])}."
+            f"a block is of clients {ids}; it must be of some of the clients that are still "
+            f"missing, {np.array([*missing])}."
         )
     if layout is None:
         if block.rows is not None:
