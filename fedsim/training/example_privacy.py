@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent, Noise
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.settings import check_settings
+from fedsim.settings import Ge, Gt, Lt, check_settings
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import (
     MAX_CHUNK,
@@ -92,9 +92,9 @@ class ExamplePrivacy:
     noise_multiplier: float | None = None
     hardened: bool | None = None
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    chunk: int = 0
-    delta: float = 1e-5
-    max_epsilon: float | None = None
+    chunk: Annotated[int, Ge(0)] = 0
+    delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
+    max_epsilon: Annotated[float | None, Gt(0)] = None
     stopping: Stopping = FIXED
     ledger_dir: Path | None = None
     unprotected_metrics: bool = False
@@ -114,8 +114,6 @@ class ExamplePrivacy:
                 "that is correlated over steps; it must be 'shuffle': which batches an example "
                 "is in must be known."
             )
-        if self.chunk < 0:
-            raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
 
     def ledgers(self) -> ClientLedgers:
         """The clients' ledgers, which record releases and enforce the budget."""

@@ -391,6 +391,21 @@ def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwi
 
 
 @pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"delta": 2.0}, r"delta is 2\.0; it must be less than 1"),
+        ({"delta": 0.0}, r"delta is 0\.0; it must be greater than 0"),
+        ({"max_epsilon": -1.0}, r"max-epsilon is -1\.0; it must be greater than 0"),
+        ({"chunk": -1}, "chunk is -1; it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_refused_when_it_is_given(settings, sentence):
+    with pytest.raises(FedsimError, match=sentence):
+        ExamplePrivacy(Clipping(1.0), 1.0, **settings)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {},
