@@ -77,12 +77,37 @@ def keywords_of(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Para
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered keywords that a callable takes.
+    """The offered keywords that a callable takes, which is called with keywords alone.
 
     Raises
     ------
     FedsimError
-        If it has no known signature.
+        If it has no known signature, or needs an argument by position.
     """
     keywords, takes_any = keywords_of(function)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise FedsimError(
+                f"{function!r} needs '{parameter.name}' by position; it must take it as a keyword."
+            )
     return {name: value for name, value in offered.items() if takes_any or name in keywords}
+
+
+def complete_arguments(
+    function: Callable[..., Any], name: str, offered: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The offered keywords that a callable takes, which must be all that it needs.
+
+    Raises
+    ------
+    FedsimError
+        If `accepted` refuses it, or it needs an argument that is not offered; the message calls it
+        by ``name``.
+    """
+    for key, parameter in keywords_of(function)[0].items():
+        if parameter.default is parameter.empty and key not in offered:
+            raise FedsimError(
+                f"'{name}' needs the argument '{key}', which must have a default; it is called "
+                f"with {', '.join(offered)}."
+            )
+    return accepted(function, offered)

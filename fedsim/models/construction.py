@@ -11,7 +11,7 @@ from torch import nn
 
 from fedsim import registry
 from fedsim.errors import FedsimError
-from fedsim.keywords import accepted, arguments_of
+from fedsim.keywords import accepted, arguments_of, complete_arguments
 from fedsim.models.parameters import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 
@@ -86,7 +86,7 @@ def build(
         model: Any = thing(**arguments, **accepted(thing, offered))
         is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
         if is_recipe:
-            sizes = accepted(model, offered)
+            sizes = complete_arguments(model, name, offered)
             if vocabulary and "vocabulary" not in sizes:
                 raise FedsimError(
                     f"model.name is '{name}', which takes numbers, but the data's inputs are tokens"

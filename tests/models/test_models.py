@@ -129,6 +129,8 @@ def test_wrong_names_and_options_end_with_their_sentence(
 
 
 NETS = """
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -153,6 +155,15 @@ def lazy():
 
 def broken():
     raise RuntimeError("the user's own")
+
+def by_position(features, /, num_classes):
+    return nn.Linear(64, num_classes)
+
+@dataclass
+class Recipe:
+    width: int = 3
+    def __call__(self, num_classes, depth):
+        return nn.Linear(64, num_classes)
 """
 
 
@@ -172,6 +183,17 @@ def test_a_users_model_is_found_and_given_the_keywords_it_takes(nets: str, attri
     again = build(f"{nets}:{attribute}", (64,), 10, dtype=torch.float64, seed=2)
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [("by_position", "needs 'features' by position"), ("Recipe", "needs the argument 'depth'")],
+)
+def test_a_users_model_that_needs_what_it_is_not_given_is_refused(
+    nets: str, attribute: str, message: str
+) -> None:
+    with pytest.raises(FedsimError, match=message):
+        build(f"{nets}:{attribute}", (64,), 10)
 
 
 def test_a_users_lazy_layers_are_refused(nets: str) -> None:
