@@ -17,7 +17,7 @@ from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import arrays_of_tables
 from fedsim.errors import FedsimError
-from fedsim.keywords import accepted, arguments_of
+from fedsim.keywords import accepted, arguments_of, complete_arguments
 from fedsim.lazy import torch
 
 
@@ -84,22 +84,22 @@ def load(
         "directory": Path(directory or "data"), "download": download, "normalize": normalize,
         "protected": protected,
     }  # fmt: skip
-    own = ":" in name  # a user's own class or function
+    kind = kind_of(name)
+    construction = {**offered, "path": name} if kind == "files" else offered
     with registry.current_directory_importable():
-        thing: Any = registry.find("data", kind_of(name), "data.name")
-        first = offered if own else {**offered, "path": name}
-        has_settings = dataclasses.is_dataclass(thing) and not own
+        thing: Any = registry.find("data", kind, "data.name")
+        has_settings = dataclasses.is_dataclass(thing) and ":" not in name
         table = "data" if has_settings else "data.options"
-        arguments = arguments_of(thing, name, settings, table, tuple(first))
-        dataset = thing(**arguments, **accepted(thing, first))
+        arguments = arguments_of(thing, name, settings, table, tuple(construction))
+        dataset = thing(**arguments, **accepted(thing, construction))
         if not isinstance(dataset, Dataset) and callable(dataset):
-            dataset = dataset(**accepted(dataset, offered))
+            dataset = dataset(**complete_arguments(dataset, name, offered))
     if not isinstance(dataset, Dataset):
         raise FedsimError(
             f"data.name is '{name}', which gives {type(dataset).__name__}; it must give a "
             "fedsim.datasets.Dataset."
         )
-    if own:
+    if ":" in name or name in registry.plugins("data"):
         dataset = dataset.checked(protected=protected)
     return dataset.ranged(train, test) if train or test else dataset
 

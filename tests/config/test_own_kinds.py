@@ -11,7 +11,7 @@ import pytest
 from sample_kinds import CLASSES, IMPORTS
 
 import fedsim
-from fedsim import RunConfig, registry
+from fedsim import RunConfig, datasets, registry
 from fedsim.errors import FedsimError
 from fedsim.runs.data_split import partitioner
 from fedsim.runs.preflight import check
@@ -28,6 +28,17 @@ def model(input_shape, num_classes, width=4):
 def focal(outputs, targets, power=2.0):
     log_p = outputs.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     return -((1 - log_p.exp()) ** power) * log_p
+"""
+UNCHECKED_DATA = """
+import torch
+from fedsim.datasets import Dataset, Split
+
+def unchecked(**keywords):
+    assert "path" not in keywords
+    train, test = (
+        Split(torch.zeros(3, 2), torch.tensor(labels)) for labels in ([0, 7, 1], [0, 1, 0])
+    )
+    return Dataset("unchecked", train, test, num_classes=2)
 """
 TREE = {
     "rounds": 2,
@@ -93,6 +104,20 @@ def test_the_same_by_entry_points_of_an_installed_package_has_keys(
     assert "test-theirs-3.0" in fedsim.run(config).metrics[-1]
     with pytest.raises(FedsimError, match=r"mechanism\.power = 0\.5; it must be at least 1"):
         config.replace(**{"mechanism.power": 0.5})
+
+
+def test_a_plugins_data_are_checked_as_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own_kinds.py").write_text(UNCHECKED_DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("data.theirs", "own_kinds:unchecked", registry.PLUGINS)
+    monkeypatch.setattr(registry, "_entry_points", lambda: (point,))
+    for name in ("own_kinds:unchecked", "theirs"):
+        with pytest.raises(FedsimError, match="label"):
+            datasets.load(name)
+        data = datasets.load(name, protected=True)
+        assert data.train.columns["unusable"].tolist() == [False, True, False]
 
 
 def test_a_plugin_that_does_not_describe_its_settings_has_options(
