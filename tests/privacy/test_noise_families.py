@@ -333,6 +333,7 @@ def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
         (Tree(1.0, coefficients="6"), "it must be at most 5"),
         (Tree(1.0, coefficients="many"), "the number of rounds of a tree"),
         (LambdaCGD(1.0, coefficients="x"), "lambda, a number from 0 to 1"),
+        (LambdaCGD(1.0, coefficients=".5 .6"), "lambda, a number from 0 to 1"),
     ],
 )
 def test_coefficients_that_are_none_are_refused(noise, said) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +40,10 @@ class LambdaCGD(Toeplitz):
                 (low, middle) if noise.error(1.0) <= next_noise.error(1.0) else (middle + 1, high)
             )
         return f"{low / 1000:g}"
+
+    def valid(self, numbers: Sequence[float]) -> bool:
+        """Whether they are a single number from 0 to 1."""
+        return super().valid(numbers) and len(numbers) == 1
 
     @property
     def _lambda(self) -> float:
