@@ -289,10 +289,10 @@ def _in_words(rules: Iterable[Any]) -> str:
         type(rule): _LIMITS[type(rule)].shown(rule) for rule in rules if type(rule) in _LIMITS
     }
     if limits.keys() == {Ge, Le}:
-        return f"between {limits[Ge]} and {limits[Le]}"
-    return " and ".join(
-        [*words, *(f"{_LIMITS[kind].words} {bound}" for kind, bound in limits.items())]
-    )
+        words.append(f"between {limits[Ge]} and {limits[Le]}")
+    else:
+        words += [f"{_LIMITS[kind].words} {bound}" for kind, bound in limits.items()]
+    return " and ".join(words)
 
 
 def _beyond_use(value: Any) -> str:

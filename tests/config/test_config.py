@@ -5,8 +5,9 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from fedsim.config.describe import flower_table
 from fedsim.config.tables import Choice, ConfigTable, is_table
 from fedsim.config.values import read_value
 from fedsim.errors import FedsimError
-from fedsim.settings import NamesPath, settings_of
+from fedsim.settings import Constraint, Ge, Le, NamesPath, allowed, settings_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -300,3 +301,12 @@ def test_a_number_may_begin_with_its_point() -> None:
     settings = ["client.lr=.25", "partition.name=dirichlet", "partition.alpha=.5"]
     config = RunConfig.of(settings)
     assert (config.client.lr, config.partition.alpha) == (0.25, 0.5)
+
+
+def test_a_rule_and_a_range_of_a_setting_are_both_in_its_allowed_values() -> None:
+    @dataclass
+    class Steps:
+        even: Annotated[int, Ge(2), Le(8), Constraint(lambda n: n % 2 == 0, "an even number")] = 2
+
+    (setting,) = settings_of(Steps)
+    assert allowed(setting) == "an even number and between 2 and 8"
