@@ -1,4 +1,4 @@
-"""Which keywords a class or function takes, and which of them a config or a caller gives."""
+"""The keywords that a class or function takes, and checks of those that a config gives."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def arguments_of(
     table : str
         Dotted name of the settings' table, for messages.
     filled : collection of str
-        Arguments that are determined otherwise, which may not be given.
+        Arguments that follow from other keys; they are refused among ``values``.
 
     Raises
     ------
     FedsimError
         If a setting is unknown or missing or, for a dataclass, has a wrong type or range.
     """
-    given = {key.replace("-", "_"): value for key, value in values.items()}
+    arguments = {key.replace("-", "_"): value for key, value in values.items()}
     settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
     keywords, takes_any = keywords_of(thing)
     takes = {*(settings or keywords)} - {*filled}
-    for key in given:
+    for key in arguments:
         dotted = f"{table}.{key.replace('_', '-')}"
         if key in filled:
             raise FedsimError(f"{dotted} is set; its value follows from other keys: leave it out.")
@@ -48,12 +48,12 @@ def arguments_of(
             known = ", ".join(sorted(key.replace("_", "-") for key in takes)) or "no options"
             raise FedsimError(f"{dotted} is not a setting of '{name}'; it takes {known}.")
     if settings:
-        by_key = {settings[key].key: value for key, value in given.items()}
+        by_key = {settings[key].key: value for key, value in arguments.items()}
         return read_settings(settings.values(), by_key, table)
     for key, parameter in keywords.items():
-        if parameter.default is parameter.empty and key not in {*given, *filled}:
+        if parameter.default is parameter.empty and key not in {*arguments, *filled}:
             raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
-    return given
+    return arguments
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:

@@ -78,10 +78,11 @@ class NamesPath:
     Attributes
     ----------
     use : "always", "training", "location" or "operator"
-        An input of the run, which its trained model needs too; an input of the training alone; a
-        place where inputs are looked for; a place that only the operator's machines open.
+        In this order: an input of the run, which its trained model needs too; an input of the
+        training alone; a folder that is searched for inputs; a path that only the operator's
+        machines open.
     is_name : callable
-        Whether a value is a name or a formula, and no path.
+        Whether a value is a name or a formula, rather than a path.
     """
 
     use: Literal["always", "training", "location", "operator"] = "always"
@@ -157,7 +158,7 @@ class Setting:
             except (TypeError, AttributeError, ValueError):
                 raise NotAllowedError("a string, as its description says") from None
         value = _typed(value, self.type)
-        if broken := _broken(self.metadata, value):
+        if broken := _broken_rules(self.metadata, value):
             raise NotAllowedError(_in_words(broken))
         if words := _beyond_use(value):
             raise NotAllowedError(words)
@@ -198,7 +199,7 @@ def _settings_of(kind: type) -> tuple[Setting, ...]:
 
 @cache
 def _field_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """One-line docstrings of the fields of a module's classes; none if it has no source at hand."""
+    """One-line docstrings of the fields of a module's classes; empty if it has no source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError):
@@ -272,7 +273,7 @@ _LIMITS: Mapping[type[BaseMetadata], _Limit] = {
 }
 
 
-def _broken(rules: Iterable[Any], value: Any) -> list[Any]:
+def _broken_rules(rules: Iterable[Any], value: Any) -> list[Any]:
     """The ranges that a value is outside of, and the constraints that it does not meet."""
     is_number = isinstance(value, int | float | Real) and not isinstance(value, bool)
     return [
@@ -320,7 +321,7 @@ def check_settings(subject: Any, prefix: str = "") -> None:
     for setting, of_type, rules in _checks(subject.__class__):
         value = getattr(subject, setting.name)
         if type(value) in of_type.types or of_type.test(value):
-            if not (broken := _broken(rules, value)):
+            if not (broken := _broken_rules(rules, value)):
                 continue
             words = _in_words(broken)
         elif setting.text is not None:

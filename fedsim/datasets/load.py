@@ -224,7 +224,7 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
 
 def _column(values: Any) -> Any:
     array = np.asarray(values)
-    if array.dtype.kind == "U":  # of texts and a NaN it makes the text "nan", which is not missing
+    if array.dtype.kind == "U":  # numpy turns a NaN among texts into "nan", which is not missing
         array = np.asarray(values, dtype=object)
     if array.dtype.kind in "mM":  # tolist() turns nanosecond times into integers
         array = array.astype(str)
@@ -279,8 +279,8 @@ def array_of(name: str, value: Any) -> npt.NDArray[Any]:
             return value.detach().cpu().numpy()
         array = np.asarray(value)
         is_texts = array.dtype.kind == "U" and isinstance(value, list | tuple)
-        if is_texts and any(isinstance(one, float) and math.isnan(one) for one in value):
-            raise ValueError("it has texts, and a NaN among them")
+        if is_texts and any(isinstance(item, float) and math.isnan(item) for item in value):
+            raise ValueError("it has a NaN among texts")
         return array
     except (TypeError, ValueError) as error:
         raise FedsimError(

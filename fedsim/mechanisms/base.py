@@ -238,7 +238,7 @@ class Mechanism(ABC):
 
 
 def require_mechanism(part: object, wrapper: str) -> None:
-    """Refuse a part of a composition that is no mechanism, or a robust mean.
+    """Refuse a robust mean, or an object that is no mechanism, as a part of a composition.
 
     Raises
     ------
@@ -292,7 +292,7 @@ class Bound(Mechanism):
     - if it releases numbers in addition to the vector, `scalars` and `split`: these, their noise;
     - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, the
       divisor of the mean, the weights of rows, and that there is no bound on norms;
-    - for speed, `keeps_rows`: that `shape_` changes no row (see also `ScalingBound`);
+    - for speed, `keeps_rows`: whether `shape_` leaves rows unchanged (see also `ScalingBound`);
     - for a report, `info`; for clients that make shares, `needs`.
 
     Tensors are of one sum, or of n owners' sums with a leading ``n`` (``...`` below). Only `info`
@@ -306,7 +306,7 @@ class Bound(Mechanism):
     free: ClassVar[bool] = False
     """Whether the radius is infinite: the grid of the sum then has a fixed unit."""
     keeps_rows: ClassVar[bool] = False
-    """Whether `shape_` only returns factors, and never changes the rows that it is given."""
+    """Whether `shape_` returns factors and leaves the rows unchanged."""
 
     @property
     def bare_sums(self) -> Mapping[str, BareSum]:

@@ -13,7 +13,8 @@ from fedsim.rows.norms import norms_, round_up, whiten_
 class ScalingBound(Bound):
     """A bound that multiplies each row by the factor from `scales`, and does nothing else.
 
-    Rows in factors are then measured and summed by these, and dense rows added without a copy.
+    Factored rows are therefore measured and summed by their factors, and dense rows are added
+    without a copy.
     """
 
     @property

@@ -82,7 +82,7 @@ def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
         widths = str(widths)
     pieces = widths.strip("[] ").split(",") if isinstance(widths, str) else widths
     try:
-        parsed = tuple(int(str(piece)) for piece in pieces)  # 2.7 is no whole number
+        parsed = tuple(int(str(piece)) for piece in pieces)  # int(2.7) would be 2
     except (ValueError, TypeError):
         parsed = ()
     if not parsed or min(parsed) < 1 or len(parsed) > DEEPEST or max(parsed) > WIDEST:

@@ -62,7 +62,7 @@ class LedgerFile:
         Hash of each line: the earlier heads of a ledger that was extended are among them.
     ends_incomplete : bool
         Whether the file, opened read-only, ends in a torn line. The last of `lines` and `heads`
-        is then that of the line that replaces it in memory; a repair may write another.
+        then belongs to the line that replaces it in memory; a repair may write another line.
     history : History
         Charged entries of this ledger and of the archive, and their cost.
 
@@ -384,7 +384,7 @@ class LedgerFile:
 
 
 def _shares_noise(entry: Entry, line: Entry) -> bool:
-    """Whether the difference of its release and an earlier line's would have no noise."""
+    """Whether it would release a different sum with the same noise as an earlier line."""
     is_identified = any(code is not None for code in (entry.run, entry.sum, line.sum))
     return entry.repeatable and line.repeatable and is_identified and entry.differs(line)
 

@@ -156,11 +156,11 @@ class BlockTrainer(Protocol):
 
     `train` and `evaluate` yield each client in one block, in any order, of a size that fits memory
     and cache, and compute nothing before they are iterated. A client's part of a block depends on
-    no other client in it. If a block raises, its clients are trained again in smaller ones: a
+    no other client in it. If a block raises, its clients are trained again in smaller blocks: a
     client's state must therefore change only when its block is complete.
 
-    A subclass needs `population`, `train` and `evaluate`; it inherits the rest, which is that of a
-    trainer on the CPU without state.
+    A subclass needs `population`, `train` and `evaluate`; the methods that it inherits are those of
+    a trainer on the CPU without state.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ class BlockTrainer(Protocol):
         Device on which it trains.
     """
 
-    if TYPE_CHECKING:  # inherited, it would be in the way of a dataclass's field of this name
+    if TYPE_CHECKING:  # at run time, a dataclass would take the property for its field's default
 
         @property
         def population(self) -> int:
@@ -187,7 +187,7 @@ class BlockTrainer(Protocol):
         """Loss and accuracy of ``vector [d]`` on these clients' data."""
 
     def costs(self, client_ids: Ids) -> npt.NDArray[np.float64]:
-        """Relative cost of each client's work, ``[n]``, above 0; here equal ones."""
+        """Relative cost of each client's work, ``[n]``, above 0; equal by default."""
         return np.ones(len(client_ids))
 
     def receive(self, config: Mapping[str, object]) -> None:
@@ -223,5 +223,8 @@ class BlockTrainer(Protocol):
         return
 
     def copy_for(self, device: str) -> Self:
-        """Trainer of the same clients for another process, on ``device``; their state is sent."""
+        """Trainer of the same clients for another process, on ``device``; their state is sent.
+
+        By default it is this trainer.
+        """
         return self

@@ -447,7 +447,7 @@ def test_flowers_samples_may_not_be_larger_than_the_declared_law_covers(cohort, 
     assert ledger.entries[0].event.law == cohort.law()
     if size < 1000:
         larger = GaussianPrivacyEvent(1.5, sample_size=size + 1, population_size=1000)
-        with pytest.raises(FedsimError, match="declare the law of what is sampled"):
+        with pytest.raises(FedsimError, match="declare the law of the samples"):
             ledger.would_exceed(larger, 5.0)
 
 

@@ -187,7 +187,7 @@ class Law(ABC):
         return None
 
     def expected_size(self, population: int) -> float:
-        """Expected number of rows of a sample; all of them where sampling does not amplify."""
+        """Expected number of rows of a sample; all of them if sampling does not amplify."""
         return self.rate * population
 
     def sampled(self, size: float, population: int) -> Law:
@@ -204,7 +204,7 @@ class Law(ABC):
             raise FedsimError(
                 f"samples have {size:g} of {population:,} rows; with the declared law "
                 f"({self.label}) they have {self.expected_size(population):,.4g}, and more would "
-                "cost more: declare the law of what is sampled."
+                "cost more: declare the law of the samples that are drawn."
             )
         return replace(self, population=population)
 
@@ -238,7 +238,7 @@ class Law(ABC):
         Raises
         ------
         FedsimError
-            If an option is none of this law's fields, or one that it needs is not given.
+            If an option is not a field of this law, or one that it needs is missing.
         """
         defaults = {setting.name: setting.default for setting in settings_of(cls)}
         names = defaults.keys()

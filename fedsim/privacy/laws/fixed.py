@@ -30,7 +30,7 @@ class FixedSizeLaw(Law):
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("replace-one",)
     flower: ClassVar[str] = "WITHOUT_REPLACEMENT"
     size: Annotated[int, Ge(1)]
-    population: Annotated[int, Ge(1)] = field()  # required, other than the base's
+    population: Annotated[int, Ge(1)] = field()  # required here, unlike in the base
     adjacency: Adjacency = "replace-one"
 
     def __post_init__(self) -> None:

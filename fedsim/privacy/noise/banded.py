@@ -74,7 +74,7 @@ class Banded(Toeplitz):
         return replace(noise, bands=bands)
 
     def best_coefficients(self, participation: Participation) -> str:
-        """A column of `bands` numbers with the least error, or as many as the rounds allow."""
+        """First column of C with the least error: `bands` numbers, at most one for each round."""
         bands = self.bands or min(participation.separation, MOST_BANDS)
         return text_of(best_bands(participation.rounds, min(bands, participation.rounds)))
 

@@ -31,15 +31,15 @@ class BISR(Toeplitz):
     name: ClassVar[str] = "bisr"
     local: ClassVar[bool] = True
     form: ClassVar[str] = (
-        "1, and then what is taken of each earlier round's draws, from 0 to 1 and together at most "
-        "1"
+        "1, and then the share of each earlier round's draws that is subtracted: numbers from 0 to "
+        "1, together at most 1"
     )
 
     draws: Annotated[int, Ge(0)] = 0
-    """From how many rounds' draws the noise of one round is made; 0 for the best power of 2."""
+    """How many rounds' draws the noise of one round combines; 0 for the best power of 2."""
 
     def best_coefficients(self, participation: Participation) -> str:
-        """Those of the number of draws (a power of 2) that has the least error."""
+        """Coefficients for the number of draws (a power of 2) with the least error."""
         # More draws leave less noise in long sums, but raise the sensitivity: try powers of 2.
         powers = [1 << k for k in range(7) if 1 << k <= min(participation.rounds, MOST_DRAWS)]
         candidates = [
