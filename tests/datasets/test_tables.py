@@ -51,7 +51,7 @@ def test_ranges_are_scaled_categories_become_features_and_every_fifth_row_is_for
 def test_a_missing_text_of_a_list_is_no_owner_called_nan():
     owners = ["a", "b", "a", "b", float("nan")]
     numbers = {"x": [[1.0]] * 5, "y": [0, 1, 0, 1, 0], "owner": owners}
-    with pytest.raises(FedsimError, match=r"owner of data= .*texts, and a NaN among them"):
+    with pytest.raises(FedsimError, match=r"owner of data= .*a NaN among texts"):
         dataset_of({"train": numbers, "test": numbers})
     table = {"age": [1, 2, 3, 4, 5], "ill": [0, 1, 0, 1, 0], "who": owners}
     with pytest.raises(FedsimError, match="no value in column 'who'"):
