@@ -50,9 +50,9 @@ class Files:
     """Which columns of a table, or of a folder that `datasets` has saved, are inputs, targets and
     others: 'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."""
     types: str = ""
-    r"""The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
-    that are not scaled: 'age=0:100,sex=female|male,height=number'. In a category, write \, and \|
-    for a comma and a bar."""
+    """The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
+    that are not scaled: 'age=0:100,sex=female|male,height=number'. A comma or a bar
+    within a category has a backslash before it."""
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
         """Read the files, or memory-map them if they are ``.npy``; see `load` for parameters.
