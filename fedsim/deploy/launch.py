@@ -214,10 +214,12 @@ class _Rows:
         """Context of the run, with a function that passes new rows to the callbacks."""
         self._callbacks.on_start(self._status(directory))
         self._warn_of_stop()
+        end: Ending | None = None
         try:
             yield lambda: self._poll(directory)
-        finally:
+            # Not if the run failed: the file may then be from before it was resumed.
             end = Ending.read(directory.path) if directory.done.is_file() else None
+        finally:
             self._callbacks.on_end(self._status(directory, end))
 
     def _poll(self, directory: RunDirectory) -> None:

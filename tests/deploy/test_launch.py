@@ -132,6 +132,31 @@ def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
     assert warnings == (0 if resumed else 1)
 
 
+def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path / "fedsim-run-7")
+    directory.path.mkdir()
+    directory.metrics_file.start(["round"], [{"round": 0}])
+    directory.finish(Ending("finished"))
+
+    class Refusing(Failing):
+        def __init__(self, home: Path, connection: str) -> None:
+            super().__init__(LOG)
+
+        def submit(self, app: Path) -> int:
+            return 7
+
+    monkeypatch.setattr(launch, "Operator", Refusing)
+    monkeypatch.setattr(launch, "last_run", lambda runs, name: directory)
+    watcher = Watcher()
+    config = RunConfig().replace(**{"checkpoint.resume": True})
+    resolved = MagicMock(config=config, uncovered=())
+    with pytest.raises(RunFailedError):
+        launch._submit(resolved, MagicMock(runs=tmp_path), None, [watcher])
+    assert watcher.calls == [("start", 0, None), ("end", 0, None)]
+
+
 def test_a_run_without_a_directory_of_the_users_has_one_with_its_config() -> None:
     """Without it no report of the run can be written, which was said to be an error."""
     with _directory(None, RunConfig.of(["rounds=3"])) as path:
