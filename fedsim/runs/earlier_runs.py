@@ -308,7 +308,7 @@ def refuse_other_files(
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedsimError(f"{path} is damaged ({error}); restore what the run wrote.") from None
     flat, found = config.to_run_config(), _files(config)
-    for key in sorted(files if keys is None else files.keys() & set(keys)):
+    for key in sorted(files.keys() & set(flat if keys is None else keys)):
         if Path(str(flat.get(key, ""))).is_absolute():
             continue
         original, current = files[key], found.get(key)

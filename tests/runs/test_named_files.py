@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,10 @@ def test_a_note_that_is_damaged_is_refused(run: Path) -> None:
     (run / NAMED_FILES).write_text("{}")
     with pytest.raises(FedsimError, match=r"named-files\.json is damaged"):
         resumed(run)
+
+
+def test_a_key_of_a_note_that_the_config_lacks_is_ignored(run: Path) -> None:
+    note = json.loads((run / NAMED_FILES).read_text())
+    note["files"] = {"partition.counts": "../mine/people.npz"}
+    (run / NAMED_FILES).write_text(json.dumps(note))
+    resumed(run)
