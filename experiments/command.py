@@ -145,7 +145,7 @@ def _check(console: Output, directory: Path, data: Path) -> None:
     elif not checked.faults:
         console.print(NOT_MEASURED)
     if checked.unrun:
-        console.print(Text(checked.unrun.says))
+        console.print(Text(checked.unrun.sentence))
     if checked.unrun and checked.unrun.cells:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("not run (PATTERN)", "runs", "hours of one core"):

@@ -10,7 +10,7 @@ from statistics import fmean
 from experiments.framework.base import ExperimentMember, Report
 from experiments.framework.directories import load
 from experiments.framework.judgement import Judgement, faults
-from experiments.framework.pages import Missing, Unrun, readme, unrun
+from experiments.framework.pages import Missing, MissingRuns, readme, unrun
 from experiments.framework.stored import Stored, gathered
 from fedsim import regular_files
 from fedsim.reports.plots import save
@@ -28,14 +28,14 @@ class Checked:
         Sentences; empty if results, judgement and page agree.
     page : str
         README.md as it should be.
-    unrun : Unrun or None
+    unrun : MissingRuns or None
         The missing runs; None if none is missing.
     """
 
     report: Report | None
     faults: list[str]
     page: str
-    unrun: Unrun | None = None
+    unrun: MissingRuns | None = None
 
 
 def check(directory: Path, *, data: Path = Path("data")) -> Checked:

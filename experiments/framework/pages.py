@@ -81,34 +81,36 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Unrun:
+class MissingRuns:
     """The members that have not been run.
 
     Attributes
     ----------
-    says : str
+    sentence : str
         How many they are, why they are missing, and how long they would take.
     cells : list of (str, str, int, float)
         Each cell's name, a pattern of its missing members, their number, and their hours of one
         core; empty if no time is known.
     """
 
-    says: str
+    sentence: str
     cells: Sequence[tuple[str, str, int, float]] = ()
 
     def markdown(self, name: str) -> str:
         """The text for an experiment's page, with a command for each cell."""
         if not self.cells:
-            return self.says
+            return self.sentence
         rows: list[list[str | float | None]] = [
             [cell, runs, hours, f'`fedsim experiment {name} --only "{pattern}" --store`']
             for cell, pattern, runs, hours in self.cells
         ]
         table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
-        return f"{self.says}\n\n{table}"
+        return f"{self.sentence}\n\n{table}"
 
 
-def unrun(judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool) -> Unrun:
+def unrun(
+    judgement: Judgement, missing: Sequence[Missing], total: int, *, more: bool
+) -> MissingRuns:
     """Describe the missing members: why they are missing, and each cell's hours.
 
     Parameters
@@ -123,12 +125,12 @@ def unrun(judgement: Judgement, missing: Sequence[Missing], total: int, *, more:
     seconds = [one.seconds for one in missing if one.seconds is not None]
     text = f"{judgement.not_run.strip()} {says}".strip()
     if not seconds:
-        return Unrun(f"{text}.")
+        return MissingRuns(f"{text}.")
     cells: dict[str, list[float]] = {}
     for one in missing:
         cells.setdefault(one.member.cell, []).append(one.seconds or 0.0)
     names = {one.member.name for one in missing}
-    return Unrun(
+    return MissingRuns(
         f"{text}: an estimated {_duration(sum(seconds))} of one core.",
         [
             (cell, cell if cell in names else f"{cell} *", len(of_cell), sum(of_cell) / 3600)
@@ -216,7 +218,7 @@ def sections(
     pictures : str
         Prefix of a picture's file name in a link.
     missing : str
-        Markdown of `Unrun` on members that have not been run.
+        Markdown of `MissingRuns` on members that have not been run.
     """
     figures = _figures(report, seeds)
     if report is None:

@@ -25,7 +25,7 @@ from fedsim.runs.earlier_runs import resumed_config
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
-from fedsim.runs.session import CALLERS
+from fedsim.runs.session import CALLERS_CALLBACKS
 
 _log = logging.getLogger("fedsim")
 
@@ -69,7 +69,7 @@ def _run(grid: Grid, context: Context) -> None:
     callbacks: dict[str, Callback] = {"log": _Log()}
     distant = distant_callback()
     if distant is not None:
-        callbacks[CALLERS] = distant
+        callbacks[CALLERS_CALLBACKS] = distant
     with nullcontext() if claimed else holding:
         result = drive(
             resolved,

@@ -81,7 +81,7 @@ DRAWS = (
     *checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
     *checks_of("sampler",
         ("charged rate", sampling.charged_rate, "more is sampled than charged"),
-        fits=lambda sampled: sampled.own_rates),
+        fits=lambda sampled: sampled.client_rates),
     *checks_of("sampler",
         ("sizes", sampling.sizes, "another sampler, or rate"),
         fits=lambda sampled: sampled.has_law),
@@ -98,7 +98,7 @@ DRAWS = (
     *checks_of("plan",
         ("rounds of each client", plan.participations,
          "rows are in more rounds than the plan counts on"),
-        fits=lambda sampled: sampled.limited),
+        fits=lambda sampled: sampled.limits_participation),
 )
 DECLARED_LAW = checks_of("sampler",
     ("declared inclusion probabilities", sampling.declared_law,

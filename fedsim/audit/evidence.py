@@ -287,12 +287,15 @@ class ClientEvidence(Evidence):
     def _checks_of_canaries(self) -> Iterator[Gathered]:
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
-            never = untested(
+            untested_canary = untested(
                 f"{min(FEW_ROUNDS, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",
             )
-            unmade = (*catalogue.CANARIES, *moved, *catalogue.LEAVES)
-            yield lambda: never, [replace(check, test=lambda found: found) for check in unmade]
+            checks = (*catalogue.CANARIES, *moved, *catalogue.LEAVES)
+            yield (
+                lambda: untested_canary,
+                [replace(check, test=lambda found: found) for check in checks],
+            )
             return
         yield lambda: self.canaries, catalogue.CANARIES
         yield lambda: self.canaries.moved, moved

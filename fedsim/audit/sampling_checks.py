@@ -112,36 +112,36 @@ class Sampled:
         return cls(membership, lengths, event, examined, fault, law, probabilities, participation)
 
     @property
-    def limited(self) -> bool:
+    def limits_participation(self) -> bool:
         """Whether the plan limits the rounds that a row can be in."""
         plan = self.participation
         return not self.fault and plan is not None and plan.participations < plan.rounds
 
     @property
-    def own_rates(self) -> bool:
+    def client_rates(self) -> bool:
         """Whether each client has its own probability."""
         return self.probabilities is not None
 
     @property
     def has_law(self) -> bool:
         """Whether there is a law, or there are probabilities, to test."""
-        known = self.law is not None or self.own_rates
+        known = self.law is not None or self.client_rates
         return known and not self.fault and len(self.membership) > 0
 
     @property
     def at_random(self) -> bool:
         """Whether there is a law, and not all clients are sampled in every round."""
-        everyone = not self.own_rates and self.law is not None and self.law.one == 1
+        everyone = not self.client_rates and self.law is not None and self.law.one == 1
         return self.has_law and not everyone
 
     @property
     def equal_rates(self) -> bool:
         """Whether all clients have the same probability."""
-        return self.at_random and not self.own_rates
+        return self.at_random and not self.client_rates
 
     @property
     def inclusion(self) -> Inclusion:
-        """The law of rounds without own rates."""
+        """The law, if clients have no probabilities of their own."""
         assert self.law is not None
         return self.law
 

@@ -116,7 +116,7 @@ def audit(
     }  # fmt: skip
     if target and config is None:
         of_configs = {"set", "allow-code", "canaries", "deep"}
-        _refuse_given(of_configs, "a config; this audit is of a --target")
+        _refuse_options(of_configs, "a config; this audit is of a --target")
         if rate is not None and rate < 1:
             plain["sampling"] = "fixed" if adjacency == "replace-one" else "poisson"
         name = target.rpartition(":")[2]
@@ -128,7 +128,7 @@ def audit(
         verdict, assumptions = _audit_target(target, python, claim, plain, options)
     elif config is not None and not target:
         of_targets = (plain.keys() - {"rounds"}) | {"claim", "python", "seconds"}
-        _refuse_given(of_targets, "--target; a config states its own claims")
+        _refuse_options(of_targets, "--target; a config states its own claims")
         settings = RunConfig.load(config, set_ or [])
         name, path = settings.name, out or Path("runs") / f"{settings.name}-audit.png"
         check_out(path, ".png")
@@ -149,12 +149,12 @@ def audit(
         raise typer.Exit(1)
 
 
-def _refuse_given(names: Set[str], place: str) -> None:
+def _refuse_options(names: Set[str], place: str) -> None:
     """Refuse options of the other kind of audit, which would be ignored."""
     context = get_current_context()
     for option in context.command.params:
-        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.opts[0].removeprefix("--") in names:
+        is_set = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if is_set and option.opts[0].removeprefix("--") in names:
             raise FedsimError(f"{option.opts[0]} belongs to {place}.")
 
 

@@ -215,7 +215,7 @@ class Choice(ConfigTable):
         return arguments_of(factory, self.chosen, self.options, self.key("options"), filled)
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def settings_by_key(self) -> Mapping[str, Any]:
         """The chosen thing's settings or options by key, as a config writes them."""
         settings = self.own_settings(self.chosen)
         return self.options or {s.key: s.write(self.own[s.name]) for s in settings}
@@ -241,7 +241,7 @@ class Choice(ConfigTable):
         chosen, tree = {self.selector: self.chosen}, super().to_tree()
         if self.has_options(self.chosen):
             return {**chosen, **tree, "options": dict(self.options)}
-        return {**chosen, **self.given, **tree}
+        return {**chosen, **self.settings_by_key, **tree}
 
     @classmethod
     def registered(cls, name: str) -> str:

@@ -4,8 +4,8 @@
 
     checkpoint/round-20/SHA256.safetensors      the last two
     checkpoint/round-10/SHA256.safetensors
-    checkpoint/best-12/SHA256.safetensors       if `checkpoint.best` names a metric: the best
-    checkpoint/best-7/SHA256.safetensors        round, now and when each of these was the last
+    checkpoint/best-12/SHA256.safetensors       the best round, if `checkpoint.best` names a metric
+    checkpoint/best-7/SHA256.safetensors        the best round up to round 10
 
 A checkpoint is a directory that is written under a temporary name, synced and renamed. Its file is
 named by its digest, so that a file that was truncated by a crash of the machine, or edited, is
@@ -47,7 +47,7 @@ from fedsim.runs.resolve import Resolved
 _log = logging.getLogger("fedsim")
 
 Name = Literal["round", "best"]
-_KEPT = 2  # checkpoints of last rounds
+_LAST_ROUNDS = 2  # those whose checkpoints are not removed
 _STATE = "state"
 _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
@@ -164,8 +164,8 @@ class Checkpoints:
     def save(self, state: RunState, name: Name = "round") -> None:
         """Write a state as the latest checkpoint, or as the best, and remove older ones.
 
-        Of the latest, the previous one is kept too; of the best, those that were the best when one
-        of these two was the latest, from which the run may be resumed.
+        The previous latest one stays too. The run may be resumed from either of these two, so that
+        the best round up to each of them stays as well.
 
         Raises
         ------
@@ -197,8 +197,8 @@ class Checkpoints:
         draft.rename(target)
         self._clear_drafts()
         rounds, bests = self.rounds(), self.rounds("best")
-        self.remove("round", rounds[:-_KEPT])
-        best_rounds = {max((b for b in bests if b <= r), default=0) for r in rounds[-_KEPT:]}
+        self.remove("round", rounds[:-_LAST_ROUNDS])
+        best_rounds = {max((b for b in bests if b <= r), default=0) for r in rounds[-_LAST_ROUNDS:]}
         self.remove("best", {*bests[:-1]} - best_rounds)
 
     def remove(self, name: Name, rounds: Iterable[int]) -> None:

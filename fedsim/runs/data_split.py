@@ -180,7 +180,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         train=data.train,
         test=data.test,
         protected=config.protects,
-        **data.given,
+        **data.settings_by_key,
     )
 
 

@@ -40,7 +40,7 @@ def initial_model(
             vocabulary=dataset.vocabulary,
             dtype=getattr(torch, settings.dtype),
             seed=config.seed,
-            **settings.given,
+            **settings.settings_by_key,
         )
         return _prepared(config, model)
     try:

@@ -40,7 +40,7 @@ from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.session import CALLERS, Session, run_sessions
+from fedsim.runs.session import CALLERS_CALLBACKS, Session, run_sessions
 from fedsim.runs.split_record import write_record
 from fedsim.strategies import RunFailedError
 from fedsim.training.batches import local_multiplications
@@ -138,7 +138,9 @@ def run(
         if not resume:
             _archive_client_state(resolved.config)
         if grid is not None:
-            return drive(resolved, grid, directory, {CALLERS: Callbacks.numbered(callbacks)})
+            return drive(
+                resolved, grid, directory, {CALLERS_CALLBACKS: Callbacks.numbered(callbacks)}
+            )
         launch = FLOWER_RUNTIMES[resolved.config.engine.name]
         result: RunResult = resolve_name(launch)(resolved, directory and directory.path, callbacks)
         return result

@@ -32,7 +32,7 @@ from fedsim.runs.split_record import check_state_dir
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
-CALLERS = "yours"
+CALLERS_CALLBACKS = "yours"
 """Name, in checkpoints, of the callbacks that the caller passed to `fedsim.run`."""
 
 _log = logging.getLogger("fedsim")

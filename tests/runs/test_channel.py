@@ -14,7 +14,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.runner import drive
-from fedsim.runs.session import CALLERS
+from fedsim.runs.session import CALLERS_CALLBACKS
 
 CONFIG = RunConfig.parse(
     {"rounds": 4, "partition": {"clients": 4, "max-examples": 40}, "engine": {"device": "cpu"}}
@@ -51,7 +51,7 @@ def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
     with CallbackServer([watching]) as server:
         resolved = resolve(CONFIG)
         distant = DistantCallback(server.variables[CHANNEL])
-        result = drive(resolved, LocalGrid(resolved.trainer), None, {CALLERS: distant})
+        result = drive(resolved, LocalGrid(resolved.trainer), None, {CALLERS_CALLBACKS: distant})
         assert (result.ended, result.why) == ("stopped", "Stopped early: Watching has stopped it.")
         rounds = [("round", number) for number in range(3)]
         assert watching.seen == [("start", 0), *rounds, ("end: stopped", 2)]
@@ -77,7 +77,7 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
             resolved,
             LocalGrid(resolved.trainer),
             directory,
-            {CALLERS: distant},
+            {CALLERS_CALLBACKS: distant},
             end_request=lambda: distant.asked_to_end,
         )
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)

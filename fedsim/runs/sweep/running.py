@@ -26,7 +26,7 @@ from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.run_ledgers import Ending
-from fedsim.runs.session import CALLERS, Session, failure_sentence, run_sessions
+from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, run_sessions
 from fedsim.runs.summary import record_ending
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.search import SweepRun, comparison_measure
@@ -263,7 +263,9 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             )
             if state is None:
                 note_files(directory.path, resolved.config)
-            watching = {} if sweep.observer is None else {CALLERS: _Watcher(run, sweep.observer)}
+            watching = (
+                {} if sweep.observer is None else {CALLERS_CALLBACKS: _Watcher(run, sweep.observer)}
+            )
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = run_sessions(sessions, partial(_make_rounds, sessions))
         endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
