@@ -74,7 +74,7 @@ class Check:
     cause : str
         Most likely cause of a violation.
     fits : callable
-        Whether the test applies to a sample; others are left out.
+        Whether the test applies to a sample; it is not made on other samples.
     """
 
     part: Part
@@ -93,7 +93,7 @@ def checks_of(
     *rows: tuple[str, Callable[..., Finding], str],
     fits: Callable[..., bool] = Check.fits,
 ) -> tuple[Check, ...]:
-    """Make checks of one part, and of the samples that ``fits``, from rows of name, test, cause."""
+    """Make checks of one part from rows of name, test and cause, for samples that ``fits``."""
     return tuple(Check(part, *row, fits) for row in rows)
 
 

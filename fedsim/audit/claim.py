@@ -203,7 +203,7 @@ def no_fault(
     runs: Sequence[Observation],
     planned: ReleasePlan[Any],
 ) -> Finding:
-    """Whether no run has a fault, which the function ``fault`` says in words or not at all."""
+    """Whether no run has the fault that the function ``fault`` describes if a run has it."""
     examined = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
     found = next((words for run in runs if (words := fault(run, planned))), None)
     return invariant(examined, found, expected)

@@ -87,7 +87,7 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 
 
 def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
-    """Dotted keys that may name a file or directory for one of ``uses`` (or any), with marks."""
+    """Marks of the keys that may name a file or directory, for one of ``uses`` or for any use."""
     keys = {}
     for table in _all_tables(config):
         chosen = table.own_settings(table.chosen) if isinstance(table, Choice) else ()

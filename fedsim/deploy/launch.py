@@ -258,7 +258,7 @@ class _Rows:
 
 
 def _version_of(file: Path) -> tuple[int, int] | None:
-    """What changes if a file is written again or grows; None without the file."""
+    """A file's inode and size, which change if it is replaced or grows; None without the file."""
     try:
         about = file.stat()
     except OSError:

@@ -15,7 +15,7 @@ from fedsim.runs.metrics import brief, is_share
 from fedsim.runs.record import RunRecord
 
 _ROUNDING = 1e-12
-"""Deviation of equal values relative to their mean, which is no deviation."""
+"""Largest deviation, relative to the mean, that is put down to rounding and not shown."""
 
 
 @dataclass(frozen=True)

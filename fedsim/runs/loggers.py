@@ -71,7 +71,7 @@ class MLflow(_Continued):
         resumed, name = self._id is not None, status.config.title or status.config.name
         self._id = mlflow.start_run(run_id=self._id, run_name=name, nested=True).info.run_id
         # MLflow has one active run, and a sweep makes several runs at once: every call below names
-        # its run, which goes on without being the active one.
+        # its run, which continues without being the active one.
         mlflow.end_run("RUNNING")
         if not resumed:
             mlflow.log_params(status.config.to_run_config(), run_id=self._id)

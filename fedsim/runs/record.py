@@ -51,9 +51,10 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path, ledgers: RunLedgers | None = None) -> RunRecord:
-        """Read a run's directory; its ledgers, too, unless they are given.
+        """Read a run's directory, and its ledgers unless they are passed as ``ledgers``.
 
-        Given ones have made their statements, which takes a while, or are none at all.
+        Composing their statements takes a while: pass ledgers that have done so, or empty ones if
+        no statement is needed.
 
         Raises
         ------
@@ -83,7 +84,7 @@ class RunRecord:
 
     @property
     def ending(self) -> Ending:
-        """How it ended."""
+        """How the run ended."""
         return self.ledgers.ending
 
     @property
@@ -197,7 +198,7 @@ class RunResult:
     arrays : ArrayRecord
         The final shared parameters.
     ledgers : RunLedgers
-        What it cost, and how it ended.
+        What the run cost, and how it ended.
     directory : RunDirectory or None
         The run's directory; None if nothing was written.
     notes : tuple of str
