@@ -352,7 +352,7 @@ def require_trainer(trainer: BlockTrainer | ClientApp) -> BlockTrainer:
     FedsimError
         If it does not implement `BlockTrainer`.
     """
-    if isinstance(trainer, BlockTrainer):
+    if isinstance(trainer, BlockTrainer) and hasattr(trainer, "population"):
         return trainer
     raise FedsimError(
         f"a {type(trainer).__name__} is not a fedsim.rows.block.BlockTrainer; derive a class with "

@@ -360,3 +360,15 @@ def test_what_clients_keep_and_spend_does_not_depend_on_workers(name, tmp_path):
         ledger = (out / "ledger.jsonl").read_text().count("release")
         seen.append((model, ledger, spent))
     assert seen[0] == seen[1]
+
+
+def test_a_trainer_without_a_population_is_refused() -> None:
+    class Countless(BlockTrainer):
+        def train(self, vector, client_ids, round):
+            yield from ()
+
+        def evaluate(self, vector, client_ids, round):
+            yield from ()
+
+    with pytest.raises(FedsimError, match="derive a class with population, train and evaluate"):
+        LocalGrid(Countless())
