@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
@@ -30,7 +30,7 @@ class RobustMean(NoPrivacy):
     """
 
     protects_nobody: ClassVar[bool] = True
-    weighting: ClassVar[Weighting] = "uniform"  # type: ignore[misc]
+    weighting: Weighting = field(default="uniform", init=False, repr=False)
 
     @abstractmethod
     def center(self, rows: Tensor) -> Tensor:

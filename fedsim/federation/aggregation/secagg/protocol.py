@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,7 @@ def stage_of(message: Message) -> Stage | None:
         return None
     record = message.content.config_records.get(RECORD)
     stage = None if record is None else record.get("stage")
-    return stage if stage in ("keys", "shares", "masked", "unmask") else None  # type: ignore[return-value]
+    return next((known for known in get_args(Stage) if known == stage), None)
 
 
 def entries_of(message: Message) -> ConfigRecord:
