@@ -103,14 +103,14 @@ Gathered = tuple[Callable[[], Any], Iterable[Check]]
 
 def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
     """Run all checks, or those with these names; only needed samples are gathered."""
-    found = []
+    findings = []
     for gather, checks in gathered:
         chosen = [check for check in checks if not names or check.name in names]
         sample = gather() if chosen else None
         if sample is not None:
             sample = sample if isinstance(sample, tuple) else (sample,)
-            found += [check.find(*sample) for check in chosen if check.fits(*sample)]
-    return found
+            findings += [check.find(*sample) for check in chosen if check.fits(*sample)]
+    return findings
 
 
 def invariant(examined: str, fault: str | None, expected: str) -> Finding:

@@ -205,8 +205,8 @@ def no_fault(
 ) -> Finding:
     """Whether no run has the fault that the function ``fault`` describes if a run has it."""
     examined = f"{sum(len(run.moves) for run in runs):,} rounds in {len(runs)} runs"
-    found = next((words for run in runs if (words := fault(run, planned))), None)
-    return invariant(examined, found, expected)
+    sentence = next((words for run in runs if (words := fault(run, planned))), None)
+    return invariant(examined, sentence, expected)
 
 
 def uncharged_release(run: Observation, planned: ReleasePlan[Any]) -> str | None:

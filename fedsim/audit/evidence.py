@@ -294,7 +294,7 @@ class ClientEvidence(Evidence):
             checks = (*catalogue.CANARIES, *moved, *catalogue.LEAVES)
             yield (
                 lambda: untested_canary,
-                [replace(check, test=lambda found: found) for check in checks],
+                [replace(check, test=lambda finding: finding) for check in checks],
             )
             return
         yield lambda: self.canaries, catalogue.CANARIES

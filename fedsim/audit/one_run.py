@@ -58,12 +58,12 @@ def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> Attack
         ),
     )
     guesses, correct = _guess(fresh, fresh_coins, share)
-    found = statistical(
+    finding = statistical(
         f"{canaries} canaries, each in or out by a coin",
         wrong_guesses(canaries, guesses, guesses - correct, claim),
     )
     bound = guesses_epsilon_bound(canaries, *_guess(fresh, fresh_coins, widest), risk, claim.delta)
-    return Attack(replace(found, name="one run"), claim, bound)
+    return Attack(replace(finding, name="one run"), claim, bound)
 
 
 def _guess(scores: Floats, coins: Bools, share: float) -> tuple[int, int]:

@@ -115,8 +115,8 @@ def _unprotected(noise_only: NoiseOnly) -> str | None:
     if noise_only.target.template.shows_clients:
         return None
     names = (name for run in noise_only.runs for numbers in run.outputs for name in numbers)
-    found = next((name for name in names if name.startswith(("metrics.", "evaluation."))), None)
-    return found and f"{found} leaves a round whose metrics are not released"
+    column = next((name for name in names if name.startswith(("metrics.", "evaluation."))), None)
+    return column and f"{column} leaves a round whose metrics are not released"
 
 
 def _unexplained(noise_only: NoiseOnly) -> str | None:
@@ -141,15 +141,15 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
         table = _table([run])
         if table is None or table[0] != names:
             return "other numbers leave a round with a canary"
-        found, predicted = table[1][0], _design(run) @ coefficients
+        measured, predicted = table[1][0], _design(run) @ coefficients
         for index, name in enumerate(names):
             size = 1 + abs(values[0, index])
-            off = abs(found[index] - predicted[index])
+            off = abs(measured[index] - predicted[index])
             if spread[index] <= SMALLEST_DIFFERENCE * size:
-                if abs(found[index] - values[0, index]) > SMALLEST_DIFFERENCE * size:
+                if abs(measured[index] - values[0, index]) > SMALLEST_DIFFERENCE * size:
                     return f"{name} has no noise and moves with a canary"
             elif residuals[index] <= FUNCTION_RESIDUAL * spread[index]:
-                if off > FUNCTION_BROKEN * (spread[index] + abs(found[index])):
+                if off > FUNCTION_BROKEN * (spread[index] + abs(measured[index])):
                     return f"{name} follows from the release only if all clients send zeros"
             elif small and off > MOST_STDS_OFF * residuals[index] and not name.startswith(NOISY):
                 return f"{name} is {off / residuals[index]:.3g} std from what the release explains"

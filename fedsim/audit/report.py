@@ -128,11 +128,15 @@ def _attacks(verdict: Verdict) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for attack in verdict.attacks:
-        found = attack.finding
+        finding = attack.finding
         table.add_row(
-            *(found.name, *attack.errors_in_words, found.limit(verdict.risk), _p(found.p_value)),
-            *(f"{attack.epsilon_bound:.2f}", f"{attack.claim.epsilon:.2f}"),
-            "violation" if found.refutes(verdict.risk) else "ok",
+            finding.name,
+            *attack.errors_in_words,
+            finding.limit(verdict.risk),
+            _p(finding.p_value),
+            f"{attack.epsilon_bound:.2f}",
+            f"{attack.claim.epsilon:.2f}",
+            "violation" if finding.refutes(verdict.risk) else "ok",
         )
     return table
 

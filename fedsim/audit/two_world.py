@@ -138,13 +138,13 @@ def distinguish(
 
     fp, fn = count(against_curve)
     best = against_curve.score
-    found = statistical(
+    finding = statistical(
         f"{fresh:,} runs without and {fresh:,} with the canary",
         missed_statistic(fp, fn, fresh, claim, f", by {best}"),
     )
     bound = float(epsilon_bound(*count(for_epsilon), fresh, risk, claim.delta)[0])
     box = Box(int(fp[0]), int(fn[0]), fresh, risk)
-    return Attack(replace(found, name=name), claim, bound, box, best)
+    return Attack(replace(finding, name=name), claim, bound, box, best)
 
 
 @dataclass(frozen=True)

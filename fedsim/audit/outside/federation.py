@@ -170,10 +170,10 @@ def load(name: str) -> Callable[..., Any]:
     else:
         sys.path.insert(0, os.getcwd())
         module = importlib.import_module(source)
-    found: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(found):
+    target: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(target):
         raise ValueError(f"{source} has no callable {attribute!r}")
-    return found
+    return target
 
 
 def serve(name: str) -> None:
