@@ -338,7 +338,7 @@ def test_a_strangers_words_are_one_plain_line_of_the_log(caplog):
         assert len(record.getMessage()) < 500
 
 
-def test_a_users_aggregation_gets_the_records_that_clients_sent_and_ends_no_run(caplog):
+def test_a_users_aggregation_gets_what_clients_sent_in_their_order_and_ends_no_run(caplog):
     seen: list[RecordDict] = []
 
     def aggregate(records: list[RecordDict], key: str) -> MetricRecord:
@@ -346,8 +346,10 @@ def test_a_users_aggregation_gets_the_records_that_clients_sent_and_ends_no_run(
         return MetricRecord({"n": len(records)})
 
     contents = [good() for _ in range(NODES)]
+    for k, content in enumerate(contents):
+        content.metric_records["metrics"]["loss"] = float(k)
     one = Round(strategy(NoPrivacy("uniform"), train_metrics_aggr_fn=aggregate))
-    one.aggregate([one.reply(k, content) for k, content in enumerate(contents)])
+    one.aggregate([one.reply(k, content) for k, content in reversed([*enumerate(contents)])])
     assert one.metrics == MetricRecord({"n": NODES})
     assert seen == contents
 
