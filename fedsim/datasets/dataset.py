@@ -182,10 +182,11 @@ class Dataset:
     def checked(self, *, protected: bool) -> Dataset:
         """The data set, after a check that labels and tokens are within its numbers of them.
 
-        `of` checks its arrays itself; this is for a `Dataset` that a user constructed directly. For
-        a private run (``protected``) nothing depends on the training examples: numbers of classes
-        and tokens that were not declared are counted in the test examples, if they have any, and a
-        training example out of that range becomes ``unusable`` (see `Split`).
+        `of` checks its arrays itself; this is for a `Dataset` that a user constructed directly, or
+        that `ranged` has reduced. Numbers of classes and tokens that were not declared are counted
+        again. For a private run (``protected``) nothing depends on the training examples: those
+        numbers are counted in the test examples, if they have any, and a training example out of
+        that range becomes ``unusable`` (see `Split`).
 
         Raises
         ------
@@ -196,14 +197,12 @@ class Dataset:
         sizes = {"classes": Size(0), "vocabulary": Size(0)}
         for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
             if number:
-                declared = 0 if protected and key in self.found_in else number
+                declared = 0 if key in self.found_in else number
                 where = f"data {self.name}"
                 sizes[key] = found_size(key, declared, train, test, where, protected)
-        if not protected:
-            return self
         return replace(
             self,
-            train=_split(with_unusable(train, sizes)),
+            train=_split(with_unusable(train, sizes)) if protected else self.train,
             num_classes=sizes["classes"].size,
             vocabulary=sizes["vocabulary"].size,
             found_in=_found_in(self.found_in, sizes),
@@ -360,8 +359,10 @@ def _split(arrays: Mapping[str, Array]) -> Split:
 
 
 def _range(key: str, text: str, split: Split, name: str) -> slice:
+    if not text:  # all examples, or none
+        return slice(None)
     count = len(split)
-    written = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text or ":")
+    written = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text)
     first, end = (int(written[1] or 0), int(written[2] or count)) if written else (0, 0)
     if not first < end <= count:
         raise FedsimError(

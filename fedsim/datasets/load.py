@@ -99,9 +99,10 @@ def load(
             f"data.name is '{name}', which gives {type(dataset).__name__}; it must give a "
             "fedsim.datasets.Dataset."
         )
-    if ":" in name or name in registry.plugins("data"):
+    dataset = dataset.ranged(train, test)
+    if train or test or ":" in name or name in registry.plugins("data"):
         dataset = dataset.checked(protected=protected)
-    return dataset.ranged(train, test) if train or test else dataset
+    return dataset
 
 
 _WANTED = (

@@ -86,17 +86,16 @@ def resolve_data(
     overrides.refuse_missing(config)
     data, device = config.data, device_of(config)
     private = config.protects
-    if overrides.data is None:
+    dataset = overrides.data
+    if dataset is None:
         dataset = (load or load_dataset)(config)
     else:
-        dataset = overrides.data.checked(protected=private)
+        dataset = dataset.ranged(data.train, data.test).checked(protected=private)
     if overrides.data is not None and data.normalize and dataset.mean is None:
         raise FedsimError(
             "data.normalize is true, but data= has no mean and std; leave it false, or give them "
             "there (mean and std, or normalize=True of fedsim.datasets.from_table)."
         )
-    if overrides.data is not None and (data.train or data.test):
-        dataset = dataset.ranged(data.train, data.test)
     partition = _partition(config, overrides)
     if private:
         refuse_properties_of_protected_data(dataset, partition)

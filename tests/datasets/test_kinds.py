@@ -11,8 +11,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fedsim.datasets import Dataset, load
+import fedsim
+from fedsim.datasets import Dataset, Split, dataset_of, load
 from fedsim.errors import FedsimError
+from fedsim.runs.data_split import resolve_data
+from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -63,6 +66,41 @@ def test_tokens_masks_and_owners_come_as_they_are(tmp_path: Path, mapped: bool) 
     assert len(ranged.test) == 3
     with pytest.raises(FedsimError, match=r"data\.test = '5:'.*the test examples"):
         data.ranged("", "5:")
+
+
+@pytest.mark.parametrize("protected", [False, True])
+@pytest.mark.parametrize("kind", ["npz", "npy", "python"])
+def test_classes_and_tokens_outside_the_range_do_not_count(
+    tmp_path: Path, kind: str, protected: bool
+) -> None:
+    y = np.repeat(np.arange(5), 4)
+    x = np.stack([y, y + 1], 1)
+    made = {"x_train": x, "y_train": y, "x_test": x[::2], "y_test": y[::2]}
+    ranges = {"train": ":13", "test": ":6"}  # classes 0 to 3, and 0 to 2
+    if kind == "python":
+        entries: dict[str, Any] = {f"data.{key}": value for key, value in ranges.items()}
+        entries["partition.clients"] = 2
+        entries |= {"mechanism.name": "clipping", "noise.multiplier": 1.0} if protected else {}
+        config = fedsim.RunConfig().replace(**entries)
+        overrides = ObjectOverrides(data=dataset_of(made, protected=protected))
+        data = resolve_data(config, overrides).dataset
+    else:
+        data = load(stored(tmp_path, made, kind == "npy"), protected=protected, **ranges)
+    sizes = (3, 4) if protected else (4, 5)
+    assert (data.num_classes, data.vocabulary) == sizes
+    assert data.found_in == dict.fromkeys(
+        ("classes", "vocabulary"), "test" if protected else "train"
+    )
+    unusable = data.train.columns.get("unusable")
+    assert protected is (unusable is not None and unusable.tolist() == [False] * 12 + [True])
+    assert max(int(data.train.y.max()), int(data.test.y.max())) < data.num_classes
+
+
+def test_a_range_of_data_without_test_examples_is_one_of_the_training_examples() -> None:
+    train = Split(torch.ones(6, 2), torch.arange(6))
+    data = Dataset("mine", train, train[:0], 6)
+    assert len(data.ranged("2:4").train) == 2
+    assert not len(data.ranged("2:4").test)
 
 
 @pytest.mark.parametrize(
