@@ -200,13 +200,14 @@ class MeanOf(Mean):
 def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``[m, K]``, K at least 2, and classes ``[m]`` of the targets that count.
 
-    A single output z is the logit of class 1 against class 0: the logits are then 0 and z.
+    A single output z is the logit of class 1 against class 0: the logits are then 0 and z, and both
+    NaN if z is, which predicts class 0 as it does with K outputs.
     """
     if outputs.shape == targets.shape and not targets.is_floating_point():
         outputs = outputs.unsqueeze(-1)
     logits = class_logits(outputs, targets).flatten(0, -2)
     if logits.shape[1] == 1:
-        logits = torch.nn.functional.pad(logits, (1, 0))
+        logits = torch.cat([torch.where(logits.isnan(), logits, 0.0), logits], dim=1)
     counts = targets.flatten() != IGNORED
     return logits[counts], targets.flatten()[counts]
 

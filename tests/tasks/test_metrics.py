@@ -36,6 +36,7 @@ from fedsim.tasks import (
     Perplexity,
     TopK,
 )
+from fedsim.tasks.metrics import predicted_classes
 
 
 def metrics_of(metrics: object) -> dict[str, Metric]:
@@ -220,6 +221,16 @@ def test_one_output_is_a_logit() -> None:
     for outputs in (z, z[:, 0]):
         assert Accuracy().finish(Accuracy().update(Accuracy().init(), outputs, y)) == 2 / 3
         assert AUC().finish(AUC().update((), outputs, y)) == 0.5
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), F1(average="micro"), TopK(1)])
+def test_an_output_that_is_nan_is_measured_as_the_class_that_predict_gives(metric: Metric) -> None:
+    for classes in (1, 2, 3):
+        outputs = torch.full((4, classes), math.nan)
+        predicted = predicted_classes(outputs)
+        assert predicted.tolist() == [0] * 4
+        assert metric.finish(metric.update(metric.init(), outputs, predicted)) == 1
+        assert metric.finish(metric.update(metric.init(), outputs, predicted + 1)) == 0
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), F1(), TopK(1), TopK(2), CalibrationError(), AUC()])
