@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,13 +18,13 @@ from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
 
 MOST_BYTES = 2**30
-"""Most memory for the outputs of all of a data set's examples; beyond it none are stored."""
+"""Most memory for the outputs of the examples that clients have; beyond it none are stored."""
 
 _LATEST: dict[bytes, dict[bytes, tuple[Tensor, Tensor]]] = {}
 """Cache of the outputs of the stem that was used last: by its digest, then by the data's digest.
 
-The outputs have one row for each example of the data, and a mask says which rows are computed. The
-runs of a sweep differ in the layers behind the stem and in how examples are split, and computing
+Beside the outputs are the examples that they belong to, in the order of their rows. The runs of a
+sweep differ in the layers behind the stem and in how examples are split, and computing
 the stem's outputs may take longer than training.
 """
 
@@ -54,7 +53,7 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
         The rest of the model; the model itself if nothing can be computed once.
     ClientData
         The same clients' data with the stem's outputs as inputs, which are not normalised again;
-        those of examples that no client has are undefined.
+        examples that no client has are left out.
 
     Notes
     -----
@@ -71,11 +70,24 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
         return model, data
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     with torch.no_grad(), exact(data.x.device):
-        outputs = _cached_outputs(stem.to(data.x.device), data, examples, dtype)
-    if outputs is None:
+        cached = _cached_outputs(stem.to(data.x.device), data, examples, dtype)
+    if cached is None:
         return model, data
-    rest = nn.Sequential(OrderedDict(children[first:]))
-    return rest, replace(data, x=outputs, mean=None, std=None)
+    return nn.Sequential(OrderedDict(children[first:])), _with_inputs(data, *cached)
+
+
+def _with_inputs(data: ClientData, examples: Tensor, x: Tensor) -> ClientData:
+    """The clients' data reduced to these ``examples [m]``, with the inputs ``x [m, ...]``."""
+    host = examples.cpu().numpy()
+    places = np.zeros(len(data.x), dtype=np.int64)
+    places[host] = np.arange(len(host))
+    return ClientData(
+        x,
+        data.y[examples],
+        [places[own] for own in data.indices],
+        mask=None if data.mask is None else data.mask[examples],
+        unusable=None if data.unusable is None else data.unusable[host],
+    )
 
 
 def _fixed(module: nn.Module) -> bool:
@@ -89,11 +101,10 @@ def _fixed(module: nn.Module) -> bool:
 
 def _cached_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """Outputs ``[N, ...]`` of which those at ``examples`` are set; None if they are too large."""
+) -> tuple[Tensor, Tensor] | None:
+    """``examples``, perhaps others too, and their outputs; None if those would be too large."""
     row = stem(data.inputs(examples[:1], dtype))[0]
-    size = len(data.x) * row.nbytes
-    if size > MOST_BYTES:
+    if len(examples) * row.nbytes > MOST_BYTES:
         return None
     label = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
@@ -102,15 +113,16 @@ def _cached_outputs(
         _LATEST.clear()
     cache = _LATEST.setdefault(digest, {})
     digest = _digest(data.x)
-    if digest not in cache:
-        if size + sum(outputs.nbytes for outputs, _ in cache.values()) > MOST_BYTES:
-            cache.clear()
-        is_computed = row.new_zeros(len(data.x), dtype=torch.bool)
-        cache[digest] = row.new_zeros(len(data.x), *row.shape), is_computed
-    outputs, is_computed = cache[digest]
-    _compute(outputs, stem, data, examples[~is_computed[examples]])
-    is_computed[examples] = True
-    return outputs
+    nothing = examples[:0], row.new_zeros(0, *row.shape)
+    known, outputs = cache.get(digest, nothing)
+    missing = examples[~torch.isin(examples, known)]
+    if len(missing) * row.nbytes + sum(o.nbytes for _, o in cache.values()) > MOST_BYTES:
+        cache.clear()
+        missing, (known, outputs) = examples, nothing
+    if len(missing):
+        computed = _computed(row, stem, data, missing)
+        cache[digest] = torch.cat([known, missing]), torch.cat([outputs, computed])
+    return cache[digest]
 
 
 def _digest(*tensors: Tensor, label: str = "") -> bytes:
@@ -121,10 +133,11 @@ def _digest(*tensors: Tensor, label: str = "") -> bytes:
     return digest.digest()
 
 
-def _compute(outputs: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> None:
-    """Write the stem's outputs for these ``examples`` into ``outputs [N, ...]``."""
+def _computed(row: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> Tensor:
+    """The stem's outputs for these ``examples``, each of the shape and dtype of ``row``."""
     width = 256 if data.x.is_cuda else 1
     is_reordered = not data.x.is_cuda and takes_channels_last(stem.modules())
+    outputs = row.new_empty(len(examples), *row.shape)
     for start in range(0, len(examples), width):
         chunk = examples[start : start + width]
         # The last chunk is padded: with fewer rows a GPU may choose another kernel.
@@ -132,4 +145,5 @@ def _compute(outputs: Tensor, stem: nn.Module, data: ClientData, examples: Tenso
         x = data.inputs(padded, outputs.dtype)
         if is_reordered and x.dim() == 4:
             x = channels_last(x)
-        outputs[chunk] = stem(x)[: len(chunk)]
+        outputs[start : start + len(chunk)] = stem(x)[: len(chunk)]
+    return outputs

@@ -47,9 +47,8 @@ def test_the_same_training_and_evaluation_as_through_the_whole_model() -> None:
     model, data = stemmed(), clients()
     rest, outputs = behind_frozen_stem(model, data)
     assert [name for name, _ in rest.named_parameters()] == ["4.weight", "4.bias"]
-    assert outputs.x.shape == (len(data.x), 8)
-    assert outputs.indices is data.indices
-    assert not outputs.x[:4].any()  # nothing is computed for examples that nobody has
+    assert outputs.x.shape == (sum(SIZES), 8)  # examples that nobody has are left out
+    assert [len(own) for own in outputs.indices] == [*SIZES]
     for whole, part in zip(trained(model, data), trained(rest, outputs), strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-12)
 
@@ -80,14 +79,14 @@ def test_images_are_scaled_once() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many examples each call of the stem is for, with nothing kept at first."""
     counts: list[int] = []
-    through = module._compute
+    through = module._computed
 
-    def counted(outputs: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> None:
-        counts.extend([len(examples)] if len(examples) else [])
-        through(outputs, stem, data, examples)
+    def counted(row: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> Tensor:
+        counts.append(len(examples))
+        return through(row, stem, data, examples)
 
     monkeypatch.setattr(module, "_LATEST", {})
-    monkeypatch.setattr(module, "_compute", counted)
+    monkeypatch.setattr(module, "_computed", counted)
     return counts
 
 
@@ -122,7 +121,7 @@ def test_however_examples_are_split_each_goes_through_once(computed: list[int]) 
     assert computed == [SIZES[2], SIZES[0] + SIZES[3]]
     module._LATEST.clear()
     whole = behind_frozen_stem(model, data)[1]
-    assert torch.equal(outputs.x, whole.x)
+    assert torch.equal(outputs.x[outputs.indices[0]], whole.x[whole.indices[2][::-1].copy()])
 
 
 class Doubling(nn.Module):
@@ -150,16 +149,32 @@ def test_outputs_that_would_take_too_much_memory_are_not_kept(
 ) -> None:
     model, data = stemmed(), clients()
     monkeypatch.setattr(module, "_LATEST", {})
-    # The examples that nobody has count, too.
-    monkeypatch.setattr(module, "MOST_BYTES", len(data.x) * 8 * 8 - 1)
+    # The examples that nobody has do not count.
+    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8 - 1)
     assert behind_frozen_stem(model, data) == (model, data)
+    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8)
+    assert behind_frozen_stem(model, data)[0] is not model
+
+
+def test_masks_and_unusable_examples_stay_with_their_examples() -> None:
+    data = clients(torch.float32)
+    marks = np.arange(len(data.x)) % 3 == 0
+    y = torch.arange(len(data.x))[:, None].expand(-1, 2).contiguous()
+    mask = torch.from_numpy(np.stack([marks, ~marks], 1))
+    own = [one[::-1].copy() for one in data.indices]
+    marked = ClientData(data.x, y, own, mask=mask, unusable=marks)
+    outputs = behind_frozen_stem(stemmed(torch.float32), marked)[1]
+    for before, after in zip(own, outputs.indices, strict=True):
+        assert torch.equal(outputs.y[after], y[before])
+        assert torch.equal(outputs.mask[after], mask[before])
+        assert outputs.unusable[after].tolist() == marks[before].tolist()
 
 
 def test_what_is_kept_never_takes_more_memory_than_one_run_may(
     monkeypatch: pytest.MonkeyPatch, computed: list[int]
 ) -> None:
     data, model = clients(torch.float32), stemmed(torch.float32)
-    monkeypatch.setattr(module, "MOST_BYTES", len(data.x) * 8 * 4)
+    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 4)
     for k in range(3):
         other = ClientData(data.x + k, data.y, data.indices, data.mean, data.std)
         behind_frozen_stem(model, other)
