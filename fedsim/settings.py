@@ -262,7 +262,7 @@ class _Limit:
 
     def shown(self, limit: BaseMetadata) -> str:
         bound = getattr(limit, self.attribute)
-        return str(bound) if isinstance(bound, int) else f"{bound:g}"
+        return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 _LIMITS: Mapping[type[BaseMetadata], _Limit] = {
