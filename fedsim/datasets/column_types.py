@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -127,6 +127,37 @@ def declared_types(
                 f"data.types has '{name}={kind}', a range, for the target, which is not scaled; it "
                 "must be number, or categories such as no|yes."
             )
+    return types
+
+
+def types_of_features(
+    features: Sequence[str], columns: Collection[str], where: str
+) -> dict[str, NumberType | CategoryType]:
+    """Types of the columns that became these features, read from the features' names.
+
+    Raises
+    ------
+    FedsimError
+        If a feature is of none of the ``columns``.
+    """
+    types: dict[str, NumberType | CategoryType] = {}
+    categories: dict[str, list[str]] = {}
+    for feature in features:
+        column, is_scaled, scale = feature.rpartition(" scaled from ")
+        if feature in columns:
+            types[feature] = NumberType()
+        elif is_scaled and column in columns:
+            types[column] = NumberType(*map(float, scale.split(":")))
+        else:
+            of_category = [name for name in columns if feature.startswith(f"{name}=")]
+            if not of_category:
+                raise FedsimError(
+                    f"{where} has the columns {', '.join(columns)}, and none is that of the input "
+                    f"'{feature}'; it must have each column that the model was trained on."
+                )
+            column = max(of_category, key=len)
+            categories.setdefault(column, []).append(feature.removeprefix(f"{column}="))
+            types[column] = CategoryType(tuple(categories[column]))
     return types
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedsim import registry
 from fedsim.arguments import check_arguments
 from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
 from fedsim.datasets.dataset import Dataset
-from fedsim.datasets.tables import arrays_of_tables
+from fedsim.datasets.tables import arrays_of_tables, inputs_of_table, read_csv
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of, complete_arguments
 from fedsim.lazy import torch
@@ -260,6 +261,35 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
         name: array_of(f"{name} of data=", [np.asarray(item[place]) for item in items])
         for place, name in enumerate("xy")
     }
+
+
+def inputs_of(name: str, value: Any, features: Sequence[str]) -> npt.NDArray[Any]:
+    """Array of inputs: of a table, if a data set has these ``features``; otherwise of an array.
+
+    Parameters
+    ----------
+    name : str
+        Name of the inputs in error messages.
+    value : array, tensor, nested lists, data frame, mapping of name to column, or path
+        The path is that of a CSV file. Columns that are not inputs are ignored.
+    features : sequence of str
+        See `Dataset.feature_names`.
+
+    Raises
+    ------
+    FedsimError
+        If it cannot be converted, or is a table and the data set has no names of features.
+    """
+    is_path = isinstance(value, str | PathLike)
+    if not (is_path or isinstance(value, Mapping) or hasattr(value, "columns")):
+        return array_of(name, value)
+    if not features:
+        raise FedsimError(
+            f"{name} are of type {type(value).__name__}, and the model was trained on arrays, not "
+            "on a table; they must be an array, such as frame.to_numpy()."
+        )
+    table = read_csv(Path(value)) if is_path else _table(value)
+    return inputs_of_table(table, features, str(value) if is_path else "the table")
 
 
 def array_of(name: str, value: Any) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fedsim.datasets.column_types import (
     found_type,
     is_missing,
     number,
+    types_of_features,
 )
 from fedsim.errors import FedsimError
 
@@ -57,9 +58,9 @@ def read_table(path: Path, columns: str, types: str, normalize: bool, protected:
         `arrays_of_tables`.
     """
     if path.is_dir():
-        train, test = (_read_csv(path / f"{split}.csv") for split in ("train", "test"))
+        train, test = (read_csv(path / f"{split}.csv") for split in ("train", "test"))
     else:
-        train, test = _read_csv(path), None
+        train, test = read_csv(path), None
     return arrays_of_tables(train, test, columns, types, normalize, protected, str(path))
 
 
@@ -154,6 +155,19 @@ def arrays_of_tables(
     )
 
 
+def inputs_of_table(table: Table, features: Sequence[str], where: str) -> npt.NDArray[Any]:
+    """Inputs ``[N, d]`` of a table's rows, as a data set with these features encodes them.
+
+    Raises
+    ------
+    FedsimError
+        If a column is missing, or a value is not of its column's type.
+    """
+    types = types_of_features(features, table, where)
+    reader = _Reader(_Roles(tuple(types), "", {}), types, are_classes=False, where=where)
+    return reader.inputs(table, "input", tolerant=False)
+
+
 @dataclass(frozen=True)
 class _Roles:
     """Which columns are the inputs and the target, and the names of further columns.
@@ -216,10 +230,6 @@ class _Reader:
 
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
         """Arrays ``x`` [N, d] and ``y`` [N] of a table."""
-        features = [
-            kind.features(self._read(name, table, split, tolerant))
-            for name, kind in self._input_types()
-        ]
         target = self._read(self.roles.target, table, split, tolerant)
         if self.are_classes:
             target = np.where(np.isnan(target), -1, target).astype(np.int64)
@@ -231,8 +241,15 @@ class _Reader:
                 )
         elif isinstance(self.types[self.roles.target], NumberType):
             target = target.astype(np.float32)
-        x = np.concatenate(features, axis=1).astype(np.float32)
-        return {"x": x, "y": target}
+        return {"x": self.inputs(table, split, tolerant), "y": target}
+
+    def inputs(self, table: Table, split: str, tolerant: bool) -> npt.NDArray[Any]:
+        """Array ``x`` [N, d] of a table."""
+        features = [
+            kind.features(self._read(name, table, split, tolerant))
+            for name, kind in self._input_types()
+        ]
+        return np.concatenate(features, axis=1).astype(np.float32)
 
     def scaling(self, x: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of numbers without a range; 0 and 1 for other features."""
@@ -342,7 +359,7 @@ def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
     return parts[0], parts[1]
 
 
-def _read_csv(path: Path) -> dict[str, list[str]]:
+def read_csv(path: Path) -> dict[str, list[str]]:
     """Columns of a CSV file by name, as strings."""
     try:
         with open(path, encoding="utf-8-sig", newline="", opener=regular_files.opener) as file:

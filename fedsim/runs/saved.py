@@ -21,7 +21,7 @@ from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
-from fedsim.datasets.load import array_of, kind_of
+from fedsim.datasets.load import inputs_of, kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
 from fedsim.privacy import Statement
@@ -242,14 +242,15 @@ class SavedRun:
             )
 
     @torch.no_grad()
-    def predict(self, x: Array | Tensor) -> Array:
+    def predict(self, x: Array | Tensor | Mapping[str, Any] | str | PathLike[str]) -> Array:
         """The model's predictions for some examples.
 
         Parameters
         ----------
-        x : array ``[N, ...]``
+        x : array ``[N, ...]``, or table
             Inputs as in the data set's files (uint8 images ``[N, H, W]`` or ``[N, H, W, C]``,
-            floating features, tokens), or of the model's `input_shape`.
+            floating features, tokens), or of the model's `input_shape`. If the run was trained on a
+            table: a data frame, a mapping of names to columns, or the path of a CSV file.
 
         Returns
         -------
@@ -259,7 +260,7 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If the examples have another shape, are a table, or are not finite numbers.
+            If the examples have another shape or other columns, or are not finite numbers.
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
@@ -268,13 +269,8 @@ class SavedRun:
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
         return predicted_classes(outputs).numpy()
 
-    def _inputs(self, x: Array | Tensor) -> Tensor:
-        if hasattr(x, "columns"):
-            raise FedsimError(
-                "examples are a table; they must be an array whose columns are encoded as in the "
-                "run's data set: fedsim.datasets.from_table(...).test.x provides them."
-            )
-        array = array_of("examples", x)
+    def _inputs(self, x: Any) -> Tensor:
+        array = inputs_of("examples", x, self._dataset.feature_names)
         shape = self.input_shape
         if array.ndim > 1 and len(array) and array.shape[1:] != shape:
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}

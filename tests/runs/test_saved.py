@@ -257,13 +257,49 @@ def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_ru
     x = np.arange(3 * 64).reshape(3, 64) % 17
     assert (saved.predict(x) == saved.predict(x.astype(np.float32))).all()
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(FedsimError, match="examples are a table"):
-        saved.predict(pandas.DataFrame(x))
+    for table in (pandas.DataFrame(x), {"x": x}, "x.csv"):
+        with pytest.raises(FedsimError, match="trained on arrays, not on a table"):
+            saved.predict(table)
     with pytest.raises(FedsimError, match="examples cannot be made an array"):
         saved.predict([[1.0, 2.0], [3.0]])
     for value in (np.nan, np.inf, 1e300, "7", None, 1j):
         with pytest.raises(FedsimError, match=r"must be (finite|real numbers)\."):
             saved.predict([[value] * 64])
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+def test_predictions_take_the_tables_that_training_takes(tmp_path: Path, of_file: bool) -> None:
+    path, out, columns = tmp_path / "people.csv", tmp_path / "out", "y=ill,x=age+sex+dose=mg"
+    rows = [f"{k % 3},{'fm'[k % 2]},{20 + k},{k / 8},{k % 2}" for k in range(30)]
+    path.write_text("\n".join(["clinic,sex,age,dose=mg,ill", *rows]))
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(path)
+    types = "age=0:100,ill=0|1"
+    settings = {"rounds": 1, "partition.clients": 3, "model.name": "softmax"}
+    if of_file:
+        of_data = {"name": str(path), "columns": columns, "types": types, "normalize": True}
+        settings |= {f"data.{key}": value for key, value in of_data.items()}
+        fedsim.run(fedsim.RunConfig().replace(**settings), out=out)
+        data = load_data(str(path), columns=columns, types=types)
+    else:
+        data = fedsim.datasets.from_table(frame, columns=columns, types=types, normalize=True)
+        fedsim.run(fedsim.RunConfig().replace(**settings), data=data, out=out)
+    saved = fedsim.load(out)
+    is_test = np.arange(30) % 5 == 4
+    predicted = saved.predict(frame)
+    assert len(set(predicted.tolist())) == 2
+    assert (predicted[is_test] == saved.predict(data.test.x)).all()
+    for same in (path, str(path), frame.to_dict("list"), frame[["sex", "dose=mg", "age"]]):
+        assert (saved.predict(same) == predicted).all()
+    assert saved.predict(frame.iloc[:1]).shape == (1,)
+    for wrong, words in (
+        (frame.drop(columns="age"), "none is that of the input 'age scaled from 0:100'"),
+        (frame.assign(sex="x"), "'x' in column 'sex' of its input example 1; .* one of f, m"),
+        (frame.assign(age=np.nan), "'nan' in column 'age' .* a finite number"),
+        (tmp_path / "none.csv", "No such file"),
+    ):
+        with pytest.raises(FedsimError, match=words):
+            saved.predict(wrong)
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
