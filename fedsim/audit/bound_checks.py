@@ -7,18 +7,14 @@ row can reach along each coordinate; in that unit, noise must have the same size
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.special import chdtr
-from torch import Tensor
 
 from fedsim.audit.checks import Finding, Floats, Statistic, statistical
 from fedsim.audit.target import Observation, Target
-from fedsim.clients import LocalAlgorithm
-from fedsim.clients.base import Gradient, Step
-from fedsim.clients.base import State as ClientState
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Event
 from fedsim.rows import Layout
@@ -205,16 +201,3 @@ def scalars_moved(
         else:
             farthest = max(farthest, difference / std)
     return farthest, without_noise
-
-
-@dataclass(frozen=True)
-class GradientRecorder(LocalAlgorithm):
-    """Client algorithm that records every gradient and leaves the parameters unchanged."""
-
-    gradients: list[tuple[int, int, Tensor]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-
-    def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
-        """Record the round, the step and the gradient."""
-        self.gradients.append((step.round, step.index, gradient.dense().clone()))

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from fedsim.audit import local_training
 from fedsim.audit.checks import findings
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
@@ -47,6 +48,24 @@ def test_local_training_that_is_as_it_should_be_is_accepted(
 @pytest.mark.parametrize("mechanism", [PerLayer(Clipping(1.0)), AdaClip()])
 def test_layers_of_their_own_and_bounds_that_adapt_are_accepted(mechanism: Mechanism) -> None:
     assert not refuted(mechanism)
+
+
+def test_an_example_that_is_in_no_batch_is_tested_with_another_seed_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    privacy = ExamplePrivacy(Clipping(1.0), 1.5)
+    target = TrainerTarget.smaller(privacy, LocalWork(3, epochs=1), 12, 512)
+    names = ("what else leaves a round", "what one example moves")
+    # With seed 38 the last example is in none of 16 batches.
+    runs = ExampleEvidence.of(target, rounds=5, worlds=40, seed=38)
+    made = findings(runs.checks(), *names)
+    assert [check.tested for check in made] == [True, True]
+    assert runs.neighbours is not None
+    assert runs.neighbours.moved.measured.startswith("0.66")
+    monkeypatch.setattr(local_training, "SEEDS_TRIED", 1)
+    left_out = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
+    assert [(check.name, check.tested) for check in left_out] == [(name, False) for name in names]
+    assert "in no batch" in left_out[0].measured
 
 
 @contextmanager

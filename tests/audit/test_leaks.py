@@ -270,7 +270,8 @@ def test_a_canary_of_a_rare_cohort_is_found_or_its_tests_are_not_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = StrategyTarget(strategies(Clipping(1.0), FixedCohort(1, 1000), z=2.0), rounds=3)
-    names = ("traces", "what one client moves", "what else leaves a round")
+    together = "what one client moves, released scalars included"
+    names = ("traces", "what one client moves", together, "what else leaves a round")
     few, seed = ClientEvidence(target, 64)._canary_round or (target, -1)
     assert 999 in few.observe(few.silent_clients(), seed).sampled[-1]
     monkeypatch.setattr(evidence, "SEEDS_TRIED", 50)
