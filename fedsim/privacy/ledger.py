@@ -278,8 +278,10 @@ class Ledger(LedgerFile):
         count : int
             How often an event is released.
         budget : Budget, optional
-            Budget at a delta of its own.
+            Budget at a delta of its own; not together with ``max_epsilon``.
         """
+        if budget is not None and max_epsilon is not None:
+            raise FedsimError(f"max_epsilon is {max_epsilon} beside a budget; give one of the two.")
         budget = budget or self._budget(max_epsilon)
         self.refresh()
         if isinstance(event, Entry):

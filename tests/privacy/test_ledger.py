@@ -25,7 +25,7 @@ from fedsim.cohorts import (
     SeparatedCohort,
 )
 from fedsim.errors import FedsimError
-from fedsim.privacy import Entry, Event, Ledger
+from fedsim.privacy import Budget, Entry, Event, Ledger
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.ledger_lines import GENESIS, sealed_line
 
@@ -367,6 +367,14 @@ def test_a_budget_is_asked_before_and_not_spent_by_asking(path):
     names = {"round": rounds, "release": "seed-1"}
     assert not ledger.would_exceed(Entry(event=event, entropy="config", **names))
     assert ledger.would_exceed(Entry(event=event, entropy="system", **names))
+
+
+def test_of_a_budget_and_a_largest_epsilon_only_one_is_given():
+    ledger, event = Ledger(delta=DELTA), Event.of(COHORT, 1.5)
+    assert ledger.would_exceed(event, 1e-3)
+    assert not ledger.would_exceed(event, budget=Budget(10.0, DELTA))
+    with pytest.raises(FedsimError, match=r"max_epsilon is 0\.001 beside a budget"):
+        ledger.would_exceed(event, 1e-3, budget=Budget(10.0, DELTA))
 
 
 def test_a_checkpoint_restores_a_ledger_in_memory_and_checks_one_on_disk(path):
