@@ -7,6 +7,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from fedsim.arguments import check_arguments
@@ -32,14 +33,19 @@ class Budget:
     delta: float
     key: str = "max-epsilon"
 
-    def message(self, entry: Entry) -> str:
-        """Why the release of an entry may not be made: a sentence without its full stop."""
+    def message(self, entry: Entry, ledger: Path | None = None) -> str:
+        """Why the release of an entry may not be made: a sentence without its full stop.
+
+        It names the ledger's path, but not a client's: it is sent to the server, which must not see
+        a node's paths.
+        """
         subject = "a release" if entry.round is None else f"round {entry.round}"
         evaluation = "the evaluation of " if entry.kind == "evaluation" else ""
         of_client = "" if entry.client is None else f" of client {entry.client}"
+        place = "" if ledger is None or entry.client is not None else f" in ledger {ledger}"
         return (
             f"{evaluation}{subject} would exceed {self.key} = {self.epsilon}{of_client} at delta = "
-            f"{self.delta}"
+            f"{self.delta}{place}"
         )
 
 

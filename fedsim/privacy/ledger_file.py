@@ -239,7 +239,7 @@ class LedgerFile:
             )
         total = self.history.after(entry)
         if budget is not None and total.epsilon(budget.delta) > budget.epsilon:
-            raise BudgetSpentError(f"{budget.message(entry)}.")
+            raise BudgetSpentError(f"{budget.message(entry, self.path)}.")
 
     def _other_release(self, entry: Entry) -> FedsimError:
         of_client = "" if entry.client is None else f" of client {entry.client}"

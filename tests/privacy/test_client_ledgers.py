@@ -72,8 +72,9 @@ def test_no_release_that_exceeds_a_clients_budget_is_recorded(tmp_path):
     for t in (1, 2, 3):
         assert ledgers.exceeded([release(t, 4)]) is None
         ledgers.record(release(t, 4))
-    with pytest.raises(FedsimError, match=r"round 4 would exceed client\.noise\.max-epsilon"):
+    with pytest.raises(FedsimError, match=r"round 4 would exceed client\.noise\.max-epsilon") as e:
         ledgers.record(release(4, 4))
+    assert str(tmp_path) not in str(e.value)  # which the client sends to the server
     assert "of client 4 at delta" in ledgers.exceeded([release(4, 3), release(4, 4)])
     # Run again, a release that was paid for costs nothing.
     ledgers.record(release(3, 4))

@@ -80,8 +80,9 @@ def test_a_budget_ends_the_loop_before_it_is_exceeded(tmp_path: Path) -> None:
     for number in range(1, 4):
         with ledger.release(PLAN, number):
             made.append(number)
-    with pytest.raises(BudgetSpentError, match="max-epsilon"), ledger.release(PLAN, 4):
+    with pytest.raises(BudgetSpentError, match="max-epsilon") as e, ledger.release(PLAN, 4):
         made.append(4)
+    assert str(e.value).endswith(f" in ledger {ledger.path}.")
     assert made == [1, 2, 3]
     assert ledger.epsilon() <= budget
 
