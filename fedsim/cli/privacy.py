@@ -28,6 +28,7 @@ from fedsim.cli.privacy_question import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
 from fedsim.privacy.claims import Stopping
+from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import simple_laws
 from fedsim.privacy.groups import group_cost
@@ -251,7 +252,8 @@ def _make_key(path: Path) -> None:
 
 def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_json: bool) -> None:
     """Compare a run's files with its ledger; exit status 1 if they differ."""
-    if run is None or not run.is_dir() or not (run / "ledger.jsonl").is_file():
+    ledger = None if run is None or not run.is_dir() else run / "ledger.jsonl"
+    if run is None or ledger is None or not (ledger.is_file() or archived(ledger)):
         raise FedsimError(
             f"--verify {run or ''} checks a run, which has a ledger.jsonl; name its directory, "
             "such as runs/digits."

@@ -212,7 +212,7 @@ def _compare_metrics(
     """
     entries = [entry for entry in ledger.history.of_this_run if entry.round is not None]
     last = entries[-1].round if entries else 0
-    if not rows or int(rows[-1]["round"]) != last:
+    if (int(rows[-1]["round"]) if rows else 0) != last:
         reached = f"round {rows[-1]['round']}" if rows else "no round"
         raise FedsimError(
             f"the last row is of {reached}, and the ledger's last line of round {last}; rows are "

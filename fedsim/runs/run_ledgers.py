@@ -93,7 +93,7 @@ class RunLedgers:
             If a file is damaged or of a later format.
         """
         config, ledger, server, clients = _config_in(run), run / "ledger.jsonl", None, None
-        if ledger.is_file():
+        if ledger.is_file() or archived(ledger):  # a budget may have allowed this run no round
             server = Ledger(ledger) if writable else Ledger.read(ledger)
         if (directory := clients_ledgers(run, config)) is not None:
             clients_delta = example_delta_of(config) if delta is None else delta

@@ -236,6 +236,19 @@ def test_an_overwritten_run_counts_whatever_the_new_one_repeats(tmp_path):
     assert all(check.passed for check in verify(tmp_path / "run", CLIENTS.noise.delta))
 
 
+def test_a_run_without_a_round_has_the_cost_of_those_it_overwrote(tmp_path):
+    first = fedsim.run(CLIENTS, out=tmp_path / "run").privacy.epsilon
+    spent = own(CLIENTS, noise__max_epsilon=1.01 * first)
+    again = fedsim.run(spent, out=tmp_path / "run", overwrite=True)
+    assert (again.ended, again.privacy.epsilon) == ("budget", first)
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    saved = fedsim.load(tmp_path / "run").privacy
+    assert (saved.epsilon, saved.before, saved.cost.releases) == (first, 3, 3)
+    command = ["privacy", str(tmp_path / "run"), "--verify"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+
+
 def test_overwritten_clients_ledgers_count_too(tmp_path):
     first = fedsim.run(EXAMPLES, out=tmp_path / "run")
     again = fedsim.run(EXAMPLES, out=tmp_path / "run", overwrite=True)
