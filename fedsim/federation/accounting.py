@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -75,6 +76,8 @@ class Accounting:
         What is released: a round's sum, or clients' metrics.
     entries_in_state : int or None
         Number of ledger entries that the resumed state counts; None if nothing was resumed.
+    nonce : str
+        Identifies a run with system entropy in a ledger that strategies of equal settings share.
     """
 
     plan: ReleasePlan[Bounded]
@@ -88,6 +91,7 @@ class Accounting:
     public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
     entries_in_state: int | None = None
+    nonce: str = field(default_factory=secrets.token_hex)
 
     @property
     def _budget(self) -> Budget | None:
@@ -126,7 +130,6 @@ class Accounting:
 
     def _entry(self, server_round: int) -> Entry:
         """A round's line, without its clip norm and the hash of its sum."""
-        release_digest = str(self.randomness.release).encode()
         return Entry(
             kind=self.kind,
             round=server_round,
@@ -137,8 +140,21 @@ class Accounting:
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
             public={**self.plan.public, **self.public},
-            run=None if self.release else self.ledger.fingerprint([release_digest]),
+            run=self._run,
         )
+
+    @property
+    def _nonce(self) -> dict[str, str]:
+        """The nonce, where one run differs from another of equal settings."""
+        is_known = self.release is not None or self.randomness.seed is not None
+        return {} if is_known else {"nonce": self.nonce}
+
+    @property
+    def _run(self) -> str | None:
+        if self.release:
+            return None
+        parts = [str(self.randomness.release), *self._nonce.values()]
+        return self.ledger.fingerprint([part.encode() for part in parts])
 
     def record(
         self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
@@ -193,9 +209,22 @@ class Accounting:
                 f"{covered}."
             )
 
+    def stopping_after(self, rounds_done: int) -> Stopping:
+        """The plan after so many rounds, in a ledger that other runs may share."""
+        stopping = self.stopping.after(rounds_done)
+        return replace(stopping, run=self._run) if stopping.rounds_left else stopping
+
+    def charge_planned(self, rounds_done: int) -> None:
+        """Charge the planned rounds that are not made; a resumed run makes them at no cost."""
+        stopping, budget = self.stopping_after(rounds_done), self._budget
+        if budget is not None and stopping.max_epsilon is None:
+            stopping = replace(stopping, max_epsilon=budget.epsilon, budget_delta=self.delta)
+        if stopping.rounds_left:
+            self.ledger.charge_planned(stopping)
+
     def cost(self, rounds_done: int) -> Cost:
         """Privacy cost that may be claimed after so many rounds."""
-        return self.stopping.after(rounds_done).cost(self.ledger.history, self.delta)
+        return self.stopping_after(rounds_done).cost(self.ledger.history, self.delta)
 
     def spent(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""
@@ -215,9 +244,9 @@ class Accounting:
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
-        """The ledger's head, and its lines if it is in memory only."""
+        """The ledger's head, its lines if it is in memory only, and the run's nonce if any."""
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
-        return {"head": self.ledger.head, **lines}
+        return {"head": self.ledger.head, **lines, **self._nonce}
 
     @property
     def _empty(self) -> bool:
@@ -248,4 +277,5 @@ class Accounting:
             self.ledger.load_state_dict(dict(state))
         # The first line is the header, which is no entry.
         heads, self.plan = self.ledger.heads, plan
+        self.nonce = str(state.get("nonce", self.nonce))
         self.entries_in_state = heads.index(state["head"]) if state["head"] in heads else 0

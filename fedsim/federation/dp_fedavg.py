@@ -230,8 +230,16 @@ evaluate_metrics_aggr_fn
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
-        stopping = self._accounting.stopping.after(self.rounds_done)
+        stopping = self._accounting.stopping_after(self.rounds_done)
         return self.ledger.statement(self.delta, stopping=stopping)
+
+    def charge_planned(self) -> None:
+        """Charge planned rounds that are not made, where releases may have ended the run.
+
+        `start` does so at its end, for the sake of other runs that share the ledger; call it
+        after a loop of your own. A run that is resumed makes these rounds at no further cost.
+        """
+        self._accounting.charge_planned(self.rounds_done)
 
     def privacy_spent(self) -> PrivacySpent:
         """Epsilon and delta spent so far, in the form of Flower's own strategies."""

@@ -54,6 +54,12 @@ class PrivateEvaluation(ClientEvaluation):
         assert self.metrics.private is not None
         self.released = self.metrics.private
         self.plan = self.released.plan(self.rounds.plan.sampler, self.fraction)
+        # Whoever ends the run early has planned its evaluations too.
+        self.rounds.stopping = replace(
+            self.rounds.stopping,
+            evaluation=self.plan.event(),
+            evaluation_every=self.metrics.every,
+        )
         # Keyed by everything that determines this release: two runs that differ in their metrics
         # must not share noise.
         keyed = self.rounds.randomness
