@@ -83,7 +83,9 @@ class FedNova(SGD):
         """The parameters after the normalised update."""
         start: Tensor = state["start"]
         moved = state["moved"].unsqueeze(1)
-        normalised: Tensor = start + (super().finish(state) - start) * ((self.reach or 1.0) / moved)
+        # Under a schedule that has come to 0 a client does not move, and has no direction.
+        factor = torch.where(moved != 0, (self.reach or 1.0) / moved, 0.0)
+        normalised: Tensor = start + (super().finish(state) - start) * factor
         return normalised
 
     def send(self, state: State) -> dict[str, Tensor]:

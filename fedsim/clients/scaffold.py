@@ -167,8 +167,9 @@ class PrivateScaffold(Scaffold):
         update = end - state["start"]
         if self.bound is not None:
             update = self.bound.bound(update)
-        moved = state["moved"].unsqueeze(1)
-        state["variate"] = state["variate"] - state["control"] - update / moved
+        moved, old = state["moved"].unsqueeze(1), state["variate"]
+        new = old - state["control"] - update / moved
+        state["variate"] = torch.where(moved > 0, new, old)
         return end
 
     def send(self, state: State) -> dict[str, Tensor]:
@@ -180,6 +181,8 @@ class PrivateScaffold(Scaffold):
         state: State = dict.fromkeys(("moved", "speed"), torch.zeros((), dtype=torch.float64))
         for k in range(self.steps):
             self.add_distance(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
+        if not float(state["moved"]):  # a schedule that has come to 0: clients keep their variates
+            return Combined(means.update, means.received)
         control = means.received["control"] + means.update / float(state["moved"])
         return Combined(
             means.update, {"control": means.received["control"] - means.share * control}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_data, make_mlp
+from clients_helpers import joined, make_data, make_mlp
 from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
@@ -472,6 +472,26 @@ def test_private_scaffold_with_momentum_and_a_schedule_knows_its_clients_variate
     mean = trainer.packing.unpack(trainer.state()["variate"]).sum(0) / POPULATION
     torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-8)
     assert float(mean.norm()) > 0
+
+
+ENDED = Schedule("cosine", length=2)  # 0 from round 3 on
+
+
+@pytest.mark.parametrize("algorithm", [FedNova(0.1, schedule=ENDED), Scaffold(0.1, schedule=ENDED)])
+def test_where_a_schedule_has_come_to_zero_clients_send_zeros(algorithm) -> None:
+    trainer = make_trainer(algorithm)
+    rows, _ = joined(trainer.train(trainer.initial(), np.arange(POPULATION), 3))
+    assert torch.equal(rows, torch.zeros_like(rows))
+
+
+def test_where_a_schedule_has_come_to_zero_private_variates_stay() -> None:
+    variates = []
+    for rounds in (2, 4):
+        trainer = make_trainer(private(Scaffold(0.1, schedule=ENDED)), [4, 7, 3, 9, 5])
+        _, strategy = private_run(trainer, CLIPPED, FullCohort(POPULATION), rounds)
+        variates.append((trainer.state()["variate"], strategy.state()["vectors"]))
+    assert torch.equal(variates[0][0], variates[1][0])
+    assert torch.equal(variates[0][1], variates[1][1])
 
 
 def test_the_noise_in_the_servers_variate_is_stationary() -> None:
