@@ -304,10 +304,12 @@ def check_statistics(
             "among what is trained (model.trainable) and what clients keep (model.personal)."
         )
     state = algorithm.sample(1)
-    if algorithm.point(state) is not state["theta"]:
-        raise FedsimError(
-            f"model module '{layer}' keeps running statistics of one model, and "
-            f"{type(algorithm).__name__} (client.name) takes gradients at others too; it must be "
-            "another algorithm, such as sgd, adam or fedrep."
-        )
+    for index in range(_STEPS):
+        if algorithm.point(state) is not state["theta"]:
+            raise FedsimError(
+                f"model module '{layer}' keeps running statistics of one model, and "
+                f"{type(algorithm).__name__} (client.name) takes gradients at others too; it must "
+                "be another algorithm, such as sgd, adam or fedrep."
+            )
+        algorithm.step(state, Dense(torch.zeros_like(state["theta"])), Step(1, index))
     return statistics

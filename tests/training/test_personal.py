@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from clients_helpers import joined, make_data, make_mlp
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, Ditto, FedRep, Proximal
+from fedsim.clients import SGD, AdadpLR, Ditto, FedRep, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.models.normalization import localise
@@ -320,6 +320,7 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
     ("make", "words"),
     [
         (lambda: fedbn(Ditto()), r"'2' keeps running statistics of one model, and Ditto"),
+        (lambda: fedbn(AdadpLR()), r"'2' keeps running statistics of one model, and AdadpLR"),
         (lambda: fedbn(SGD(), path="func"), r"client\.path = 'func' does not take .* statistics"),
         (
             lambda: fedbn(SGD(), privacy=ExamplePrivacy(Clipping(1.0), 1.0)),
