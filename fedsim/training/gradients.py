@@ -107,7 +107,15 @@ class Parts:
         """L2 distances ``[n]``, computed parameter by parameter."""
         if not isinstance(other, Parts):
             return Dense(self.dense()).distance(other)
-        return _joint_norms(part - other.parts[name] for name, part in self.parts.items())
+        # A model that branches may give one of the two a gradient that the other lacks.
+        mine, theirs = self.parts, other.parts
+        lone = [name for name in theirs if name not in mine]
+        return _joint_norms(
+            [
+                *(part - theirs[name] if name in theirs else part for name, part in mine.items()),
+                *(theirs[name] for name in lone),
+            ]
+        )
 
     def norms(self) -> Tensor:
         """L2 norms ``[n]``, from the norms of the parameters' gradients."""

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from clients_helpers import make_data
+from torch import Tensor, nn
 
 from fedsim.clients import SGD
+from fedsim.clients.base import Dense, Gradient
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.training import ClientData, Trainer
@@ -109,3 +111,37 @@ def test_what_a_model_writes_to_its_inputs_is_not_the_data() -> None:
     (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
     assert block.ok.all()
     assert (x == -1).all()
+
+
+class Branching(nn.Module):
+    """A model that uses one of two layers, as its batch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def branching() -> tuple[Gradient, list[Gradient]]:
+    """Gradients of two clients that use other layers: of both at once, and of each alone."""
+    trainer = Trainer(Branching(), SGD(lr=0.1), make_data([4, 4]), randomness=Randomness(1))
+    theta = trainer.packing.pack(trainer.initial()[None]).repeat(2, 1)
+    x = torch.rand(2, 4, 6) * torch.tensor([1.0, -1.0]).view(2, 1, 1)
+    inputs = theta, x, torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), 1 / 4)
+    alone = [trainer.path.gradient(*(t[k : k + 1] for t in inputs))[0] for k in range(2)]
+    return trainer.path.gradient(*inputs)[0], alone
+
+
+def test_a_client_gets_no_gradient_of_a_layer_that_only_another_client_uses() -> None:
+    """Taken together, as on a GPU; on a CPU clients go one by one."""
+    together, alone = branching()
+    assert torch.equal(together.dense(), torch.cat([gradient.dense() for gradient in alone]))
+
+
+def test_the_distance_of_gradients_of_other_layers_counts_both() -> None:
+    _, (one, other) = branching()
+    expected = Dense(one.dense()).distance(Dense(other.dense()))
+    torch.testing.assert_close(one.distance(other), expected)
+    torch.testing.assert_close(other.distance(one), expected)

@@ -115,7 +115,7 @@ class PlainPath:
         ``seeds [n]`` are for the model's own random draws, one for each client.
         """
         losses = torch.zeros_like(weight)
-        by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
+        by_name: dict[str, list[Tensor | None]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
             # A leaf for each parameter, cut from the row: the model's own parameters are not
             # touched.
@@ -133,14 +133,10 @@ class PlainPath:
                 )
             losses[k, :b] = client_losses.detach()
             for name, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None:
-                    by_name[name].append(gradient)
-        stacked = {
-            name: gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
-            for name, gradients in by_name.items()
-            if gradients
-        }
-        return Parts(stacked, self.packing), losses
+                by_name[name].append(gradient)
+        rows = {name: _rows(of_clients) for name, of_clients in by_name.items()}
+        used = {name: values for name, values in rows.items() if values is not None}
+        return Parts(used, self.packing), losses
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """Bind the parameters to ``theta [1, D]`` once, for many gradients of a client on a CPU."""
@@ -230,3 +226,16 @@ class PlainPath:
                 if value.dim() == 4:
                     named[name] = value.contiguous(memory_format=torch.channels_last)
         return named
+
+
+def _rows(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Clients' gradients of one parameter, ``[n, *shape]``; None if none of their batches used it.
+
+    A client whose batch alone did not use it has zeros: without its row it would get another's.
+    """
+    like = next((gradient for gradient in gradients if gradient is not None), None)
+    if like is None:
+        return None
+    if len(gradients) == 1:
+        return like.unsqueeze(0)
+    return torch.stack([torch.zeros_like(like) if g is None else g for g in gradients])
