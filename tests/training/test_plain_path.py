@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from clients_helpers import make_data
 from torch import Tensor, nn
 
-from fedsim.clients import SGD
+from fedsim.clients import SGD, AdadpLR
 from fedsim.clients.base import Dense, Gradient
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -145,3 +145,26 @@ def test_the_distance_of_gradients_of_other_layers_counts_both() -> None:
     expected = Dense(one.dense()).distance(Dense(other.dense()))
     torch.testing.assert_close(one.distance(other), expected)
     torch.testing.assert_close(other.distance(one), expected)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(11, 4, sparse=sparse), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.1, momentum=0.9), AdadpLR(lr=0.1)])
+def test_a_table_with_sparse_gradients_trains_as_one_with_dense_gradients(algorithm) -> None:
+    rows = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        data = ClientData(torch.arange(60).view(12, 5) % 11, torch.arange(12) % 3, [np.arange(12)])
+        trainer = Trainer(
+            Words(sparse), algorithm, data, batch_size=4, epochs=2, randomness=Randomness(1)
+        )
+        (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
+        rows.append(block.rows)
+    torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=1e-6)

@@ -173,6 +173,7 @@ class PlainPath:
         pairs = zip(parameters, gradients, strict=True)
         named = {name: gradient for name, gradient in pairs if gradient is not None}
         row_views = RowViews(theta, [views[name] for name in named], list(named.values()))
+        named = {name: _dense(gradient) for name, gradient in named.items()}
         return Parts(BlockOfOne(named), self.packing, row_views), losses.detach()
 
     def loss_of(self, y: Tensor) -> Loss:
@@ -233,9 +234,14 @@ def _rows(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
     A client whose batch alone did not use it has zeros: without its row it would get another's.
     """
-    like = next((gradient for gradient in gradients if gradient is not None), None)
+    like = next((_dense(gradient) for gradient in gradients if gradient is not None), None)
     if like is None:
         return None
     if len(gradients) == 1:
         return like.unsqueeze(0)
-    return torch.stack([torch.zeros_like(like) if g is None else g for g in gradients])
+    return torch.stack([torch.zeros_like(like) if g is None else _dense(g) for g in gradients])
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient that is sparse (of an embedding with ``sparse=True``) as a dense tensor."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
