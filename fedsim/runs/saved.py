@@ -263,7 +263,8 @@ class SavedRun:
             If the examples have another shape or other columns, or are not finite numbers.
         """
         inputs = self._inputs(x)
-        outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
+        # Copies: a forward may write to its inputs, which may be the caller's own array.
+        outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
         if not self._dataset.num_classes:
             numbers: Array = outputs.reshape(len(inputs), -1).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers

@@ -118,7 +118,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     foreign = _foreign_generators()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _generators(x.device)
-        model(x)
+        model(x.clone())  # a forward may write to its inputs
         has_drawn = before != _generators(x.device)
         remembers = _has_memory(model, x)
     changed = [
@@ -152,9 +152,9 @@ def _has_memory(model: nn.Module, x: Tensor) -> bool:
     for other_inputs in (None, x[half:], x[:half]):
         if other_inputs is not None:
             with suppress(Exception):  # a model may take batches of one size only
-                model(other_inputs)
+                model(other_inputs.clone())
         with seeded(0, x.device):
-            output = model(x[:half])
+            output = model(x[:half].clone())
         if isinstance(output, Tensor):
             outputs.append(output.clone())
     # With a tolerance: a GPU may add in any order.

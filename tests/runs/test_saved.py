@@ -77,6 +77,22 @@ def test_a_loaded_run_predicts_what_the_run_measured(private_run: Path) -> None:
     assert saved.privacy.epsilon == pytest.approx(saved.metrics[-1]["epsilon"])
 
 
+class Halving(nn.Linear):
+    """Writes to its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+def test_a_model_that_writes_to_its_inputs_trains_and_leaves_the_callers_array(
+    tmp_path: Path,
+) -> None:
+    fedsim.run(RunConfig().replace(**SMALL), model=Halving(64, 10), out=tmp_path / "run")
+    x = np.ones((3, 64), dtype=np.float32)
+    fedsim.load(tmp_path / "run", model=Halving(64, 10)).predict(x)
+    assert (x == 1).all()
+
+
 def test_evaluating_anew_gives_the_last_rounds_numbers(private_run: Path) -> None:
     saved = fedsim.load(private_run)
     anew = saved.evaluate()

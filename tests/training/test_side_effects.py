@@ -218,6 +218,18 @@ def test_models_that_cannot_be_repeated_are_refused(model, words):
         assert model.calls == 0
 
 
+class Centring(nn.Linear):
+    """Writes to its inputs."""
+
+    def forward(self, x):
+        return super().forward(x.sub_(0.5))
+
+
+def test_a_model_that_writes_to_its_inputs_is_not_taken_for_one_that_remembers():
+    data = make_data(SIZES, features=12)
+    assert not hidden_draws(Centring(12, 3), data.x[:4].clone()).training
+
+
 def test_models_that_draw_are_known_without_data_too():
     assert hidden_draws(with_dropout(), None).training
     assert hidden_draws(Recurrent(), None).training
