@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -43,14 +42,17 @@ def initial_model(
             **settings.settings_by_key,
         )
         return _prepared(config, model)
+    return _prepared(config, _copied(overrides.model, "model="))
+
+
+def _copied(model: nn.Module, name: str) -> nn.Module:
     try:
-        model = copy.deepcopy(overrides.model)
+        return scratch_copy(model)
     except Exception as error:  # a user's code
         raise FedsimError(
-            f"model= cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
+            f"{name} cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
             "module that copy.deepcopy takes, whose only tensors are parameters and buffers."
         ) from error
-    return _prepared(config, model)
 
 
 def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -117,7 +119,7 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
-        copy = scratch_copy(model.to(device)).train(training)
+        copy = _copied(model.to(device), "the model").train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
             outputs = _outputs(copy, x)
             _check_outputs(outputs, x)

@@ -65,6 +65,16 @@ def test_an_object_of_another_kind_is_refused_by_its_keyword(
         fedsim.run(CONFIG, **objects)
 
 
+def test_a_named_model_that_cannot_be_copied_is_refused_too() -> None:
+    config = CONFIG.replace(**{"model.name": f"{__name__}:weight_normed"})
+    with pytest.raises(FedsimError, match=r"the model cannot be copied \(RuntimeError: .*deepcopy"):
+        fedsim.run(config)
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(64, 10))
+
+
 class Giving(nn.Linear):
     """Gives what is made of logits."""
 
