@@ -10,12 +10,12 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedsim import allowed_code
+from fedsim import allowed_code, regular_files
 from fedsim.config import RunConfig
 from fedsim.deploy.flower_replacements import replace_dead_actors
 from fedsim.deploy.party_files import read_roster
 from fedsim.deploy.services import CLIENTS, SuperLink
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -66,7 +66,8 @@ def _run(grid: Grid, context: Context) -> None:
     )
     text = resolved.config.to_toml()
     holding = directory.claim(text) if earlier is None else directory.resumed(text)
-    callbacks: dict[str, Callback] = {"log": _Log()}
+    request = directory.stop_request(context.run_id)
+    callbacks: dict[str, Callback] = {"log": _Log(), "submitter": _Submitter(request)}
     distant = distant_callback()
     if distant is not None:
         callbacks[CALLERS_CALLBACKS] = distant
@@ -116,6 +117,23 @@ class _Log(Callback):
         row = status.row
         shown = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
         _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in shown.items()))
+
+
+class _Submitter(Callback):
+    """Stops the run once the process that submitted it has written a request to this file."""
+
+    def __init__(self, request: Path) -> None:
+        self._request = request
+
+    def on_start(self, status: RunStatus) -> str | None:
+        """The reason to stop, if there is a request."""
+        return self.on_round(status)
+
+    def on_round(self, status: RunStatus) -> str | None:
+        """The reason to stop, if there is a request."""
+        if not self._request.is_file():
+            return None
+        return printable(regular_files.read_text(self._request, errors="replace"))
 
 
 def _show_our_log() -> None:

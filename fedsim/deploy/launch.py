@@ -22,7 +22,7 @@ from fedsim.deploy.operator import Operator
 from fedsim.deploy.rehearsal import Rehearsal, Simulation, federation_config
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
-from fedsim.privacy import Ledger
+from fedsim.privacy import Ledger, durable
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
@@ -76,9 +76,9 @@ def run_deployment(
 
     With ``engine.federation``, the directory of a running federation, the ServerApp writes the
     artefacts on its SuperLink's host. If that is this machine, they are copied to ``out``, and
-    callbacks get the rows of its metrics as they are written, without parameters; they cannot stop
-    the run. Otherwise a federation with a SuperNode for each client is started on this machine for
-    this run.
+    callbacks get the rows of its metrics as they are written, without parameters; one that stops
+    the run ends it after the round that is then in progress. Otherwise a federation with a
+    SuperNode for each client is started on this machine for this run.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _submit(
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     directory = resumed or RunDirectory(federation.runs / f"{config.name}-{run_id}")
-    with rows.watch(directory) as poll:
+    with rows.watch(directory, run_id) as poll:
         _follow(operator, run_id, poll)
     if not directory.path.is_dir():
         raise RanElsewhere(run_id, _artefact_place(operator.log(run_id)))
@@ -199,7 +199,7 @@ class _Rows:
     ) -> None:
         self._resolved = resolved
         self._callbacks = callbacks
-        self._round, self._warned = -1, False
+        self._round, self._requested = -1, False
         self._row: Row = {}
         self._version: tuple[int, int] | None = None
         if resumed is not None:
@@ -210,39 +210,46 @@ class _Rows:
             self._version = _version_of(resumed.metrics)
 
     @contextmanager
-    def watch(self, directory: RunDirectory) -> Iterator[Callable[[], None]]:
+    def watch(self, directory: RunDirectory, run_id: int) -> Iterator[Callable[[], None]]:
         """Context of the run, with a function that passes new rows to the callbacks."""
+        request = directory.stop_request(run_id)
         self._callbacks.on_start(self._status(directory))
-        self._warn_of_stop()
         end: Ending | None = None
         try:
-            yield lambda: self._poll(directory)
+            yield lambda: self._poll(directory, request)
             # Not if the run failed: the file may then be from before it was resumed.
             end = Ending.read(directory.path) if directory.done.is_file() else None
         finally:
+            if self._requested:
+                request.unlink(missing_ok=True)
+            elif self._callbacks.stopped is not None:
+                self._warn_of_stop("it wrote nothing on this machine")
             self._callbacks.on_end(self._status(directory, end))
 
-    def _poll(self, directory: RunDirectory) -> None:
+    def _poll(self, directory: RunDirectory, request: Path) -> None:
         version = _version_of(directory.metrics)
-        if version in (None, self._version):
-            return
-        self._version = version
-        for row in directory.metrics_file.rows():
-            if row["round"] > self._round:
-                self._round, self._row = int(row["round"]), row
-                self._callbacks.on_round(self._status(directory))
-        self._warn_of_stop()
+        if version not in (None, self._version):
+            self._version = version
+            for row in directory.metrics_file.rows():
+                if row["round"] > self._round:
+                    self._round, self._row = int(row["round"]), row
+                    self._callbacks.on_round(self._status(directory))
+        if self._callbacks.stopped and not self._requested and directory.path.is_dir():
+            # The ServerApp stops the run itself, at the end of a round: Flower would end it at
+            # once, and the ledger would not be charged for a decision that depends on what was
+            # released.
+            self._requested = True
+            try:
+                durable.replace(request, self._callbacks.stopped.encode(errors="replace"))
+            except OSError as error:
+                self._warn_of_stop(f"{request} cannot be written: {error.strerror}")
 
-    def _warn_of_stop(self) -> None:
-        # Flower could stop the run at once, but the ledger would then not be charged for a decision
-        # that depends on what was released.
-        if self._callbacks.stopped is not None and not self._warned:
-            self._warned = True
-            _log.warning(
-                "A callback asked to stop the run (%s); with engine.federation it continues: only "
-                "Ctrl-C and what its config says, such as stop.metric, end it.",
-                self._callbacks.stopped,
-            )
+    def _warn_of_stop(self, obstacle: str) -> None:
+        _log.warning(
+            "A callback asked to stop the run (%s), which continued: %s.",
+            self._callbacks.stopped,
+            obstacle,
+        )
 
     def _status(self, directory: RunDirectory, end: Ending | None = None) -> RunStatus:
         return RunStatus(

@@ -18,6 +18,7 @@
     tensorboard/        event files, if `log.to` asks for them
     clients/            state of the clients on this machine
     archive/1/ ...      ledgers and configs of the runs that were overwritten here
+    stop-RUN_ID         why a callback stops a federation's run, from the process that submitted it
     .fedsim-run         marks the directory as a run's (see `RunLock`)
 
 A run claims a directory before it writes to it; only one run at a time can. Files of other names
@@ -307,6 +308,10 @@ class RunDirectory:
             f"{self.path} keeps {', '.join(files)}; `fedsim run {self.path} --resume` resumes it "
             f"{start}."
         )
+
+    def stop_request(self, run_id: int) -> Path:
+        """File that asks the ServerApp of this Flower run to stop it, with the reason."""
+        return self.path / f"stop-{run_id}"
 
     def copy_from(self, source: RunDirectory) -> None:
         """Copy a run's files from another directory on this machine."""

@@ -84,7 +84,8 @@ def run(
         differ from that run's. On a federation ``out`` may be omitted.
     callbacks : iterable of Callback
         Called in this process, on every engine. With ``engine.federation`` they get the rows of
-        metrics if these are written on this machine, no parameters, and cannot stop the run.
+        metrics if these are written on this machine, and no parameters; one that stops the run
+        ends it after the round that is then in progress.
     model, data, partition : nn.Module, Dataset, Partition, optional
         Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
         config.toml names them (``objects``), and cannot be run without them. ``data`` may also be

@@ -13,6 +13,7 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.resolve import resolve
+from fedsim.runs.run_ledgers import Ending
 
 CONFIG = RunConfig.parse(
     {
@@ -60,3 +61,21 @@ def test_a_run_that_is_still_written_to_is_not_taken_up(tmp_path: Path):
     directory = RunDirectory(tmp_path / "served-1")
     with directory.claim("name = 'x'\n"), pytest.raises(FedsimError, match="another run is"):
         last_run(tmp_path, "served")
+
+
+def test_a_request_in_its_directory_stops_a_run_after_a_round(tmp_path: Path, monkeypatch):
+    """The submitter's callback decided it by what was released: the whole plan is charged."""
+    monkeypatch.delenv(OUT, raising=False)
+    monkeypatch.setenv(RUNS, str(tmp_path))
+    directory = RunDirectory(tmp_path / "served-21")
+
+    class Impatient(server_app._Log):
+        def on_round(self, status):
+            if status.round == 2:
+                directory.stop_request(21).write_text("enough")
+
+    monkeypatch.setattr(server_app, "_Log", Impatient)
+    serve(CONFIG, 21)
+    assert directory.metrics_file.rows()[-1]["round"] == 2
+    assert Ending.read(directory.path) == ("stopped", "Stopped early: enough.")
+    assert '"planned"' in directory.ledger.read_text()

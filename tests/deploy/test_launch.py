@@ -9,11 +9,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from fedsim.apps.server_app import _Submitter
 from fedsim.config import RunConfig
 from fedsim.deploy import launch
 from fedsim.deploy.launch import _directory, _follow, _interruptible_by
 from fedsim.errors import FedsimError
-from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
@@ -88,7 +89,7 @@ class Watcher(Callback):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
+def test_callbacks_of_a_federations_run_are_called_and_ask_its_server_to_stop(
     resumed: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,6 +97,7 @@ def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
 ) -> None:
     directory = RunDirectory(tmp_path / "fedsim-run-7")
     directory.path.mkdir()
+    requests: list[str | None] = []
     file, first = directory.metrics_file, 0
     if resumed:  # it has a checkpoint of round 1 and a row of round 2, which is made again
         (directory.checkpoint / "round-1").mkdir(parents=True)
@@ -115,6 +117,7 @@ def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
             for number in range(first, 4):
                 file.append({"round": number})
                 poll()
+                requests.append(_Submitter(directory.stop_request(7)).on_round(MagicMock()))
             directory.finish(Ending("finished"))
             return "finished:completed"
 
@@ -128,8 +131,24 @@ def test_callbacks_of_a_federations_run_are_called_and_cannot_stop_it(
     rounds = [("round", number, None) for number in range(first, 4)]
     start = ("start", 1 if resumed else 0, None)
     assert watcher.calls == [start, *rounds, ("end", 3, "finished")]
-    warnings = caplog.text.count("A callback asked to stop the run (Watcher has stopped it)")
-    assert warnings == (0 if resumed else 1)
+    stopped = "Watcher has stopped it"
+    assert requests == ([None, None] if resumed else [None, stopped, stopped, stopped])
+    assert not directory.stop_request(7).exists()
+    assert "asked to stop" not in caplog.text
+
+
+def test_a_stop_that_cannot_reach_the_server_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Impatient(Callback):
+        def on_start(self, status: RunStatus) -> bool:
+            return True
+
+    callbacks = Callbacks.numbered([Impatient()])
+    rows = launch._Rows(MagicMock(config=RunConfig(), uncovered=()), callbacks, None)
+    with rows.watch(RunDirectory(tmp_path / "elsewhere"), 7) as poll:
+        poll()
+    assert caplog.text.count("asked to stop the run (Impatient has stopped it)") == 1
 
 
 def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
