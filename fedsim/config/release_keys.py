@@ -98,6 +98,18 @@ def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
     return keys
 
 
+def text_options(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and value of each option that is a text, of code outside of fedsim and of metrics."""
+    options = [("task.metrics", options) for _, options in config.task.named_metrics()]
+    for table in _all_tables(config):
+        if isinstance(table, Choice):
+            options.append((table.key("options"), dict(table.options)))
+    for key, values in options:
+        for option, value in values.items():
+            if isinstance(value, str):
+                yield f"{key}.{option}", value
+
+
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
     """Code outside of fedsim that a config names: its key, its name and its module."""
     entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]

@@ -15,7 +15,7 @@ from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, with_added_noise
-from fedsim.config.release_keys import modules_named, path_keys
+from fedsim.config.release_keys import modules_named, path_keys, text_options
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
@@ -316,16 +316,25 @@ class Policy:
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
-        # Compare real paths, since a symbolic link could lead out of an allowed directory.
-        allowed = [os.path.realpath(self.directory / name) for name in self.files]
+        values = {}
         for key, mark in path_keys(config).items():
             value = str(flat.get(key, ""))
             # Defaults are allowed: they name no private file.
-            if mark.use == "operator" or mark.is_name(value) or value in ("", defaults.get(key)):
-                continue
-            path = Path(os.path.realpath(value))
-            if not any(path.is_relative_to(directory) for directory in allowed):
+            if mark.use != "operator" and not mark.is_name(value) and value != defaults.get(key):
+                values[key] = value
+        # The options of allowed code do not say which of them are paths.
+        values |= {key: text for key, text in text_options(config) if _may_be_path(text)}
+        # Compare real paths, since a symbolic link could lead out of an allowed directory.
+        allowed = [os.path.realpath(self.directory / name) for name in self.files]
+        for key, value in values.items():
+            path = Path(os.path.realpath(os.path.expanduser(value)))
+            if value and not any(path.is_relative_to(directory) for directory in allowed):
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
+        if config.client.state_dir and self.directory == Path():
+            raise _refusal(
+                f"client.state-dir is {config.client.state_dir!r}; here only a node.toml, named by "
+                f"the SuperNode's environment variable {NODE}, says where clients' state is kept"
+            )
 
     def check_evaluation(self, config: RunConfig) -> None:
         """Refuse an evaluation that the policy does not allow, or that the run does not declare."""
@@ -369,6 +378,11 @@ class Policy:
             file.write(f"{rounds + 1}\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _may_be_path(text: str) -> bool:
+    """Whether an option may name a file outside of the current directory, or one that exists."""
+    return text[:1] in ("/", "~") or ".." in Path(text).parts or os.path.lexists(text)
 
 
 def _refusal(reason: str) -> FedsimError:

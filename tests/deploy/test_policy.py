@@ -218,6 +218,28 @@ def test_no_file_of_a_nodes_can_be_named_without_its_leave(tmp_path, tables, why
         Policy.load(node(tmp_path, "")).check(config(**tables))
 
 
+def test_options_of_allowed_code_that_are_paths_lie_where_the_owner_says(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    policy = Policy.load(node(tmp_path, 'modules = ["my.nets"]\nfiles = ["weights"]'))
+    for value in ("/etc/shadow", "~/x", "weights/../here", "here", f"{tmp_path}/weights/../x"):
+        for table, key in (("model", "model"), ("data", "data")):
+            hostile = config(**{table: {"name": "my.nets:Net", "options": {"file": value}}})
+            with pytest.raises(
+                FedsimError, match=rf"{key}\.options\.file is '{value}'; here it may"
+            ):
+                policy.check(hostile)
+    for value in (str(tmp_path / "weights/a"), "weights/a", "relu", "org/model", "", 3):
+        policy.check(config(model={"name": "my.nets:Net", "options": {"file": value}}))
+
+
+def test_a_run_says_where_state_is_kept_on_no_node_without_a_policy(monkeypatch, tmp_path):
+    monkeypatch.delenv(NODE, raising=False)
+    kept = config(client={"name": "adadp-lr", "state": "client", "state-dir": str(tmp_path)})
+    with pytest.raises(FedsimError, match=r"refuses the run: client\.state-dir is .* FEDSIM_NODE"):
+        client_app.train(message("train"), context_of(kept))
+
+
 def test_work_that_is_drawn_names_no_file(tmp_path):
     Policy.load(node(tmp_path, "")).check(config(client={"work": "whole(1,3)"}))
 
