@@ -284,7 +284,8 @@ class FileStore(StateStore):
     Each round's state is a file of its own, written to a draft and renamed, so that a process
     killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
     again must start from the state *before* it, and may find its own file already written.
-    If the last checkpoint is older (`keep_since`), so is the oldest file kept.
+    If the last checkpoint is older (`keep_since`), so is the oldest file kept. Files of later
+    rounds are of an attempt that was given up, and are removed: they would pass for the latest.
 
     Parameters
     ----------
@@ -355,16 +356,17 @@ class FileStore(StateStore):
             draft = path.with_suffix(".draft")
             save_file({name: rows[k].contiguous().clone() for name, rows in state.items()}, draft)
             os.replace(draft, path)
-            for outdated in self._outdated_files(client):
+            for outdated in self._outdated_files(client, round):
                 outdated.unlink(missing_ok=True)
 
-    def _outdated_files(self, client: int) -> list[Path]:
-        rounds = self._rounds(client)
+    def _outdated_files(self, client: int, round: int) -> list[Path]:
+        files = self._rounds(client)
+        rounds = [file for file in files if file[0] <= round]
         last = len(rounds) - self.KEEP
         if self._oldest_round is not None:
             # The last file up to that round is the client's state at its end: it must stay too.
             last = min(last, sum(number <= self._oldest_round for number, _ in rounds) - 1)
-        return [path for _, path in rounds[: max(last, 0)]]
+        return [path for _, path in (*rounds[: max(last, 0)], *files[len(rounds) :])]
 
 
 class ServerState(StateStore):

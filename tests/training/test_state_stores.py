@@ -15,7 +15,7 @@ from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_STATE
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.client_state import MemoryStore
+from fedsim.training.client_state import FileStore, MemoryStore
 
 IDS = np.arange(4)
 
@@ -146,6 +146,14 @@ def test_a_round_run_again_starts_from_where_it_did(tmp_path):
     other = trainer_of("client")
     list(other.train(other.initial(), IDS, 1))
     assert torch.equal(again.rows, next(other.train(other.initial(), IDS, 2)).rows)
+
+
+def test_rounds_made_again_from_the_first_on_keep_state_as_they_did(tmp_path):
+    """The files of an attempt that was killed later were kept in place of the new ones."""
+    first, second = (etas(trainer_of("client", state_dir=tmp_path), rounds=n) for n in (5, 4))
+    assert all(np.array_equal(*pair) for pair in zip(first, second, strict=False))
+    latest = FileStore(tmp_path).load(IDS, None)
+    assert latest.rows["eta"].tolist() == second[-1].tolist()
 
 
 def test_a_checkpoint_of_the_state_goes_on_where_it_was():
