@@ -161,20 +161,29 @@ def _everybody(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
     return resolve(RunConfig.from_run_config(dict(flat))).trainer
 
 
-def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
+def data_to_write(config: RunConfig) -> RunData:
+    """The data set of a config and its split, for `write_client_data`."""
+    return resolve_data(config.replace(**{"engine.device": "cpu"}))
+
+
+def write_client_data(
+    config: RunConfig, path_of: Callable[[int], Path], data: RunData | None = None
+) -> list[Path]:
     """Write each client's part of a config's data set to a file of its own.
 
     Parameters
     ----------
     path_of : callable
         Maps a client's id to the path of its ``.npz``.
+    data : RunData, optional
+        What `data_to_write` returns for this config, if it was called before.
 
     Returns
     -------
     list of Path
         One file per client, readable by the file's owner only.
     """
-    data = resolve_data(config.replace(**{"engine.device": "cpu"}))
+    data = data_to_write(config) if data is None else data
     dataset, owned = data.dataset, data.test_parts
     images = getattr(config.data, "layout", "auto") == "auto"
     # A client may lack examples of some classes or tokens, so the file declares their numbers.

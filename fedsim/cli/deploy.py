@@ -87,7 +87,10 @@ def init(
                 f"--nodes {nodes}, but --split {split} has {config.partition.clients} clients "
                 "(partition.clients), each of which gets a node; leave --nodes out."
             )
+        from fedsim.apps.node import data_to_write, write_client_data
+
         nodes = config.partition.clients
+        data = data_to_write(config)  # a mistake in the config must not leave half a federation
     nodes = 2 if nodes is None else nodes
     federation = Federation.create(
         directory,
@@ -100,9 +103,7 @@ def init(
         home=home,
     )
     if config is not None:
-        from fedsim.apps.node import write_client_data
-
-        write_client_data(config, lambda client: federation.node(client) / "data.npz")
+        write_client_data(config, lambda client: federation.node(client) / "data.npz", data)
         for number in range(nodes):
             Node.load(federation.node(number)).save({"data": "data.npz"})
     console = Output()

@@ -14,6 +14,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,19 +92,12 @@ class Federation:
         Raises
         ------
         FedsimError
-            If the directory holds a federation already, or no node or host is given.
+            If the directory has a federation or a file of a federation's name already, or an
+            argument is not allowed; nothing is written.
         """
-        if directory.exists() and not directory.is_dir():
-            raise FedsimError(f"{directory} is a file; a federation is a directory.")
-        if (directory / _FEDERATION_TOML).exists():
-            raise FedsimError(
-                f"{directory} already contains a federation; choose another directory."
-            )
-        if nodes < 1:
-            raise FedsimError(f"--nodes is {nodes}; it must be at least 1.")
-        if not hosts:
-            raise FedsimError("--host is missing; the server's certificate needs a name.")
         federation = cls(directory.absolute(), tuple(hosts), nodes, port, fleet_port, insecure)
+        federation._check_settings(days)
+        federation._check_free()
         directory.mkdir(parents=True, exist_ok=True)
         federation.directory.chmod(0o700)
         if not insecure:
@@ -174,6 +170,44 @@ class Federation:
         write_public(self.superlink / "server.pem", certificate)
         write_private(self.superlink / "server.key", key)
 
+    def _check_settings(self, days: int) -> None:
+        """Refuse values that no certificate or process could use."""
+        if self.nodes < 1:
+            raise FedsimError(f"--nodes is {self.nodes}; it must be at least 1.")
+        if not self.hosts:
+            raise FedsimError("--host is missing; the server's certificate needs a name.")
+        for host in self.hosts:
+            if not _is_host(host):
+                raise FedsimError(
+                    f"--host is {host!r}; it must be an IP address, or a name of letters a to z, "
+                    "digits, '-', '_' and '.', without a port."
+                )
+        for flag, value, most in (
+            *(("--port", self.port, 65535), ("--fleet-port", self.fleet_port, 65535)),
+            ("--days", days, 36500),
+        ):
+            if not 1 <= value <= most:
+                raise FedsimError(f"{flag} is {value}; it must be from 1 to {most}.")
+        if self.port == self.fleet_port:
+            raise FedsimError(f"--port and --fleet-port are both {self.port}; they must differ.")
+
+    def _check_free(self) -> None:
+        """Refuse a directory with anything that a federation would write over."""
+        directory = self.directory
+        if directory.exists() and not directory.is_dir():
+            raise FedsimError(f"{directory} is a file; a federation is a directory.")
+        if (directory / _FEDERATION_TOML).exists():
+            raise FedsimError(
+                f"{directory} already contains a federation; choose another directory."
+            )
+        parties = [directory / "authority", self.superlink, self.operator, self.runs]
+        for path in (*parties, *map(self.node, range(self.nodes))):
+            if os.path.lexists(path):
+                raise FedsimError(
+                    f"{directory} contains '{path.name}', which a federation would write to; "
+                    "choose another directory."
+                )
+
     def _make_certificates(self, days: int) -> None:
         authority = Authority.create(days=max(days, 3650))
         authority.save(self.directory / "authority")
@@ -215,3 +249,12 @@ class Federation:
             write_public(self.superlink / "operator.sha256", token_digest(token).encode())
         connection = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: link}})
         write_public(self.operator / "config.toml", connection.encode())
+
+
+def _is_host(host: str) -> bool:
+    """Whether this is an IP address, or may be a host's name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", host) is not None
+    return True

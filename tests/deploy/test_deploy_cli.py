@@ -63,6 +63,14 @@ def test_init_refuses_a_directory_that_has_one(tmp_path):
         invoke("init", tmp_path / "fed")
 
 
+def test_init_with_a_config_that_has_no_data_makes_nothing(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('[data]\nname = "missing.csv"\n[partition]\nclients = 2\n')
+    with pytest.raises(FedsimError, match="there is no such file"):
+        invoke("init", tmp_path / "fed", "--split", config)
+    assert not (tmp_path / "fed").exists()
+
+
 def test_help_teaches():
     for command in ("init", "up", "superlink", "node"):
         text = invoke(command, "--help").output

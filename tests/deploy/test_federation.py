@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import stat
 import tomllib
 
@@ -92,11 +93,44 @@ def test_what_is_no_federation_is_refused(tmp_path):
         Federation.load(tmp_path)
 
 
-@pytest.mark.parametrize(("nodes", "hosts"), [(0, ["a"]), (2, [])])
-def test_a_federation_needs_nodes_and_a_name(tmp_path, nodes, hosts):
-    with pytest.raises(FedsimError, match=r"--nodes|--host"):
-        Federation.create(tmp_path / "x", nodes=nodes, hosts=hosts)
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"nodes": 0}, "--nodes is 0"),
+        ({"hosts": []}, "--host is missing"),
+        ({"hosts": ["a", "b:9092"]}, "--host is 'b:9092'; it must be"),
+        ({"hosts": ["https://a"]}, "--host is 'https://a'"),
+        ({"hosts": ["\u00fcber"]}, "--host is '\u00fcber'"),
+        ({"hosts": [""]}, "--host is ''"),
+        ({"port": 70000}, "--port is 70000"),
+        ({"fleet_port": 0}, "--fleet-port is 0"),
+        ({"port": 9092}, "both 9092"),
+        ({"days": 0}, "--days is 0"),
+        ({"days": 10**8}, "--days is 100000000"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_written(tmp_path, wrong, sentence):
+    with pytest.raises(FedsimError, match=re.escape(sentence)):
+        Federation.create(tmp_path / "x", **wrong)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["runs", "node-1", "operator"])
+def test_a_directory_with_files_of_a_federations_names_is_left_alone(tmp_path, name):
+    """It was made into half a federation, which could be neither used nor completed."""
+    (tmp_path / name).mkdir()
+    mode = tmp_path.stat().st_mode
+    with pytest.raises(FedsimError, match=f"contains '{name}'"):
+        Federation.create(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert tmp_path.stat().st_mode == mode
+
+
+def test_a_certificate_may_be_for_a_long_name_or_an_address(tmp_path):
+    long = f"{'a' * 60}.{'b' * 60}.example.org"
+    for number, host in enumerate((long, "::1", "10.0.0.1")):
+        federation = Federation.create(tmp_path / str(number), hosts=[host], nodes=1)
+        assert (federation.superlink / "server.pem").is_file()
 
 
 def test_the_server_knows_the_operators_token_by_its_digest_only(made):
