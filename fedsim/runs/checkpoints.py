@@ -94,6 +94,8 @@ class RunState:
         This round's row, which may not be in metrics.csv yet.
     config : mapping of str to scalar
         The resolved config, flattened; a resumed run's must match it.
+    first_config : mapping of str to scalar
+        The one with which the run began: a target epsilon was met for its number of rounds.
     client_ledgers : mapping of client id to mapping
         `Ledger.state` of clients that protect their examples, if their ledgers are here.
     callbacks : Tree
@@ -111,6 +113,7 @@ class RunState:
     metrics_length: int
     row: Mapping[str, float | int]
     config: Mapping[str, Scalar]
+    first_config: Mapping[str, Scalar]
     metrics_code: str = ""
     client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: Tree = field(default_factory=dict)
@@ -135,6 +138,7 @@ class RunState:
                 f"the run's state has format {version}, and this fedsim reads {FORMAT}; resume the "
                 "run with the fedsim that began it, or begin another with --out."
             )
+        tree.setdefault("first_config", tree.get("config"))  # for runs of before it was noted
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError(
                 "the run's state lacks entries, or has some that this version does not know."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def resumed_config(
         # Refuse damaged rows before anything is changed.
         directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
     start = _start_config(directory, state)
-    requested = _resolved(config, start, overrides)
+    requested = _resolved(config, start, start if state is None else state.first_config, overrides)
     keys = dict.fromkeys([*requested, *start])
     changed = {key: requested.get(key) for key in keys if requested.get(key) != start.get(key)}
     outside = keys_outside_release()
@@ -174,8 +174,13 @@ def _start_config(directory: RunDirectory, state: RunState | None) -> Flat:
     return start
 
 
-def _resolved(config: RunConfig, start: Flat, overrides: ObjectOverrides | None) -> Flat:
-    """``config``, flat, with the run's values for what it leaves to rules or calibration."""
+def _resolved(
+    config: RunConfig, start: Flat, first: Mapping[str, Scalar], overrides: ObjectOverrides | None
+) -> Flat:
+    """``config``, flat, with the run's values for what it leaves to rules or calibration.
+
+    ``start`` is the config of the run's last checkpoint, ``first`` that with which it began.
+    """
     requested = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
         if requested.get(key) == unset and key in start:
@@ -183,9 +188,10 @@ def _resolved(config: RunConfig, start: Flat, overrides: ObjectOverrides | None)
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return requested
     # Calibrate for the rounds and the delta with which the run began, to get the same noise.
-    lengths = {key: start[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
+    keys = ("rounds", "stop.metric", "stop.callbacks")
+    lengths = {key: first.get(key, start[key]) for key in keys}
     recalibrated = calibrated(RunConfig.from_run_config({**requested, **lengths}), overrides)
-    return {**recalibrated.to_run_config(), **{key: requested[key] for key in lengths}}
+    return {**recalibrated.to_run_config(), **{key: requested[key] for key in keys}}
 
 
 def _text(value: Scalar | None) -> str:

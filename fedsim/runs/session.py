@@ -99,6 +99,7 @@ class Session:
         check_state_dir(resolved, record=True)
         self._round_rows = RoundRows(resolved, self.strategy)
         self._config = config.to_run_config()
+        self._first_config = self._config if resume is None else resume.first_config
         self._checkpoints: Checkpointing | None = None
         if directory is not None:
             directory.metrics_file.start(self._round_rows.columns, self._rows)
@@ -141,6 +142,7 @@ class Session:
             metrics_code="" if self._rows_code is None else self._rows_code.hexdigest(),
             row=self._rows[-1] if self._rows else {},
             config=self._config,
+            first_config=self._first_config,
             client_ledgers={} if client_ledgers is None else client_ledgers.state(),
             callbacks=self._callbacks.state(),
         )

@@ -105,6 +105,9 @@ def test_a_calibrated_run_keeps_its_noise_whatever_its_rounds(tmp_path):
     first = fedsim.run(config, out=tmp_path / "run")
     longer = fedsim.run(config.replace(rounds=6), out=tmp_path / "run", resume=True)
     assert first.privacy.epsilon <= 3.0 < longer.privacy.epsilon
+    again = fedsim.run(config.replace(rounds=6), out=tmp_path / "run", resume=True)
+    assert again.privacy.epsilon == longer.privacy.epsilon
+    fedsim.run(config.replace(rounds=8), out=tmp_path / "run", resume=True)
     with pytest.raises(FedsimError, match=r"noise\.multiplier = .*; it must be .* as it was"):
         fedsim.run(
             config.replace(**{"noise.target-epsilon": 2.0}), out=tmp_path / "run", resume=True
