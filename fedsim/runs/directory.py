@@ -156,7 +156,8 @@ class RunDirectory:
     def resumed(self, config_toml: str) -> Iterator[None]:
         """Lock the directory of a run to be resumed while the context lasts.
 
-        If the resumed run fails before it makes a round, the directory is put back as it was.
+        If the resumed run fails before it makes a round, the directory is put back as it was. So it
+        is if a finished run was signed, and there is no key to sign it again.
 
         Raises
         ------
@@ -175,13 +176,20 @@ class RunDirectory:
                     for path in self._ending_files:
                         path.unlink(missing_ok=True)
                 yield
+                lost = self.signature in before and not self.signature.exists()
+                if lost and before[self.config] == config_toml.encode():
+                    self._put_back(before, sizes)
             except BaseException:
-                if self._round_file_sizes() == sizes:
-                    for path, content in before.items():
-                        replace(path, content)
+                self._put_back(before, sizes)
                 raise
         finally:
             self._lock.release()
+
+    def _put_back(self, before: Mapping[Path, bytes], sizes: Sequence[int]) -> None:
+        """Write files as they were, unless a round has been made since."""
+        if self._round_file_sizes() == sizes:
+            for path, content in before.items():
+                replace(path, content)
 
     def _round_file_sizes(self) -> list[int]:
         """Sizes of the files that grow with every round."""

@@ -14,6 +14,7 @@ from fedsim.cli.privacy_question import read_source
 from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy.manifest import LEDGER_KEY, new_key
 from fedsim.privacy.verification import verify
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints
@@ -58,6 +59,19 @@ def test_a_finished_run_says_so_is_left_as_it_was_and_can_be_given_more_rounds(
     fedsim.run(CONFIG.replace(rounds=6), out=tmp_path / "six")
     assert done.model.read_bytes() == RunDirectory(tmp_path / "six").model.read_bytes()
     assert longer.ended == "finished"
+
+
+def test_a_finished_run_that_is_resumed_without_its_key_stays_signed(tmp_path, monkeypatch):
+    directory, public = RunDirectory(tmp_path / "run"), new_key(tmp_path / "key.pem")
+    monkeypatch.setenv(LEDGER_KEY, str(tmp_path / "key.pem"))
+    fedsim.run(CONFIG, out=directory.path)
+    monkeypatch.delenv(LEDGER_KEY)
+    assert resume(directory).ended == "finished"
+    delta = CONFIG.noise.delta
+    assert all(check.passed for check in verify(directory.path, delta, None, public))
+    # The key has not vouched for further rounds.
+    resume(directory, rounds=5)
+    assert not directory.signature.exists()
 
 
 def test_a_resumed_run_cannot_have_fewer_rounds_than_it_has_made(done):
