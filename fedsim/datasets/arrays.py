@@ -67,7 +67,16 @@ class Arrays:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Arrays:
-        """Build it from arrays under their names in a file: ``x_train``, ``owner_test``, ..."""
+        """Build it from arrays under their names in a file: ``x_train``, ``owner_test``, ...
+
+        Raises
+        ------
+        TypeError, ValueError, OverflowError
+            If a statistic or a declared number is not numbers, or not one.
+        """
+        for name in (*STATISTICS, *DECLARED):
+            if name in arrays:
+                _require_small(name, arrays[name].shape)
         splits = {
             part: {
                 name.removesuffix(f"_{part}"): array

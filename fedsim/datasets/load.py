@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedsim import registry
 from fedsim.arguments import check_arguments
-from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays
+from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays, cause
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import arrays_of_tables, inputs_of_table, read_csv
 from fedsim.errors import FedsimError
@@ -147,9 +147,14 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
                     f"data= has '{name}'; a name must end in _train or _test, or be one of "
                     f"{', '.join((*STATISTICS, *DECLARED))}."
                 )
-        arrays = Arrays.of(
-            {str(name): array_of(f"{name} of data=", value) for name, value in data.items()}
-        )
+        by_name = {str(name): array_of(f"{name} of data=", one) for name, one in data.items()}
+        try:
+            arrays = Arrays.of(by_name)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FedsimError(
+                f"data= could not be read ({cause(error)}); {', '.join(DECLARED)} must be one "
+                f"number each, {', '.join(STATISTICS)} numbers."
+            ) from None
         return arrays.dataset("data", protected=protected)
     if isinstance(data, Mapping):
         data = (data["train"], data["test"])
@@ -258,7 +263,9 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
             f"{type(dataset).__name__} has items that are not pairs; each must be (x, y)."
         )
     return {
-        name: array_of(f"{name} of data=", [np.asarray(item[place]) for item in items])
+        name: array_of(
+            f"{name} of data=", [array_of(f"{name} of data=", item[place]) for item in items]
+        )
         for place, name in enumerate("xy")
     }
 

@@ -339,6 +339,52 @@ def test_images_of_a_torch_data_set_keep_their_channels_first():
     assert torch.equal(datasets.dataset_of((split, split)).train.x, images)
 
 
+class Items(torch.utils.data.Dataset):
+    """One item, four times."""
+
+    def __init__(self, x, y):
+        self.item = x, y
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return self.item
+
+
+def test_items_of_a_torch_data_set_may_have_gradients():
+    split = Items(torch.ones(3, requires_grad=True), 1.5)
+    data = datasets.dataset_of((split, split))
+    assert torch.equal(data.train.x, torch.ones(4, 3))
+    assert data.train.y.tolist() == [1.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(3).bfloat16(), "x of data= cannot be made an array .*BFloat16"),
+        (torch.eye(3).to_sparse(), "x of data= cannot be made an array .*Sparse"),
+    ],
+)
+def test_an_item_that_is_no_array_is_one_sentence(x, words):
+    with pytest.raises(FedsimError, match=words):
+        datasets.dataset_of((Items(x, 1), Items(x, 1)))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"classes": "two"}, {"classes": None}, {"classes": 2.5}, {"classes": np.nan},
+        {"classes": [2, 3]}, {"classes": []}, {"vocabulary": np.inf}, {"mean": "a", "std": "b"},
+        {"mean": [None] * 3, "std": [1j] * 3},
+    ],
+)  # fmt: skip
+def test_declared_numbers_that_are_none_are_one_sentence(numbers):
+    arrays = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
+    with pytest.raises(FedsimError, match=r"data= could not be read .* must be one number each"):
+        datasets.dataset_of(arrays | numbers)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from zip(X, Y, strict=True)
