@@ -104,15 +104,16 @@ def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bo
             "must be float32 or float64, tokens int64, and images [N, H, W] or [N, H, W, C]."
         )
     pictures = image or (floating and layout == "auto" and array.ndim in (3, 4))
-    if pictures and array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]:
+    is_first = pictures and array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]
+    if is_first and layout == "auto":
         raise FedsimError(
             f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
-            "be [N, H, W] or [N, H, W, C], channels last."
+            "be [N, H, W] or [N, H, W, C], channels last, unless data.layout = 'as-is'."
         )
     array = _plain(key, array, where, protected)
     if pictures and array.ndim == 3:
         array = array[:, None]
-    elif pictures and array.ndim == 4:
+    elif pictures and array.ndim == 4 and not is_first:
         array = array.transpose(0, 3, 1, 2)
     return _contiguous(array)
 

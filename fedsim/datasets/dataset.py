@@ -274,7 +274,8 @@ class Dataset:
             Declared numbers of classes and tokens; 0 to use the numbers found in the data.
         layout : "auto" or "as-is"
             Whether floating ``[N, H, W]`` and ``[N, H, W, C]`` are images; "as-is" leaves the
-            dimensions of floating inputs as they are.
+            dimensions of floating inputs as they are, and those of uint8 images whose channels
+            are first.
         source : str
             Name of the data in error messages; empty for ``name``.
         protected : bool

@@ -123,7 +123,8 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
         ``owner_test``, ``classes``, ...), or the keys ``train`` and ``test``, each a mapping
         (``x``, ``y``, ...) or one of the following. A pair is (train, test), each ``(x, y)`` or a
         torch data set with a length whose items are ``(x, y)``, all of one shape. Items of torch
-        data sets keep their dimensions (channels first); arrays are laid out as in files.
+        data sets keep their dimensions (channels first; of PIL's images they are moved there);
+        arrays are laid out as in files.
     protected : bool
         Whether a run protects the training examples; see `load`.
 

@@ -337,6 +337,10 @@ def test_images_of_a_torch_data_set_keep_their_channels_first():
     images = torch.rand(4, 3, 8, 8)
     split = torch.utils.data.TensorDataset(images, torch.tensor([0, 1, 0, 1]))
     assert torch.equal(datasets.dataset_of((split, split)).train.x, images)
+    for pixels in ((255 * images).byte(), (255 * images[:, :1]).byte()):
+        for laid_out in (pixels, pixels.movedim(1, 3)):  # as of PILToTensor, and of PIL's images
+            split = torch.utils.data.TensorDataset(laid_out, torch.tensor([0, 1, 0, 1]))
+            assert torch.equal(datasets.dataset_of((split, split)).train.x, pixels)
 
 
 class Items(torch.utils.data.Dataset):
