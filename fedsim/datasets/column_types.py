@@ -38,20 +38,23 @@ class NumberType:
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
         """Numbers ``[N]``; with a declared range, clipped to it and scaled to [0, 1].
 
-        With ``protected``, a value that is not a number becomes NaN.
+        With ``protected``, a value that is not a number, or too large for float32, becomes NaN.
 
         Raises
         ------
         UnusableError
-            If a value is not a finite number and ``protected`` is false.
+            If a value is not a finite number of float32 and ``protected`` is false.
         """
         numbers = np.fromiter(map(number, values), dtype=np.float64, count=len(values))
         unusable = ~np.isfinite(numbers)
         if unusable.any() and not protected:
             raise UnusableError(int(unusable.argmax()), "a finite number")
         if not self.free:
-            numbers = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
-        return numbers
+            return (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
+        too_large = abs(numbers) > np.finfo(np.float32).max
+        if too_large.any() and not protected:
+            raise UnusableError(int(too_large.argmax()), "from -3.4e38 to 3.4e38, as in float32")
+        return np.where(too_large, np.nan, numbers)
 
     def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The numbers as one feature, ``[N, 1]``."""
@@ -84,7 +87,7 @@ class CategoryType:
             If a value is unknown and ``protected`` is false.
         """
         places = {value: place for place, value in enumerate(self.values)}
-        codes = np.fromiter((places.get(str(v), -1) for v in values), np.int64, len(values))
+        codes = np.fromiter((places.get(str(v).strip(), -1) for v in values), np.int64, len(values))
         if codes.min(initial=0) < 0 and not protected:
             raise UnusableError(int(codes.argmin()), f"one of {', '.join(self.values)}")
         return codes
@@ -203,7 +206,7 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
             is_number.append(not math.isnan(parsed))
     if all(is_number):
         return NumberType()
-    values = sorted({str(value) for column in (train, test) for value in column})
+    values = sorted({str(value).strip() for column in (train, test) for value in column})
     if len(values) > MOST_CATEGORIES:
         raise FedsimError(
             f"{where} has {len(values):,} different texts in column '{name}', and at most "

@@ -201,7 +201,8 @@ class _Roles:
             )
         target, inputs = named.pop("y"), named.pop("x", "")
         others = [name for name in table if name not in (target, *named.values())]
-        roles = cls(tuple(inputs.split("+")) if inputs else tuple(others), target, named)
+        chosen = [name.strip() for name in inputs.split("+")] if inputs else others
+        roles = cls(tuple(chosen), target, named)
         for name in (*roles.inputs, target):
             if (*roles.inputs, target).count(name) > 1:
                 raise FedsimError(

@@ -201,6 +201,29 @@ def test_a_column_of_dates_is_categories_with_a_warning(tmp_path, caplog):
     ]
 
 
+def test_spaces_around_a_value_or_a_name_are_no_part_of_it(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(PEOPLE.replace("high", "high ", 2).replace(",m,", ", m ,", 1))
+    for types in ("", "sex=f|m,income=low|high"):
+        data = datasets.load(str(path), columns="y = income, x = sex + hours", types=types)
+        assert sorted(data.class_names) == ["high", "low"]
+        assert data.feature_names == ("sex=f", "sex=m", "hours")
+        assert data.train.x[:2, :2].tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_that_float32_does_not_hold_is_named(tmp_path, caplog):
+    path = tmp_path / "people.csv"
+    path.write_text(PEOPLE.replace("30,m,20", "30,m,-1e39"))
+    with pytest.raises(FedsimError, match=r"'-1e39' in column 'hours' .* -3\.4e38 to 3\.4e38"):
+        datasets.load(str(path), columns=COLUMNS)
+    assert not caplog.records
+    data = datasets.load(str(path), columns=COLUMNS, types=TYPES, protected=True)
+    assert data.train.x.isnan().any(1).tolist() == [False, True, False, False, False]
+    ranged = TYPES.replace("hours=number", "hours=-1e40:1e40")
+    assert datasets.load(str(path), columns=COLUMNS, types=ranged).train.x.isfinite().all()
+
+
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path):
     path = tmp_path / "people.csv"
     path.write_bytes(b"a,y\n\xff\xfe,1\n")
