@@ -220,7 +220,8 @@ def found_size(
     arrays = train[name], test[name]
     if not 0 <= declared <= MOST_CLASSES:
         raise FedsimError(
-            f"{where} declares {declared} {key}; there must be at most {MOST_CLASSES:,}."
+            f"data.{key} of {where} is {declared:,}; it must be from 0, for not declared, to "
+            f"{MOST_CLASSES:,}."
         )
     # uint8 inputs are images, never tokens; uint8 targets are classes.
     if arrays[0].dtype.kind not in ("iu" if name == "y" else "i"):
@@ -228,7 +229,7 @@ def found_size(
             remedy = ", as y.astype('int64') has them, or y.argmax(1) of one-hot rows"
             remedy *= name == "y"
             raise FedsimError(
-                f"{where} declares {declared} {key}, but its {name}_train is {arrays[0].dtype}; "
+                f"data.{key} is {declared:,}, but {name}_train of {where} is {arrays[0].dtype}; "
                 f"{noun}s must be whole numbers{remedy}."
             )
         return Size(0)

@@ -78,9 +78,15 @@ def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs
     if outputs.shape == (*targets.shape, 1):
         return outputs.squeeze(-1)
+    hint = ""
+    if not targets.is_floating_point():
+        hint = (
+            " Whole numbers are classes, with an output for each; amounts and labels 0 and 1 must "
+            "be y.astype('float32'), or in a table data.types = 'y=number'."
+        )
     raise FedsimError(
         f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)}; what "
-        "compares them (task.loss, task.metrics) takes one number for each target."
+        f"compares them (task.loss, task.metrics) takes one number for each target.{hint}"
     )
 
 

@@ -196,7 +196,7 @@ def test_classes_are_declared_or_found_and_it_is_known_where(tmp_path: Path, map
         load(path, classes=4)
     with pytest.raises(FedsimError, match="token 8 in x_train; tokens must be below 5, the decl"):
         load(path, vocabulary=5)
-    with pytest.raises(FedsimError, match=r"declares 2000000 classes; .* at most 1,000,000"):
+    with pytest.raises(FedsimError, match=r"data.classes .* is 2,000,000; .* to 1,000,000"):
         load(path, classes=2_000_000)
 
 
@@ -251,7 +251,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "classes of numbers": (
         {"y_train": np.zeros(8), "y_test": np.zeros(4), "classes": np.array(3),
          "mask_train": None, "mask_test": None},
-        "declares 3 classes, but its y_train is float64",
+        "data.classes is 3, but y_train of .* is float64",
     ),
 }  # fmt: skip
 

@@ -116,6 +116,11 @@ def test_outputs_that_do_not_fit_end_with_a_sentence(loss, outputs, targets) -> 
         loss(outputs, targets)
 
 
+def test_amounts_that_are_taken_for_classes_are_said_how_to_give() -> None:
+    with pytest.raises(FedsimError, match=r"Whole numbers are classes.*astype\('float32'\)"):
+        SquaredError()(torch.zeros(2, 31), torch.tensor([20, 30]))
+
+
 @pytest.mark.parametrize("name", registry.names("loss"))
 def test_every_loss_gives_one_number_for_each_example_under_vmap(name: str) -> None:
     # Of statistics a target has four sums, after the inputs' own term.
