@@ -43,7 +43,7 @@ from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
-from fedsim.tasks.metrics import predicted_classes
+from fedsim.tasks.metrics import predicted_classes, with_class_axis
 
 _CHUNK = 256  # examples in a batch of `predict`
 
@@ -268,7 +268,8 @@ class SavedRun:
         if not self._dataset.num_classes:
             numbers: Array = outputs.reshape(len(inputs), -1).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
-        return predicted_classes(outputs).numpy()
+        shape = (len(inputs), *self._dataset.train.y.shape[1:])
+        return predicted_classes(with_class_axis(outputs, shape)).numpy()
 
     def _inputs(self, x: Any) -> Tensor:
         array = inputs_of("examples", x, self._dataset.feature_names)

@@ -203,13 +203,18 @@ def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     A single output z is the logit of class 1 against class 0: the logits are then 0 and z, and both
     NaN if z is, which predicts class 0 as it does with K outputs.
     """
-    if outputs.shape == targets.shape and not targets.is_floating_point():
-        outputs = outputs.unsqueeze(-1)
+    if not targets.is_floating_point():
+        outputs = with_class_axis(outputs, targets.shape)
     logits = class_logits(outputs, targets).flatten(0, -2)
     if logits.shape[1] == 1:
         logits = torch.cat([torch.where(logits.isnan(), logits, 0.0), logits], dim=1)
     counts = targets.flatten() != IGNORED
     return logits[counts], targets.flatten()[counts]
+
+
+def with_class_axis(outputs: Tensor, shape: Sequence[int]) -> Tensor:
+    """Outputs ``[*shape, K]`` for classes of this shape; a single one may lack its axis."""
+    return outputs.unsqueeze(-1) if outputs.shape == torch.Size(shape) else outputs
 
 
 def predicted_classes(logits: Tensor) -> Tensor:

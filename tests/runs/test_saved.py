@@ -17,6 +17,7 @@ from torch import nn
 import fedsim
 from fedsim import RunConfig
 from fedsim.config.release_keys import keys_outside_release
+from fedsim.datasets import Dataset
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
 from fedsim.runs.export import export, publish
@@ -281,6 +282,22 @@ def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_ru
     for value in (np.nan, np.inf, 1e300, "7", None, 1j):
         with pytest.raises(FedsimError, match=r"must be (finite|real numbers)\."):
             saved.predict([[value] * 64])
+
+
+@pytest.mark.parametrize("inner", [(), (4,)], ids=["example", "positions"])
+def test_one_output_without_an_axis_is_a_logit_of_each_class(tmp_path: Path, inner: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(300, *inner, 3)).astype(np.float32)
+    y = (x.sum(-1) > 0).astype(np.int64)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(-2))
+    config = fedsim.RunConfig().replace(
+        **{"rounds": 1, "partition.clients": 2, "task.loss": "binary-cross-entropy"}
+    )
+    data = Dataset.of("mine", {"x": x, "y": y}, {"x": x, "y": y}, layout="as-is")
+    fedsim.run(config, data=data, model=model, out=tmp_path)
+    saved = fedsim.load(tmp_path, model=model)
+    predicted = saved.predict(x)
+    assert predicted.shape == y.shape
+    assert (predicted == y).mean() == saved.evaluate(data)["accuracy"]
 
 
 @pytest.mark.parametrize("of_file", [False, True])
