@@ -125,6 +125,8 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
             _check_outputs(outputs, x)
             if config.adapter.name != "none":
                 _check_adapter(copy, outputs)
+            if not training:
+                _check_one_example(copy, x[:1], outputs.shape[1:])
         if config.task.loss == "cross-entropy":
             _check_classes(dataset, outputs)
 
@@ -163,6 +165,19 @@ def _check_outputs(outputs: Tensor, x: Tensor) -> None:
         raise FedsimError(
             "the model's outputs depend on no trained parameter, or have lost their gradient (by "
             "detach or torch.no_grad); they must have one."
+        )
+
+
+def _check_one_example(model: nn.Module, x: Tensor, shape: torch.Size) -> None:
+    """Refuse a model that drops the axis of a batch of one, as ``squeeze()`` does."""
+    try:
+        outputs = model(x.clone())
+    except Exception:  # it may need more examples than one, which some clients do not have
+        return
+    if isinstance(outputs, Tensor) and outputs.shape != (1, *shape):
+        raise FedsimError(
+            f"the model gives outputs {list(outputs.shape)} for one example and {[2, *shape]} for "
+            f"two; it must give {[1, *shape]} for one, as squeeze(-1) does in place of squeeze()."
         )
 
 

@@ -108,9 +108,10 @@ class FailsInTraining(nn.Linear):
         (Giving(lambda z: z.round().long()), r"gives outputs of torch\.int64; .* real numbers"),
         (Giving(torch.Tensor.detach), "outputs depend on no trained parameter"),
         (Giving(lambda z: z[:1]), r"gives outputs \[1, 10\] for 2 examples; .* some for each"),
+        (Giving(lambda z: z[:, :1].squeeze()), r"gives outputs \[\] for one .* \[1\] for one"),
         (FailsInTraining(), rf"AttributeError \('.*'droput'\), at {re.escape(__file__)}:\d+; it"),
     ],
-    ids=["tuple", "dict", "classes", "detached", "one-row", "misspelt"],
+    ids=["tuple", "dict", "classes", "detached", "one-row", "squeezed", "misspelt"],
 )
 def test_a_model_with_which_no_training_can_begin_is_one_sentence(
     level: str, model: nn.Module, sentence: str, tmp_path: Path
