@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim import registry
+from fedsim.arguments import one_of
 from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.describe import Key, choice_summary, choices_of, keys, schema, template
@@ -98,8 +99,9 @@ def _table_of(key: Key) -> str:
 def _unknown(key: str, every: list[Key]) -> FedsimError:
     known = {k.name for k in every} | {_table_of(k) for k in every}
     known |= {f"{_table_of(k)}.{choice}" for k in every for choice in k.belongs_to}
-    close = difflib.get_close_matches(key, sorted(known), n=1)
-    hint = f" did you mean '{close[0]}'?" if close else ""
+    close = [name for name in sorted(known) if name.endswith(f".{key}")]
+    close = close or difflib.get_close_matches(key, sorted(known), n=1)
+    hint = f" did you mean {one_of(tuple(close[:8]))}?" if close else ""
     return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
 
 

@@ -151,7 +151,7 @@ def _planned(config: RunConfig) -> Question:
     if not config.private:
         raise FedsimError(
             f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
-            f"{noise.multiplier}, and clients do not protect their examples; the run has no "
+            f"{noise.multiplier or 0}, and clients do not protect their examples; the run has no "
             "guarantee, and its epsilon is infinite."
         )
     event = uncalibrated_plan(config, config.mechanism.make()).event()

@@ -97,7 +97,7 @@ def _data_path(name: str, folder: Path) -> Path:
     """Path of a user's own data: as written, or else within ``folder``."""
     is_file_name = Path(name).suffix.lower() in (".npz", ".csv")
     for path in (Path(name), folder / name):
-        if path.is_dir() or (path.is_file() and is_file_name):
+        if name and (path.is_dir() or (path.is_file() and is_file_name)):
             return path
     if not is_file_name and "/" not in name:
         known = [known for known in registry.names("data") if known != "files"]

@@ -115,6 +115,7 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     for arguments, sentence in (
         (["list", "colour"], "KIND is 'colour'; it must be data, partition"),
         (["explain", "client.toll"], "did you mean 'client.tol'?"),
+        (["explain", "momentum"], "did you mean 'client.momentum'"),
         (["explain", "partition.adam"], "there is no key 'partition.adam'"),
         (["init", "--set", "client.name=adamm"], "did you mean 'adam'?"),
     ):
