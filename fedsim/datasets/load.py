@@ -222,8 +222,8 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
         raise FedsimError(
             f"a table has the columns {', '.join(names)}; each needs a different name."
         )
-    lengths = {name: len(column) for name, column in table.items() if isinstance(column, list)}
-    if len(lengths) < len(table) or len(set(lengths.values())) != 1 or 0 in lengths.values():
+    lengths = {name: len(c) if isinstance(c, list) else None for name, c in table.items()}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
         raise FedsimError(
             f"a table has columns of the lengths {lengths}; they must be equal, and above 0."
         )

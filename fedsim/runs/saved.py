@@ -274,7 +274,7 @@ class SavedRun:
     def _inputs(self, x: Any) -> Tensor:
         array = inputs_of("examples", x, self._dataset.feature_names)
         shape = self.input_shape
-        if array.ndim > 1 and len(array) and array.shape[1:] != shape:
+        if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
             array = Dataset.of("x", split, split).test.x.numpy()
         if not array.ndim or array.shape[1:] != shape:
@@ -344,11 +344,14 @@ class SavedRun:
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
+        if kind_of(data) != kind_of(self.config.data.name):  # which need not have the run's keys
+            own_keys = (key for key in self.config.to_run_config() if key.startswith("data."))
+            settings |= {key: "" for key in own_keys if key not in defaults}
         if kind_of(data) == "files":  # such a file need not contain every class and token
             settings["data.classes"] = own_dataset.num_classes
             settings["data.vocabulary"] = own_dataset.vocabulary
-        if own_dataset.feature_names:  # a table, which is then normalised as this model was trained
-            settings["data.normalize"] = self.config.data.normalize
+            if own_dataset.feature_names:  # a table, normalised as this model was trained
+                settings["data.normalize"] = self.config.data.normalize
         return load_dataset(self.config.replace(**settings))
 
     @cached_property

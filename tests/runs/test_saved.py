@@ -330,9 +330,13 @@ def test_predictions_take_the_tables_that_training_takes(tmp_path: Path, of_file
         (frame.assign(sex="x"), "'x' in column 'sex' of its input example 1; .* one of f, m"),
         (frame.assign(age=np.nan), "'nan' in column 'age' .* a finite number"),
         (tmp_path / "none.csv", "No such file"),
+        (frame.iloc[0].to_dict(), "columns of the lengths {'clinic': None"),
+        (frame[["age", "sex"]].to_numpy(), r"examples have shape \(30, 2\)"),
     ):
         with pytest.raises(FedsimError, match=words):
             saved.predict(wrong)
+    with pytest.raises(FedsimError, match=r"digits has examples of shape \(64,\); this model"):
+        saved.evaluate("digits")
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
