@@ -16,7 +16,14 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Law
 from fedsim.privacy.laws.full import Full
 from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
-from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
+from fedsim.privacy.losses import (
+    ORDERS,
+    Array,
+    DominatingPair,
+    SampledGaussian,
+    gaussian_rdp,
+    without_warnings,
+)
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Ge, Gt, Le
@@ -92,7 +99,9 @@ def poisson_rdp(rate: float, noise_multiplier: float) -> Array:
     accountant = RdpAccountant(ORDERS)
     with without_warnings():
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier)))
-    return np.asarray(accountant.rdp, dtype=np.float64)
+    # A Gaussian whose mean is moved by the rate costs less. Where the series' rounding errors are
+    # larger than the curve, they may be negative, which would be taken for a perfect guarantee.
+    return np.asarray(np.maximum(accountant.rdp, gaussian_rdp(rate / noise_multiplier)))
 
 
 @register("cohort", "poisson")
