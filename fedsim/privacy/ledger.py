@@ -276,7 +276,7 @@ class Ledger(LedgerFile):
         max_epsilon : float, optional
             Budget at the ledger's delta, instead of the ledger's own.
         count : int
-            How often an event is released.
+            How often it is released.
         budget : Budget, optional
             Budget at a delta of its own; not together with ``max_epsilon``.
         """
@@ -285,7 +285,7 @@ class Ledger(LedgerFile):
         budget = budget or self._budget(max_epsilon)
         self.refresh()
         if isinstance(event, Entry):
-            planned = replace(event, sum=None)
+            planned = replace(event, event=event.event.times(count), sum=None)
         else:
             planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
         attempts = (replace(line, sum=None) for line in self.attempts(planned))
