@@ -16,7 +16,7 @@ from fedsim.audit.clients import WORLDS
 from fedsim.audit.config_evidence import ConfigEvidence, evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.audit.target import StrategyTarget
-from fedsim.audit.verdict import Verdict, audit, silenced_logs
+from fedsim.audit.verdict import Verdict, audit, check_confidence, silenced_logs
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs import factories
@@ -60,6 +60,7 @@ def audit_config(
         If the config claims no privacy at either level, or could not be run (with the message of
         `fedsim run`); before any work.
     """
+    check_confidence(confidence)
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
     check(resolved)

@@ -129,6 +129,12 @@ def risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
     return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
+def check_confidence(confidence: float) -> None:
+    """Refuse a confidence that is no probability, or with which nothing could be refuted."""
+    if not 0 < confidence < 1:
+        raise FedsimError(f"confidence is {confidence}; it must lie strictly between 0 and 1.")
+
+
 @check_arguments
 def audit(
     strategy: StrategyFactory,
@@ -184,8 +190,7 @@ def audit(
     FedsimError
         If the ledger claims nothing (its epsilon is infinite), or an argument is not allowed.
     """
-    if not 0 < confidence < 1:
-        raise FedsimError(f"confidence is {confidence}; it must lie strictly between 0 and 1.")
+    check_confidence(confidence)
     if runs < 20 and worlds:
         raise FedsimError(f"runs is {runs}; it must be at least 20.")
     number = len(worlds) + (canaries > 0)
