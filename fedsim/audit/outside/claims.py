@@ -94,12 +94,19 @@ class TargetClaim:
                 "fixed number of rows goes with 'replace-one', Poisson sampling with the others."
             )
 
+        rows = self.rate * self.population
+        if self.sampling == "fixed" and abs(rows - round(rows)) > 1e-6 * rows:
+            raise FedsimError(
+                f"claim.rate is {self.rate:g} and claim.population {self.population}, which gives "
+                f"{rows:g} rows a round; with sampling 'fixed' this must be a whole number."
+            )
+
     @property
     def sampler(self) -> Sampler:
         """Sampler of the rows of a round."""
         n, adjacency = self.population, self.adjacency
         if adjacency == "replace-one":
-            size = max(1, round(self.rate * n))
+            size = round(self.rate * n)
             return FixedSize(size, n) if self.rate < 1 else Full(n, adjacency=adjacency)
         return Poisson(self.rate, n, adjacency=adjacency)
 
