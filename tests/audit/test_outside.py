@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from fedsim.audit.outside import (
     open_target,
 )
 from fedsim.audit.outside import audit as outside_audit
-from fedsim.audit.outside.attacks import Target, even_unit_vector
+from fedsim.audit.outside.attacks import (
+    TARGET_WORLDS,
+    AttackResult,
+    Observations,
+    Target,
+    even_unit_vector,
+)
 from fedsim.audit.outside.audit import TargetError
 from fedsim.audit.outside.federation import SHAPES
 from fedsim.errors import FedsimError
@@ -201,6 +208,16 @@ def test_an_epsilon_alone_is_attacked_in_two_worlds(epsilon: float, accepted: bo
         ({"noise-multiplier": 1.0, "rate": 0.5, "sampling": "fixed"}, "goes with 'replace-one'"),
         ({"noise-multiplier": 1.0, "sigma": 2.0}, r"claim\.sigma is not a key"),
         ({"noise-multiplier": -1.0}, "greater than 0"),
+        # One of 20 rows is five times as many as claimed.
+        (
+            {
+                "noise-multiplier": 1.0,
+                "rate": 0.01,
+                "sampling": "fixed",
+                "adjacency": "replace-one",
+            },
+            r"gives 0\.2 rows a round; .* must be a whole number",
+        ),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(values: dict[str, Any], words: str) -> None:
@@ -210,6 +227,8 @@ def test_a_claim_that_cannot_be_is_refused(values: dict[str, Any], words: str) -
 
 FILE = """
 import numpy as np
+
+print("a line printed when it is imported")
 
 def honest(federation):
     rng = np.random.default_rng(federation.seed)
@@ -228,6 +247,9 @@ def late(federation):
 
 def failing(federation):
     raise RuntimeError("no such column")
+
+def asking(federation):
+    input("go on?")
 """
 
 
@@ -422,6 +444,7 @@ def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
     for result, words in (
         (None, "released no models"),
         ("hello", "released no models"),
+        (np.zeros((2, 64)) + 1j, "complex numbers"),
         (np.zeros((2, 65)), r"of shape \[2, 65\]; it must be \[2, 64\]"),
         ([np.zeros(64), np.zeros(3)], r"of shape \[2, 3, 64\]"),
         ({"models": models, "weights": 1}, "known: models, sampled, statistics"),
@@ -440,3 +463,47 @@ def test_a_target_that_is_not_finite_or_too_slow_is_not_audited() -> None:
         audit_target(infinite, claim_of(rounds=2), runs=20)
     with pytest.raises(FedsimError, match=r"one run of the target takes .* s, and an audit"):
         audit_target(loop(), claim_of(rounds=2), seconds=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"confidence": 2.0}, {"confidence": math.nan}, {"confidence": 0.0}, {"runs": 2}, {"runs": -3}],
+)
+def test_an_audit_that_could_not_tell_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(FedsimError, match=r"confidence is .* between 0 and 1|at least 20, or 0"):
+        audit_target(loop(), claim_of(rounds=2), **options)
+
+
+def test_a_target_cannot_read_the_requests_of_its_audit(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    with (
+        open_target(f"{path}:asking", sys.executable) as target,
+        pytest.raises(FedsimError, match="EOF when reading a line"),
+    ):
+        target(SyntheticFederation(np.zeros((3, 64)), np.ones(3), rounds=1, seed=1))
+
+
+def test_a_number_that_is_nan_with_the_canary_shows_it() -> None:
+    honest = loop()
+
+    def shown(f: SyntheticFederation) -> TargetRelease:
+        value = np.nan if np.abs(f.rows).max() > 1 else 0.0
+        return replace(honest(f), statistics={"loss": np.full(f.rounds, value)})
+
+    verdict = audit_target(shown, claim_of(rounds=2, adjacency="zero-out"), runs=30)
+    assert {one.cause for one in verdict.failed} == {"statistics are released without noise"}
+
+
+def test_few_runs_of_a_target_without_a_seed_cause_no_more_false_alarms() -> None:
+    claim = claim_of(rounds=1, adjacency="zero-out")
+    world, draws = TARGET_WORLDS[0], np.random.default_rng(1)
+
+    def p_value() -> float:
+        without = draws.standard_normal((5, 1, 64))
+        present = draws.standard_normal((5, 1, 64)) + world.direction
+        sides = (Observations(moves, np.zeros((5, 1, 0)), []) for moves in (without, present))
+        return AttackResult(world, claim, *sides).finding().p_value
+
+    # With the tails of a normal distribution there would be about 20.
+    assert sum(p_value() <= 1e-3 for _ in range(1000)) <= 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.special import bdtr, gammaln, log_ndtr
+from scipy.special import bdtr, gammaln, log_ndtr, stdtr
 
 from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical, untested
 from fedsim.audit.clients import absence
@@ -256,12 +256,16 @@ class AttackResult:
             fault = "releases without any noise, or not finite"
             return invariant(examined, fault, "noise in every release")
         # Paired by seed: noise that both runs of a seed share cancels in the difference.
-        difference_error = (present - without).mean(1).std(ddof=1) / math.sqrt(len(without))
-        values = without.size * self._degrees
-        error = math.hypot(difference_error, self.shift / math.sqrt(2 * values)) or 1e-12
+        runs, values = len(without), without.size * self._degrees
+        difference_error = float((present - without).mean(1).std(ddof=1)) / math.sqrt(runs)
+        unit_error = self.shift / math.sqrt(2 * values)
+        error = math.hypot(difference_error, unit_error) or 1e-12
+        # Student's t, as few runs estimate their own error; degrees by Satterthwaite.
+        shares = (difference_error / error) ** 4 / (runs - 1) + (unit_error / error) ** 4 / values
+        degrees = 1 / max(shares, 1 / values)
 
         def p(moved: Floats, _: object) -> Floats:
-            return np.asarray(np.exp(log_ndtr(-(moved - self.claimed_shift) / error)))
+            return np.asarray(stdtr(degrees, -(moved - self.claimed_shift) / error))
 
         words = f"moved by {{}} std of the noise ({self.claimed_shift:.4g} is claimed)"
         statistic = Statistic(words, np.array([self.shift]), p, self.claimed_shift - 3 * error)
@@ -285,7 +289,10 @@ class AttackResult:
     @property
     def without_noise(self) -> bool:
         """Whether a released number without noise changes with the canary."""
-        sides = [side.statistics for side in (self.without, self.present)]
+        # A number that is NaN on one side only shows the canary too.
+        sides = [
+            np.nan_to_num(side.statistics, nan=-1e300) for side in (self.without, self.present)
+        ]
         constant = [np.ptp(side, axis=0).max(initial=0.0) == 0 for side in sides]
         return all(constant) and bool((sides[0][0] != sides[1][0]).any())
 

@@ -42,7 +42,7 @@ from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.verdict import Verdict, risk_of_attack
+from fedsim.audit.verdict import Verdict, check_confidence, risk_of_attack
 from fedsim.errors import FedsimError
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
@@ -144,7 +144,7 @@ class TargetAudit:
     def _affordable_runs(self, sides: int) -> int:
         """Number of runs of each side of an attack that fit into ``seconds``."""
         durations: list[float] = []
-        while len(durations) < 3 and sum(durations) < self.seconds:
+        while not durations or (len(durations) < 3 and sum(durations) < self.seconds):
             started = time.perf_counter()
             self.target(self._silent_federation(self.seed + len(durations)))
             durations.append(time.perf_counter() - started)
@@ -270,6 +270,9 @@ def audit_target(
     FedsimError
         If the target cannot be run.
     """
+    check_confidence(confidence)
+    if runs and runs < 20:
+        raise FedsimError(f"runs is {runs}; it must be at least 20, or 0 for as many as fit.")
     try:
         return TargetAudit(target, claim, seconds, runs, seed).verdict(confidence)
     except FedsimError:
@@ -299,7 +302,8 @@ def open_target(name: str, python: str = "") -> AbstractContextManager[Target]:
 
 def _local_target(name: str) -> Target:
     try:
-        call = load(name)
+        with redirect_stdout(sys.stderr):
+            call = load(name)
     except (Exception, SystemExit) as error:
         raise FedsimError(f"--target is {name}, which cannot be loaded: {error}.") from error
 

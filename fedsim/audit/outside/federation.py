@@ -141,9 +141,11 @@ class TargetRelease:
 
 def flat(arrays: Any) -> Floats:
     """Flatten a model's arrays, or one array, to a vector."""
-    if isinstance(arrays, np.ndarray) and arrays.dtype != object:
-        return arrays.astype(np.float64).ravel()
-    return np.concatenate([np.asarray(array, dtype=np.float64).ravel() for array in arrays])
+    if not isinstance(arrays, np.ndarray) or arrays.dtype == object:
+        arrays = np.concatenate([np.asarray(array).ravel() for array in arrays])
+    if np.iscomplexobj(arrays):
+        raise ValueError("complex numbers, of which only the real part would be examined")
+    return np.asarray(arrays.astype(np.float64).ravel())
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -179,8 +181,10 @@ def load(name: str) -> Callable[..., Any]:
 def serve(name: str) -> None:
     """Answer requests until the input ends."""
     _let_adapters_be_imported()
-    # What the target prints must not be mixed with answers: its stdout becomes stderr.
-    answers = os.fdopen(os.dup(1), "w")
+    # What the target prints must not be mixed with answers: its stdout becomes stderr. Nor may it
+    # read requests: its stdin is empty.
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     try:
         target: Callable[..., Any] | None = load(name)
@@ -188,7 +192,7 @@ def serve(name: str) -> None:
     except (Exception, SystemExit) as raised:
         target, error = None, f"{type(raised).__name__}: {raised}"
     with tempfile.TemporaryDirectory() as directory:
-        for line in sys.stdin:
+        for line in requests:
             if target is None:
                 answer: dict[str, Any] = {"error": error}
             else:
