@@ -11,11 +11,15 @@ import numpy as np
 
 from fedsim.audit import catalogue
 from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
+from fedsim.audit.clients import EXAMPLES, silent_clients
 from fedsim.audit.noise_checks import NoiseSample
+from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import StrategyFactory
+from fedsim.engines import LocalGrid
 from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms.bounded_values import joint_norm
+from fedsim.privacy.laws import declared_population
 from fedsim.rows.block import Block
 from fedsim.strategies import DPFedAvg
 
@@ -43,6 +47,7 @@ class MetricsEvidence:
     def checks(self) -> Iterator[Gathered]:
         """Samples and checks of a private evaluation."""
         yield lambda: self.noise, catalogue.NOISE
+        yield lambda: self.sampled, catalogue.DRAWS
         yield lambda: self.evaluated, _EVALUATED
 
     @cached_property
@@ -58,6 +63,16 @@ class MetricsEvidence:
         return NoiseSample.of(units, columns)
 
     @property
+    def sampled(self) -> Sampled:
+        """Clients that are asked to evaluate, in as many rounds as there are releases."""
+        runs = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
+        plan = runs[0].plan
+        population = declared_population(plan.sampler)
+        grid = LocalGrid(silent_clients(population, 1, ()))
+        asked = [[run.evaluators(n, grid).client_ids for n in range(1, ROUNDS + 1)] for run in runs]
+        return Sampled.of(asked, plan.event(), population)
+
+    @property
     def evaluated(self) -> tuple[DPFedAvg, list[Floats]]:
         """A strategy, and how one client moves its evaluations, for each of `EXTREMES`."""
         quiet, loud = _evaluation(self.strategies(self.seed)), self.strategies(self.seed)
@@ -65,7 +80,8 @@ class MetricsEvidence:
         names = [one.name for one in evaluation.released.ranges]
         moves = []
         for number, extreme in enumerate(EXTREMES, start=1):
-            metrics = {"num-examples": np.ones(1), **{n: np.array([extreme]) for n in names}}
+            metrics = {n: np.array([extreme]) for n in names}
+            metrics["num-examples"] = np.array([EXAMPLES])
             release = evaluation.metrics_sum(number)
             release.add(Reply(Block.sent(np.zeros(1, dtype=np.int64), None, metrics)))
             moves.append(release.release() - quiet.metrics_sum(number).release())

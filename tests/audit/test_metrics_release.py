@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from slow_cases import slow_but
 
@@ -85,6 +86,25 @@ def _not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accounting, "record", lambda *_: None)
 
 
+def _many_examples_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = MetricsRelease.add
+
+    def added(self: MetricsRelease, reply: Any) -> None:
+        add(self, reply)
+        if reply.block.metrics["num-examples"].max() > 1:
+            add(self, reply)
+
+    monkeypatch.setattr(MetricsRelease, "add", added)
+
+
+def _everyone_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_them(self: PrivateEvaluation, server_round: int, grid: Any) -> Any:
+        reachable = self.participants.reachable
+        return self.participants.available_part(server_round, np.arange(30), grid, reachable)
+
+    monkeypatch.setattr(PrivateEvaluation, "evaluators", all_of_them)
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
@@ -92,10 +112,12 @@ def _not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
         (_same_noise, "noise: exact repeats"),
         (_wider_bound, "bound: what one client's metrics move"),
         (_not_charged, "ledger: a line for every evaluation"),
+        (_many_examples_count_twice, "bound: what one client's metrics move"),
+        (_everyone_evaluates, "sampler: sizes"),
     ],
 )
 def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert found in violated(1)
+    assert found in violated(1, CONFIG.replace(**{"evaluate.fraction": 0.5}))
