@@ -39,6 +39,9 @@ from fedsim.randomness import Draws, Randomness
 FEWEST = 25.0
 """Smallest expected count that is approximated by a normal."""
 
+FEWEST_SHIFTED = 1000.0
+"""The same for the many sums whose tails matter up to seven standard errors."""
+
 MOST_HEAVY = 104.0
 """Rounds per unit of kurtosis from which a sum's tails are normal up to seven std errors."""
 
@@ -258,25 +261,29 @@ def overlaps(sampled: Sampled) -> Finding:
 
 
 def succession(sampled: Sampled) -> Finding:
-    """Whether being sampled in a round changes the odds of being sampled some rounds later."""
-    law, n = sampled.inclusion, sampled.membership.shape[1]
+    """Whether being sampled changes the odds in later rounds: one's own, or those some ids away."""
+    law, n, longest = sampled.inclusion, sampled.membership.shape[1], max(sampled.lengths)
     q = law.one
     centred = (sampled.membership - q) / math.sqrt(q * (1 - q))
-    totals, products = np.zeros((2, max(sampled.lengths)))
+    # Sums of products of rounds a lag apart and clients a shift apart, by the convolution theorem;
+    # zero padding keeps the last rounds and ids apart from the first.
+    shape, overlap = (2 * longest, 2 * n), np.concatenate([np.arange(n, 0, -1), np.arange(n)])
+    totals, products = np.zeros((2, longest, 2 * n))
     start = 0
     for length in sampled.lengths:
-        run = centred[start : start + length]
-        gram = run @ run.T  # its diagonal at a lag has the products of rounds that far apart
-        for lag in range(1, length):
-            totals[lag] += np.trace(gram, lag)
-            products[lag] += (length - lag) * n
+        spectrum = np.fft.rfft2(centred[start : start + length], s=shape)
+        totals += np.fft.irfft2(np.square(np.abs(spectrum)), s=shape)[:longest]
+        products += np.maximum(length - np.arange(longest), 0)[:, None] * overlap
         start += length
-    enough = products * q**2 >= FEWEST
     # In cohorts of fixed size clients have a correlation of -1 / (n - 1), which adds variance.
     factor = 1.0 if law.size is None else n / max(n - 1, 1)
-    scores = totals[enough] / np.sqrt(products[enough] * factor)
-    examined = f"{sampled.examined}, {int(enough.sum())} lags"
-    return statistical(examined, normal("{} standard errors", scores))
+    scores = totals / np.sqrt(np.maximum(products, 1) * factor)
+    expected = products * min(q, 1 - q) ** 2  # both sampled, or neither, whichever is rarer
+    own = scores[1:, 0][expected[1:, 0] >= FEWEST]
+    shifted = scores[1:, 1:][expected[1:, 1:] >= FEWEST_SHIFTED]
+    examined = f"{sampled.examined}, {own.size} lags, {shifted.size:,} lags and shifts of ids"
+    others = normal("{} standard errors, some ids away", shifted)
+    return statistical(examined, normal("{} standard errors", own), *[others] * bool(shifted.size))
 
 
 def periodicity(sampled: Sampled) -> Finding:

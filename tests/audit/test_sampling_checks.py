@@ -54,6 +54,22 @@ def test_honest_draws_raise_no_alarm() -> None:
     assert not refuted(drawn(lambda rng: np.arange(N)), FULL)
 
 
+def test_a_cohort_that_is_the_one_before_with_other_ids_is_detected() -> None:
+    runs = drawn(poisson)
+    for run in runs:
+        run[1::2] = [(ids + 7) % N for ids in run[::2]]
+    assert "rounds after being sampled" in refuted(runs, POISSON)
+
+
+def test_a_rate_close_to_one_raises_no_alarm() -> None:
+    # That two clients are both left out is then so rare that sums of products are not normal.
+    event = Event(noise_multiplier=1.0, law=PoissonLaw(rate=0.99))
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        runs = [[np.flatnonzero(rng.random(40) < 0.99) for _ in range(100)] for _ in range(6)]
+        assert not [check.name for check in draw_checks(runs, event, 40) if check.p_value <= 2e-5]
+
+
 @pytest.mark.parametrize(("n", "rate", "rounds"), [(10, 0.05, 5), (500, 0.02, 30), (40, 0.5, 20)])
 def test_p_values_of_honest_draws_are_not_too_small_too_often(
     n: int, rate: float, rounds: int
