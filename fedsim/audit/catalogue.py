@@ -143,6 +143,9 @@ LINES = (
         ("what a line says", partial(
             ledger.no_fault, ledger.other_event, "what the sampler and the noise multiplier give"),
          "another event is charged"),
+        ("entropy of a run with a seed", partial(
+            ledger.no_fault, ledger.other_entropy, "that of the config"),
+         "noise that the seed determines is called secret"),
         ("one line, one release", partial(ledger.no_fault, ledger.second_line, "no round twice"),
          "a release is charged twice")),
 )

@@ -229,6 +229,12 @@ def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
     return None
 
 
+def other_entropy(run: Observation, planned: ReleasePlan[Any]) -> str | None:
+    """A line of a run with a seed that says something else of its noise."""
+    others = [entry for entry in run.entries if entry.entropy != "config"]
+    return f"round {others[0].round} says entropy {others[0].entropy}" if others else None
+
+
 def second_line(run: Observation, planned: ReleasePlan[Any]) -> str | None:
     """A round with more than one line."""
     rounds = [entry.round for entry in run.entries]

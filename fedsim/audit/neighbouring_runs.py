@@ -29,7 +29,7 @@ from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
 
 PAUSE, DEADLINE = 0.5, 0.25
-DENSE_LENGTHS = (0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
+DENSE_LENGTHS = (-5.0, 0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
 """Lengths of rows, in units of their bound."""
 
 
@@ -95,6 +95,7 @@ def behaviours(layers: Mapping[str, slice], scale: float, bounded: Tensor) -> li
         Behaviour("sends its longest row", ALONE, Canaries.changed),
         Behaviour("sends the opposite of all others", OPPOSED, Canaries.changed),
         *(sends(f"moves {name} most", row, ALONE) for name, row in one_layer.items()),
+        sends("alternates signs", scale * (2.0 * (torch.arange(len(bounded)) % 2) - 1)),
         sends("moves one coordinate", scale * last),
         # A little elsewhere: a norm that omits the last layer then sees a short, non-zero row.
         sends("moves one coordinate most", scale * last + 1e-3 * scale * (1 - last)),

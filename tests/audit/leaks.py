@@ -18,14 +18,16 @@ from bugs import again, bug, honest_draw, noise, noise_address
 from flwr.app import MetricRecord
 
 from fedsim.federation.aggregation.server_sum import ServerSum
-from fedsim.mechanisms import Normalization
+from fedsim.mechanisms import Normalization, scaling
 from fedsim.mechanisms.base import Shaped
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Release, Releaser
+from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy import Entry, Ledger
 from fedsim.privacy.laws import Poisson
 from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.randomness import Draws, Randomness
+from fedsim.rows.norms import norms_of
 from fedsim.strategies import DPFedAvg
 
 OF_BUDGETS = {"a budget that stops a round late", "a budget that does not stop"}
@@ -153,6 +155,22 @@ def _several_long() -> AbstractContextManager[object]:
         return factor
 
     return bound(change)
+
+
+@bug("negative coordinates left out of the norm")
+@contextmanager
+def _negative() -> Iterator[None]:
+    norms = scaling.norms_
+
+    def of_positive(y: torch.Tensor) -> Any:
+        found, unit = norms(y)
+        return torch.where(found.isfinite(), norms_of(y.clamp(min=0)), found), unit
+
+    with (
+        patch.object(scaling, "norms_", of_positive),
+        patch.object(ScalingBound, "only_scales", False),
+    ):
+        yield
 
 
 @bug("rows in float32 are not bounded")
@@ -393,4 +411,56 @@ def _resumed() -> Iterator[None]:
         return again(randomness, address, round=address["round"] - offset * late)
 
     with patch.object(DPFedAvg, "restore", restored), noise_address(change):
+        yield
+
+
+@contextmanager
+def draw_of_round(change: Callable[[int], tuple[int, int]]) -> Iterator[None]:
+    """Sample in each round what another round samples, its ids shifted."""
+
+    def draw(self: Poisson, round: int, draws: Draws, step: int = 0) -> np.ndarray:
+        other, shift = change(round)
+        repeated = dataclasses.replace(draws, randomness=draws.randomness.repeated())
+        return np.sort((honest_draw(self, other, repeated) + shift) % self.population)
+
+    with patch.object(Poisson, "draw", draw):
+        yield
+
+
+@bug("a resumed run samples the cohorts of its first rounds again")
+@contextmanager
+def _resumed_cohorts() -> Iterator[None]:
+    restore = DPFedAvg.restore
+    offset = 0
+
+    def restored(self: DPFedAvg, state: Any) -> None:
+        nonlocal offset
+        restore(self, state)
+        offset = state["round"]
+
+    with (
+        patch.object(DPFedAvg, "restore", restored),
+        draw_of_round(lambda t: (t - offset * (t > offset), 0)),
+    ):
+        yield
+
+
+# -- draws and lines --------------------------------------------------------------------------
+
+
+@bug("every second cohort is the one before, shifted by one id")
+def _shifted() -> AbstractContextManager[object]:
+    return draw_of_round(lambda t: (t - 1 + t % 2, 1 - t % 2))
+
+
+@bug("lines of seeded runs say entropy of the system")
+@contextmanager
+def _entropy() -> Iterator[None]:
+    init = Entry.__post_init__
+
+    def made(self: Entry) -> None:
+        object.__setattr__(self, "entropy", "system")
+        init(self)
+
+    with patch.object(Entry, "__post_init__", made):
         yield

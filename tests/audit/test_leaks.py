@@ -249,13 +249,40 @@ def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> Non
     assert check.p_value == (0 if name else 1)
 
 
-def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a resumed run draws the noise of its first rounds again",
+        "a resumed run samples the cohorts of its first rounds again",
+    ],
+)
+def test_what_a_resumed_run_draws_again_is_detected(name: str) -> None:
     runs = ClientEvidence(target_of(Normalization(1.0), 6), 3)
     assert runs.runs[0].released == 6
-    with BUGS["a resumed run draws the noise of its first rounds again"]():
+    with BUGS[name]():
         (broken,) = findings(runs.checks(), "resume")
     (honest,) = findings(runs.checks(), "resume")
     assert (broken.p_value, honest.p_value) == (0, 1)
+
+
+def test_a_line_of_a_seeded_run_that_says_the_systems_entropy_is_detected() -> None:
+    name, target = "entropy of a run with a seed", target_of(Normalization(1.0), 2)
+    (honest,) = findings(ClientEvidence(target, 3).checks(), name)
+    with BUGS["lines of seeded runs say entropy of the system"]():
+        (broken,) = findings(ClientEvidence(target, 3).checks(), name)
+    assert (broken.p_value, honest.p_value) == (0, 1)
+    assert broken.measured == "round 1 says entropy system"
+
+
+@pytest.mark.parametrize("mechanism", [Clipping(1.0), Normalization(1.0)])
+def test_a_norm_of_positive_coordinates_alone_is_detected(mechanism: Mechanism) -> None:
+    runs = ClientEvidence(target_of(mechanism, 20), 3)
+    assert runs._canary_round is not None
+    neighbours = ClientNeighbours(*runs._canary_round)
+    noise = runs.measured
+    with BUGS["negative coordinates left out of the norm"]():
+        neighbours.try_behaviours(noise, {})
+    assert neighbours.moved.refutes(RISK)
 
 
 def test_a_run_that_cannot_be_resumed_is_not_tested_and_ends_no_audit() -> None:
