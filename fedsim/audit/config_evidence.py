@@ -148,6 +148,8 @@ class ConfigEvidence:
         if self.full.event.law.rounds > 1:
             return None
         budget = budget_between(self.full.event, self.config.noise.delta)
+        if not budget:  # at a large delta a few rounds cost no epsilon
+            return None
         limited = strategies(self.smaller, self.noise, budget)
         target = StrategyTarget(limited, rounds=AFFORDABLE_ROUNDS + 3)
         released = {

@@ -301,9 +301,11 @@ class ExampleEvidence(Evidence):
         return self.target, self._batches
 
     @property
-    def budget(self) -> tuple[Mapping[str, int], str]:
+    def budget(self) -> tuple[Mapping[str, int], str] | None:
         """Rounds that clients with a budget release."""
         budget = budget_between(self.target.event, self.target.delta)
+        if not budget:  # at a large delta a few rounds cost no epsilon
+            return None
         privacy = replace(self.target.privacy, max_epsilon=budget)
         limited = replace(self.target, privacy=privacy, rounds=AFFORDABLE_ROUNDS + 3)
         limited = limited.with_model(parameters(FEW_PARAMETERS))

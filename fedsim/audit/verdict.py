@@ -193,6 +193,8 @@ def audit(
     check_confidence(confidence)
     if runs < 20 and worlds:
         raise FedsimError(f"runs is {runs}; it must be at least 20.")
+    if canaries < 0:
+        raise FedsimError(f"canaries is {canaries}; it must be at least 0.")
     number = len(worlds) + (canaries > 0)
     if not number and not checks:
         raise FedsimError("there is neither a world nor a canary; an audit needs one of them.")

@@ -283,6 +283,8 @@ def test_impossible_audits_are_refused() -> None:
         )
     with pytest.raises(FedsimError, match="confidence is 1"):
         audit(strategies(Clipping(1.0)), confidence=1.0)
+    with pytest.raises(FedsimError, match="canaries is -5; it must be at least 0"):
+        audit(strategies(Clipping(1.0)), worlds=(), canaries=-5)
     with pytest.raises(FedsimError, match="runs is 5"):
         audit(strategies(Clipping(1.0)), runs=5)
     with pytest.raises(FedsimError, match="population is 1"):

@@ -17,6 +17,7 @@ from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit, evidenc
 from fedsim.audit.checks import findings
 from fedsim.audit.config_evidence import ConfigEvidence, own_addresses
 from fedsim.audit.evidence import ClientEvidence
+from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
 from fedsim.audit.neighbouring_runs import ClientNeighbours
 from fedsim.audit.plan_checks import (
     NoiseOnly,
@@ -38,7 +39,9 @@ from fedsim.mechanisms import (
     QuantileClipping,
 )
 from fedsim.mechanisms.releaser import Releaser
+from fedsim.privacy.local_work import LocalWork
 from fedsim.runs.resolve import resolve
+from fedsim.training import ExamplePrivacy
 
 POPULATION = 60
 COHORT = PoissonCohort(0.5, POPULATION)
@@ -247,6 +250,14 @@ def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> Non
     with silenced_logs(), BUGS[name]() if name else nullcontext():
         (check,) = findings(ConfigEvidence(resolve(CONFIG), 1).checks(), "budget")
     assert check.p_value == (0 if name else 1)
+
+
+def test_a_delta_at_which_rounds_cost_no_epsilon_leaves_no_budget_to_test() -> None:
+    config = CONFIG.replace(**{"noise.delta": 0.2})
+    assert not findings(ConfigEvidence(resolve(config), 1).checks(), "budget")
+    privacy = ExamplePrivacy(Clipping(1.0), 4.0, delta=0.2)
+    target = TrainerTarget.smaller(privacy, LocalWork(3, epochs=1), 12, 512)
+    assert ExampleEvidence(target, 1).budget is None
 
 
 @pytest.mark.parametrize(
