@@ -369,9 +369,8 @@ def wait_for_port(running: StartedProcess, port: int) -> None:
                 return
         except OSError:
             time.sleep(0.1)
-    fault = (
-        "did not listen" if running.alive() else f"ended (status {running.process.poll()}) before"
-    )
+    status = running.process.poll()
+    fault = "did not listen" if status is None else f"ended (status {status}) before it listened"
     raise FedsimError(f"{running.name} {fault} on port {port}:\n{running.tail()}")
 
 

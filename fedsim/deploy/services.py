@@ -16,8 +16,8 @@ from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.flower_programs import poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
-from fedsim.deploy.party_files import Names, read_party, write_party
-from fedsim.deploy.policy import NODE
+from fedsim.deploy.party_files import Names, read_party, read_roster, write_party
+from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.processes import Service, program
 from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.settings import Constraint, Ge
@@ -118,6 +118,8 @@ class SuperLink:
         """
         warn_of_newer_flower()
         files = self.directory
+        if not self.insecure:
+            read_roster(files / "clients.toml")  # a mistake in it would fail every run
         # Flower stores credentials and apps in its home, so that each party gets its own one.
         home = {"FLWR_HOME": _private(state / "flower")}
         # Always loopback: anyone who can reach the Control API could try to submit runs.
@@ -188,8 +190,11 @@ class Node:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read ``node.toml``, which the node's owner may have edited."""
-        return cls(directory.absolute(), **read_party(directory / "node.toml", cls))
+        """Read ``node.toml``, which the node's owner may have edited, and check its policy."""
+        path = directory / "node.toml"
+        node = cls(directory.absolute(), **read_party(path, cls))
+        Policy.load(path)  # with a mistake in it the node would refuse every task
+        return node
 
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
         """Write ``node.toml`` with this policy, or with the default one commented out."""

@@ -103,7 +103,7 @@ def test_a_server_that_ends_before_it_listens_is_reported_with_its_log():
     (port,) = free_ports(1)
     with Processes() as processes:
         running = processes.start("broken", [sys.executable, "-c", "print('no such key')"])
-        with pytest.raises(FedsimError, match="no such key"):
+        with pytest.raises(FedsimError, match=r"before it listened on port \d+:\nno such key"):
             wait_for_port(running, port)
 
 

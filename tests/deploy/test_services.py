@@ -6,7 +6,7 @@ from fedsim.apps.server_app import roster_for
 from fedsim.config import RunConfig
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.party_files import read_roster, write_roster
-from fedsim.deploy.services import CLIENTS
+from fedsim.deploy.services import CLIENTS, Node, SuperLink
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
 
@@ -54,3 +54,18 @@ def test_a_deployment_without_a_roster_is_refused_unless_it_is_insecure(monkeypa
     assert roster_for(config("simulation")) is None
     monkeypatch.setenv(CLIENTS, "")
     assert roster_for(config("deployment")) is None
+
+
+def test_a_mistake_in_a_policy_or_a_roster_is_told_at_the_start(tmp_path):
+    """The processes were up, and every task or run failed."""
+    made = Federation.create(tmp_path / "fed", nodes=1)
+    path = made.node(0) / "node.toml"
+    path.write_text(path.read_text().replace("# [policy]", "[policy]\nleast-noise = 1.0"))
+    with pytest.raises(FedsimError, match="policy has the key 'least-noise'"):
+        Node.load(made.node(0))
+    made.roster.write_text("clients = 3")
+    with pytest.raises(FedsimError, match=r"clients\.toml is not a list of clients"):
+        SuperLink.load(made.superlink).services(tmp_path / "state")
+    made.roster.unlink()
+    with pytest.raises(FedsimError, match=r"clients\.toml is not a list of clients"):
+        SuperLink.load(made.superlink).services(tmp_path / "state")
