@@ -181,9 +181,14 @@ class Processes(Closed):
         Raises
         ------
         FedsimError
-            If it ends before it listens, with the end of its log.
+            If its port is in use, or if it ends before it listens, with the end of its log.
         """
         self.take_down(service.name)
+        # Otherwise whatever listens there, such as the same service elsewhere, would pass for it.
+        if service.port and busy_port([service.port]) is not None:
+            raise FedsimError(
+                f"port {service.port} of {service.name} is in use; end what listens there."
+            )
         running = self._start(service, 0)
         if wait and service.port:
             wait_for_port(running, service.port)
@@ -352,6 +357,18 @@ def free_ports(count: int) -> list[int]:
         for opened in sockets:
             opened.bind(("127.0.0.1", 0))
         return [opened.getsockname()[1] for opened in sockets]
+
+
+def busy_port(ports: list[int]) -> int | None:
+    """The first of these ports that is in use; None if all are free."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return port
+    return None
 
 
 def wait_for_port(running: StartedProcess, port: int) -> None:

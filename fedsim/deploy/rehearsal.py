@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,14 @@ import tomli_w
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import Processes, Service, StartedProcess, free_ports, program
+from fedsim.deploy.processes import (
+    Processes,
+    Service,
+    StartedProcess,
+    busy_port,
+    free_ports,
+    program,
+)
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
@@ -141,18 +147,6 @@ class Rehearsal(Processes):
                 f"port {busy} is in use; end what listens there, or make a federation with other "
                 "ports (fedsim deploy init --port --fleet-port)."
             )
-
-
-def busy_port(ports: list[int]) -> int | None:
-    """The first of these ports that is in use; None if all are free."""
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                return port
-    return None
 
 
 class Simulation(Processes):

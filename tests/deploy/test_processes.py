@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +106,16 @@ def test_a_server_that_ends_before_it_listens_is_reported_with_its_log():
         running = processes.start("broken", [sys.executable, "-c", "print('no such key')"])
         with pytest.raises(FedsimError, match=r"before it listened on port \d+:\nno such key"):
             wait_for_port(running, port)
+
+
+def test_a_service_whose_port_another_process_has_is_refused():
+    with socket.socket() as other, Processes() as processes:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        sleeping = Service("late", (sys.executable, "-c", "import time; time.sleep(60)"), port=port)
+        with pytest.raises(FedsimError, match=f"port {port} of late is in use"):
+            processes.keep_up(sleeping)
 
 
 def test_a_process_is_told_nothing_that_this_one_was_given_beside_where_things_are(monkeypatch):
