@@ -137,8 +137,11 @@ class SharedClientState(Extra):
 
     def finish(self, result: RoundResult) -> RoundResult:
         """Average the final states; a state that no client reported keeps its last mean."""
+        # Names that a few clients made up would be stored, and sent to all clients from then on.
+        least = max(map(len, self._final.values()), default=0) / 2
+        final = {name: v for name, v in self._final.items() if v and len(v) >= least}
         # fsum rounds once: the mean does not depend on the order of the replies.
-        self.values |= {k: math.fsum(v) / len(v) for k, v in self._final.items() if v}
+        self.values |= {name: math.fsum(v) / len(v) for name, v in final.items()}
         self._final = {}
         return result
 

@@ -96,6 +96,14 @@ def test_what_nobody_reports_stays_as_it_was():
     assert state.values == {"eta": 0.5, "b": 0.3}
 
 
+def test_names_that_one_client_makes_up_are_not_sent_to_the_others():
+    """Each would have been stored, and sent to every client in all later rounds."""
+    hostile = block([0.5])
+    made_up = {f"client-state.{'x' * 1000}{number}": np.ones(1) for number in range(500)}
+    hostile = replace(hostile, metrics={**hostile.metrics, **made_up})
+    assert averaged(block([0.5, 0.7, 0.9]), hostile, usable=None).keys() == {"eta"}
+
+
 def test_a_round_that_is_configured_again_forgets_what_was_noted():
     state = SharedClientState()
     state.take(Reply(replace(block([9.0]), rows=None, usable=torch.tensor([True]))))
