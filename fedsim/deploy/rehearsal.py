@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,10 @@ class Rehearsal(Processes):
         for service in SuperLink.load(self.federation.superlink).services(self._state):
             self.keep_up(service.among(self._variables))
 
-    def register(self, nodes: Iterable[int] | None = None) -> None:
+    def register(self, nodes: Sequence[int] | None = None) -> None:
         """Register SuperNodes, by default all; Flower refuses a key that is registered already."""
         node_ids = range(self.federation.nodes) if nodes is None else nodes
-        if not self.federation.insecure:
+        if node_ids and not self.federation.insecure:
             self.operator.register([self.federation.public_key(node) for node in node_ids])
 
     def start_node(self, node: int, *, port: int | None = None) -> None:
@@ -134,9 +134,9 @@ class Rehearsal(Processes):
             self.keep_up(service, wait=False)
 
     def start_all(self) -> None:
-        """Register all SuperNodes if none is registered yet, and start them all."""
-        if not self.operator.nodes():
-            self.register()
+        """Register the SuperNodes that are not registered yet, and start them all."""
+        # In order, so that an earlier process that was killed meanwhile has registered the first.
+        self.register(range(len(self.operator.nodes()), self.federation.nodes))
         for node in range(self.federation.nodes):
             self.start_node(node)
 

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from fedsim.deploy.rehearsal import Rehearsal
+
+
+@pytest.mark.parametrize(("registered", "missing"), [(0, [0, 1, 2]), (1, [1, 2]), (3, None)])
+def test_nodes_that_a_killed_process_did_not_register_are_registered_by_the_next(
+    registered: int, missing: list[int] | None
+) -> None:
+    """With one registered none of the others was, and they were refused for ever."""
+    rehearsal = object.__new__(Rehearsal)
+    keys = {node: Path(f"node-{node}.pub") for node in range(3)}
+    rehearsal.federation = MagicMock(nodes=3, insecure=False, public_key=keys.get)
+    operator = rehearsal.operator = MagicMock()
+    operator.nodes.return_value = [{}] * registered
+    rehearsal.start_node = MagicMock()  # type: ignore[method-assign]
+    rehearsal.start_all()
+    if missing is None:
+        operator.register.assert_not_called()
+    else:
+        operator.register.assert_called_once_with([keys[node] for node in missing])
+    assert rehearsal.start_node.call_count == 3
