@@ -108,7 +108,7 @@ def _component(
     if not isinstance(reference, str) or not module or not attribute:
         raise FedsimError(f"{key} = {reference!r}; it must be written module:attribute.")
     try:
-        component = getattr(importlib.import_module(module), attribute, None)
+        component: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise FedsimError(
@@ -117,6 +117,8 @@ def _component(
         raise FedsimError(
             f"{key} = '{reference}' needs the module '{error.name}', which is not installed here."
         ) from error
+    for part in attribute.split("."):
+        component = getattr(component, part, None)
     if not isinstance(component, component_type):
         raise FedsimError(f"{key} = '{reference}'; it must name a {component_type.__name__}.")
     return component

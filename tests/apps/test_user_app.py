@@ -96,6 +96,16 @@ def test_a_directory_that_is_no_app_is_refused_in_a_sentence(plain, change, says
     assert says in str(error.value)
 
 
+def test_a_component_may_be_an_attribute_of_an_object_as_in_flower(plain):
+    module, project = plain / "plain_app.py", plain / "pyproject.toml"
+    module.write_text(f"{PLAIN}\nclass Apps:\n    mine = client\n")
+    project.write_text(project.read_text().replace("plain_app:client", "plain_app:Apps.mine"))
+    assert FlowerApp.load(plain).client is sys.modules["plain_app"].client
+    project.write_text(project.read_text().replace("Apps.mine", "Apps.mine.no"))
+    with pytest.raises(FedsimError, match="must name a ClientApp"):
+        FlowerApp.load(plain)
+
+
 def test_an_override_must_name_a_key_of_the_app(plain):
     with pytest.raises(FedsimError, match=r"has the keys nodes, offset\.by, out"):
         FlowerApp.load(plain, ["rounds=3"])
