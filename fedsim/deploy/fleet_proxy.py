@@ -12,6 +12,7 @@ has the server's certificate and key.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
@@ -28,6 +29,8 @@ _PATHS = frozenset(
 # Flower cuts arrays into chunks of 20 MiB, so that no honest node sends more than this. Limited,
 # because bodies are held in memory.
 _LARGEST_BODY = 1 << 26
+# Of all connections together: who sends a body is not known before it has been passed on.
+_LARGEST_BODIES = 1 << 30
 _CONNECTIONS = 256
 _SECONDS = 120.0
 # Request headers not forwarded: those of a single connection, and those that claim an origin.
@@ -63,6 +66,7 @@ class FleetProxy:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._held = 0  # bytes of the bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -84,34 +88,44 @@ class FleetProxy:
 
         headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
         path = scope["raw_path"].decode("ascii")
+        body = bytearray()
         try:
-            content = await _body(receive)
-            if content is None:
-                await _answer(send, 413)
+            if status := await self._read_body(receive, body):
+                await _answer(send, status)
                 return
-            answer = await self._client.post(path, content=content, headers=headers)
+            answer = await self._client.post(path, content=bytes(body), headers=headers)
         except httpx.HTTPError:
             # The SuperLink is down; nodes retry.
             await _answer(send, 503)
             return
+        finally:
+            self._held -= len(body)
         headers = [
             (name, value) for name, value in answer.headers.raw if name.lower() in _KEPT_OF_ANSWER
         ]
         await _answer(send, answer.status_code, headers, answer.content)
 
+    async def _read_body(self, receive: Receive, body: bytearray) -> int:
+        """Append the request's body to ``body``; return 0, or the status of a refusal.
 
-async def _body(receive: Receive) -> bytes | None:
-    """The request's body; None if it is too large or was cut off."""
-    body = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        # Count the bytes received, since the announced length may be too small or missing.
-        if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
-            return None
-    return bytes(body)
+        After a 503 nodes try again.
+        """
+        more = True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), _SECONDS)
+            except TimeoutError:
+                return 503
+            piece = message.get("body", b"")
+            body += piece
+            self._held += len(piece)
+            more = message.get("more_body", False)
+            # Count the bytes received, since the announced length may be too small or missing.
+            if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
+                return 413
+            if self._held > _LARGEST_BODIES:
+                return 503
+        return 0
 
 
 def _announced_length(scope: Scope) -> int:

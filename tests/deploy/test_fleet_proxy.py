@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fedsim.deploy import fleet_proxy
 from fedsim.deploy.fleet_proxy import FleetProxy, is_passed
 from fedsim.deploy.flower_replacements import speaks_grpc
 
@@ -120,3 +121,41 @@ def test_more_than_a_node_may_send_is_refused():
 
 def test_a_superlink_that_is_away_is_said_to_be_so():
     assert ask(Superlink(broken=True)).status_code == 503
+
+
+def test_bodies_of_all_connections_together_are_limited(monkeypatch):
+    """Anybody could have filled the server's memory by 256 bodies that never end."""
+    monkeypatch.setattr(fleet_proxy, "_LARGEST_BODIES", 1000)
+    monkeypatch.setattr(fleet_proxy, "_SECONDS", 0.2)
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/fleet/get-run",
+             "query_string": b"", "headers": []}  # fmt: skip
+    superlink = Superlink()
+
+    async def go():
+        inner = httpx.AsyncClient(
+            base_url="https://inside", transport=httpx.MockTransport(superlink.answer)
+        )
+        proxy = FleetProxy(inner)
+
+        async def request(ends):
+            sent, statuses = [], []
+
+            async def receive():
+                if sent and not ends:
+                    await asyncio.sleep(60)
+                sent.append(True)
+                return {"type": "http.request", "body": b"x" * 600, "more_body": not ends}
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            await proxy(scope, receive, send)
+            return statuses[0]
+
+        stalled = asyncio.create_task(request(ends=False))
+        await asyncio.sleep(0.05)
+        beside = await request(ends=True)
+        return [await stalled, beside, await request(ends=True)]
+
+    assert asyncio.run(go()) == [503, 503, 200]
+    assert len(superlink.heard) == 1
