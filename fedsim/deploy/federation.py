@@ -194,6 +194,10 @@ class Federation:
     def _check_free(self) -> None:
         """Refuse a directory with anything that a federation would write over."""
         directory = self.directory
+        try:
+            str(directory).encode()
+        except UnicodeEncodeError:  # the parties' TOML files could not name it
+            raise FedsimError(f"{str(directory)!r} is no path in UTF-8; it must be one.") from None
         if directory.exists() and not directory.is_dir():
             raise FedsimError(f"{directory} is a file; a federation is a directory.")
         if (directory / _FEDERATION_TOML).exists():

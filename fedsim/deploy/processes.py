@@ -8,6 +8,7 @@ SuperLink or a SuperNode, which have children of their own and need time to end.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -166,7 +167,8 @@ class Processes(Closed):
 
     def remove_at_end(self, directory: Path) -> None:
         """Have the janitor remove a directory after the processes have ended."""
-        self._command(f"remove {directory.absolute()}")
+        # In JSON, since a path may have line breaks: half of it could be somebody else's directory.
+        self._command(f"remove {json.dumps(str(directory.absolute()))}")
 
     def close(self) -> None:
         """End all processes, and wait until they have ended."""
@@ -243,9 +245,9 @@ def _stream(pipe: IO[str] | None) -> IO[str]:
 def tend_pipe(grace: float) -> None:
     """Run the janitor: read lines from standard input until the parent closes it, then clean up.
 
-    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove DIRECTORY``. At the
-    end, every process group that was started and not stopped gets SIGTERM, and SIGKILL if it still
-    exists ``grace`` seconds later; then the directories are removed.
+    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove "DIRECTORY"``. At
+    the end, every process group that was started and not stopped gets SIGTERM, and SIGKILL if it
+    still exists ``grace`` seconds later; then the directories are removed.
     """
     # Signals for the parent may reach this process too, but only the parent's end counts here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -261,7 +263,7 @@ def tend_pipe(grace: float) -> None:
             groups.remove(int(argument))
             print("stopped", flush=True)
         elif verb == "remove":
-            directories.append(argument)
+            directories.append(json.loads(argument))
     end_groups(groups, grace)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)

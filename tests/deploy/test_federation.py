@@ -126,6 +126,12 @@ def test_a_directory_with_files_of_a_federations_names_is_left_alone(tmp_path, n
     assert tmp_path.stat().st_mode == mode
 
 
+def test_a_directory_that_no_toml_file_can_name_is_refused(tmp_path):
+    with pytest.raises(FedsimError, match="no path in UTF-8"):
+        Federation.create(tmp_path / "fed\udcff")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_certificate_may_be_for_a_long_name_or_an_address(tmp_path):
     long = f"{'a' * 60}.{'b' * 60}.example.org"
     for number, host in enumerate((long, "::1", "10.0.0.1")):

@@ -108,6 +108,14 @@ def test_a_server_that_ends_before_it_listens_is_reported_with_its_log():
             wait_for_port(running, port)
 
 
+def test_a_line_break_in_a_directorys_name_removes_no_other_directory(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x\ny").mkdir()
+    with Processes(tmp_path / "logs") as processes:
+        processes.remove_at_end(tmp_path / "x\ny")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "x"]
+
+
 def test_a_service_whose_port_another_process_has_is_refused():
     with socket.socket() as other, Processes() as processes:
         other.bind(("127.0.0.1", 0))
