@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -234,12 +235,17 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     Works in the main thread of a POSIX process, where Flower's runtimes run clients; elsewhere no
     limit is set. It interrupts Python code, sleeping and waiting, but not a call into C that never
-    returns. If another timer is running already, that one is kept and no limit is set.
+    returns. Another timer, such as a node's own for its tasks, goes on: if it ends first, no limit
+    is set, and otherwise it has its remaining time when this one is over.
     """
+    started = time.monotonic()
     try:
         before = signal.getsignal(signal.SIGALRM)
-        if before not in (signal.SIG_DFL, None) or signal.getitimer(signal.ITIMER_REAL)[0]:
-            raise ValueError("another timer runs")
+        others_seconds = signal.getitimer(signal.ITIMER_REAL)[0]
+        waits_for_own = before != signal.SIG_DFL and not others_seconds
+        # None: a handler that was installed from C, which could not be put back.
+        if before is None or waits_for_own or 0 < others_seconds <= seconds:
+            raise ValueError("the signal is another's")
         signal.signal(signal.SIGALRM, _raise)
     except (ValueError, AttributeError):  # not the main thread; no such signal
         yield
@@ -250,6 +256,9 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if others_seconds:
+            left = others_seconds - (time.monotonic() - started)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.app.metadata import Metadata
 
 from fedsim.clients import SGD
-from fedsim.federation.engines.client_app import client_app, time_limit
+from fedsim.federation.engines.client_app import TimeIsUp, client_app, time_limit
 from fedsim.federation.flower_internals import TIMED_OUT
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -136,15 +136,29 @@ def test_a_client_that_hangs_is_ended_at_its_own_time_and_the_next_message_is_no
     assert not in_time.has_error()
 
 
-def test_a_limit_leaves_another_timer_alone():
+@pytest.fixture
+def nodes_timer():
+    """As in a deployment, where a node ends its tasks after an hour."""
     signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 1000.0)
-    try:
-        with time_limit(0.01):
-            assert signal.getitimer(signal.ITIMER_REAL)[0] > 900
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_a_limit_holds_beside_another_timer_which_goes_on(nodes_timer):
+    """In a deployment engine.timeout ended no client that hung."""
+    nodes_timer(1000.0)
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeIsUp), time_limit(0.2):
+        time.sleep(5)
+    assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] < 1000 - 0.19
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_another_timer_that_ends_first_is_left_alone(nodes_timer):
+    nodes_timer(1000.0)
+    with time_limit(2000.0):
+        assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
 
 
 def test_outside_the_main_thread_nothing_is_limited():
