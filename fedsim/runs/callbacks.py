@@ -6,12 +6,14 @@ import difflib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, Self
 
 from flwr.app import ArrayRecord
 
+from fedsim.arguments import shown
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, split_tree
@@ -159,8 +161,10 @@ class Callbacks(Callback):
         return self._ask(lambda callback: callback.on_round(status))
 
     def on_end(self, status: RunStatus) -> None:
-        """Call all callbacks."""
-        self._ask(lambda callback: callback.on_end(status))
+        """Call all callbacks; the run has ended, whatever they return."""
+        for name in self._callbacks:
+            with suppress(SystemExit):
+                self._call(name, methodcaller("on_end", status))
 
     def state(self) -> Tree:
         """State of each callback that has one, by name."""
@@ -173,10 +177,10 @@ class Callbacks(Callback):
             if state.get(name) is not None:
                 self._call(name, methodcaller("restore", state[name]))
 
-    def _ask(self, question: Callable[[Callback], str | bool | None]) -> str | None:
+    def _ask(self, question: Callable[[Callback], Any]) -> str | None:
         for name, callback in self._callbacks.items():
             try:
-                answer = self._call(name, question)
+                answer = self._call(name, lambda callback: _checked(question(callback)))
             except SystemExit:  # what was released may have decided it, as it does an answer
                 answer = True
             if answer and self.stopped is None:
@@ -198,6 +202,18 @@ class Callbacks(Callback):
                     _log.warning("callback %s failed; the run continues.", label, exc_info=True)
             self._warned.add(name)
             return None
+
+
+def _checked(answer: Any) -> str | bool | None:
+    """A callback's answer; what is none would end the run if it is not empty or 0."""
+    if hasattr(answer, "item"):  # numpy's and torch's truth values
+        answer = answer.item()
+    if not isinstance(answer, str | bool | None):
+        raise FedsimError(
+            f"it returned {shown(answer)}; it must return True or a sentence to stop the run, and "
+            "None otherwise."
+        )
+    return answer
 
 
 def _state_of(callback: Callback) -> Tree:

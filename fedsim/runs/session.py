@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedsim.errors import FedsimError, RunFailedError
-from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
 from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
@@ -208,8 +208,9 @@ class Session:
         return RunStatus(
             config=self.resolved.config,
             round=self.strategy.rounds_done,
-            row=dict(self._rows[-1]) if self._rows else {},  # a copy, which callbacks may change
-            arrays=self._current_arrays,
+            # Copies, which callbacks may change.
+            row=dict(self._rows[-1]) if self._rows else {},
+            arrays=same_arrays(self._current_arrays),
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,
             directory=self._directory,

@@ -257,10 +257,45 @@ def test_a_callback_that_fails_does_not_end_the_run() -> None:
     assert fedsim.run(BASE, callbacks=[Failing()]).ended == "finished"
 
 
+@pytest.mark.parametrize(
+    "answer", [{"accuracy": 0.9}, 0.9, np.array([True, False]), torch.ones(2), np.bool_(False), ""]
+)
+def test_an_answer_that_is_no_reason_does_not_stop_the_run(answer: Any, caplog) -> None:
+    """What another callback returns before it, or at the end, changes nothing either."""
+
+    class Answering(Callback):
+        def on_round(self, status: RunStatus) -> Any:
+            return answer
+
+        def on_end(self, status: RunStatus) -> Any:
+            return answer
+
+    class Counting(Callback):
+        rounds = 0
+
+        def on_round(self, status: RunStatus) -> None:
+            self.rounds += 1
+
+    counting = Counting()
+    assert fedsim.run(BASE, callbacks=[Answering(), counting]).ended == "finished"
+    assert counting.rounds == 4
+    assert caplog.text.count("Answering failed") == (not isinstance(answer, str | np.bool_))
+
+
+@pytest.mark.parametrize("answer", [True, np.bool_(True), torch.tensor(True)])
+def test_a_truth_value_of_any_library_stops_the_run(answer: Any) -> None:
+    class Answering(Callback):
+        def on_round(self, status: RunStatus) -> Any:
+            return answer
+
+    assert fedsim.run(BASE, callbacks=[Answering()]).ended == "stopped"
+
+
 def test_a_callback_cannot_change_the_record(tmp_path: Path) -> None:
     class Adding(Callback):
         def on_round(self, status: RunStatus) -> None:
             status.row["mine"] = status.row["round"] = 2.0
+            status.arrays.clear()
 
     result = fedsim.run(BASE, callbacks=[Adding()], out=tmp_path)
     assert result.ended == "finished"
