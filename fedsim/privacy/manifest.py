@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -184,8 +185,21 @@ def key_pair() -> tuple[bytes, bytes]:
     return private, key.public_key().public_bytes(pem, public_format)
 
 
-def private_key(path: Path) -> Ed25519PrivateKey:
-    """Read a private key that `new_key` created.
+def signing_key(setting: str) -> Ed25519PrivateKey | None:
+    """The key at the path of `noise.ledger-key`, or else of `LEDGER_KEY`; None if both are empty.
+
+    Raises
+    ------
+    FedsimError
+        If the file has no such key.
+    """
+    name = "noise.ledger-key" if setting else LEDGER_KEY
+    path = setting or os.environ.get(LEDGER_KEY, "")
+    return private_key(Path(path), name) if path else None
+
+
+def private_key(path: Path, name: str = "noise.ledger-key") -> Ed25519PrivateKey:
+    """Read a private key that `new_key` created; ``name`` is the setting that an error names.
 
     Raises
     ------
@@ -195,9 +209,9 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(regular_files.read_bytes(path), password=None)
     except (OSError, ValueError, TypeError) as error:
-        raise _no_key("noise.ledger-key", path) from error
+        raise _no_key(name, path) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise _no_key("noise.ledger-key", path)
+        raise _no_key(name, path)
     return key
 
 

@@ -42,7 +42,7 @@ from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import archive, replace
-from fedsim.privacy.manifest import LEDGER_KEY, MANIFEST, Manifest, private_key, signature
+from fedsim.privacy.manifest import MANIFEST, Manifest, signature, signing_key
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
 from fedsim.runs.run_ledgers import Ending, charge_planned, clients_ledgers
@@ -217,8 +217,8 @@ class RunDirectory:
                 claimed = True
             yield
         except BaseException:
-            written_first = (self.config, self.path / NAMED_FILES)
             # These are written before the first round: with no other file, nothing is lost.
+            written_first = (self.config, self.path / KEY, self.data_split, self.path / NAMED_FILES)
             if claimed and {*self._files()} <= {path.name for path in written_first}:
                 for path in written_first:
                     path.unlink(missing_ok=True)
@@ -296,8 +296,8 @@ class RunDirectory:
         config = read_config(self.config)
         clients = clients_ledgers(self.path, config)
         manifest = Manifest.of(self.path, clients, Fingerprints(self.path)).to_json().encode()
-        key = str(config.get("noise.ledger-key") or os.environ.get(LEDGER_KEY, ""))
-        signed = signature(private_key(Path(key)), manifest) if key else ""
+        key = signing_key(str(config.get("noise.ledger-key", "")))
+        signed = signature(key, manifest) if key is not None else ""
         replace(self.manifest, manifest)
         if signed:
             replace(self.signature, signed.encode())

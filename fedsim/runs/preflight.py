@@ -20,7 +20,7 @@ from fedsim.mechanisms.bounded_values import joint_norm
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.durable import archived
-from fedsim.privacy.manifest import private_key
+from fedsim.privacy.manifest import signing_key
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import most_expensive_client, private_metrics
@@ -73,9 +73,8 @@ def check(resolved: Resolved) -> None:
             Measure.of_column(resolved, key, metric)
     loggers(resolved.config.log.to)
     _check_clients_budget(resolved)
-    key = resolved.config.noise.ledger_key
-    if key and not resolved.config.engine.federation:  # there the key is on the server's machine
-        private_key(Path(key))
+    if not resolved.config.engine.federation:  # there the key is on the server's machine
+        signing_key(resolved.config.noise.ledger_key)
     _try_example(resolved)
     _try_step(resolved)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -17,7 +15,7 @@ from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
 from fedsim.privacy.ledger_lines import End
-from fedsim.privacy.manifest import LEDGER_KEY, private_key
+from fedsim.privacy.manifest import signing_key
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
@@ -93,9 +91,7 @@ class Session:
             resolved.trainer.join(self.strategy.ledger.run)
         if resume is not None:
             self._restore(resume)
-        key = config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
-        if key:
-            private_key(Path(key))  # refuses a bad key now rather than at the end of the run
+        signing_key(config.noise.ledger_key)  # refuses a bad key now rather than at the end
         check_state_dir(resolved, record=True)
         self._round_rows = RoundRows(resolved, self.strategy)
         self._config = config.to_run_config()

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 import fedsim
 from fedsim import RunConfig, regular_files
 from fedsim.errors import FedsimError
+from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.run_lock import RunLock
 
@@ -168,13 +170,31 @@ def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b")
-    with pytest.raises(KeyError), directory.claim("seed = 1\n"):
+    with ExitStack() as claim:
+        claim.enter_context(pytest.raises(KeyError))
+        claim.enter_context(directory.claim("seed = 1\n"))
+        Fingerprints(directory.path).code()  # makes the run's key
         raise KeyError
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(KeyError), RunDirectory(tmp_path).claim("seed = 1\n"):
         raise KeyError
     assert files(tmp_path) == {"notes.txt": "mine"}
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_key_that_is_none_is_refused_before_a_run_is_replaced(setting, tmp_path, monkeypatch):
+    config = RunConfig.of(["rounds=1", "partition.clients=3", "partition.max-examples=30"])
+    fedsim.run(config, out=tmp_path / "run")
+    model = (tmp_path / "run" / "model.safetensors").read_bytes()
+    if setting:
+        config = config.replace(**{"noise.ledger-key": "none.pem"})
+    else:
+        monkeypatch.setenv(LEDGER_KEY, "none.pem")
+    name = "noise.ledger-key" if setting else LEDGER_KEY
+    with pytest.raises(FedsimError, match=f"^{name} = 'none.pem'; it must be the path"):
+        fedsim.run(config, out=tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == model
 
 
 def test_a_run_that_fails_later_keeps_what_it_has_left(tmp_path: Path) -> None:
