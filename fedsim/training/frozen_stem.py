@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
+from fedsim.training.structure.tables import is_torchs_own
 
 MOST_BYTES = 2**30
 """Most memory for the outputs of the examples that clients have; beyond it none are stored."""
@@ -60,7 +61,8 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     On a CPU examples go through the stem one at a time, on a GPU in batches of one width, so that
     an example's bits do not depend on the other examples.
     """
-    if type(model) is not nn.Sequential or not data.population:
+    # The rest is another Sequential: hooks on the model would be lost.
+    if type(model) is not nn.Sequential or not is_torchs_own(model) or not data.population:
         return model, data
     children = list(model._modules.items())
     first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
@@ -94,6 +96,8 @@ def _fixed(module: nn.Module) -> bool:
     """Whether a module is frozen, and treats each example by itself."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
+    if not is_torchs_own(module):  # a hook may do anything
+        return False
     if type(module) is nn.Sequential:
         return all(_fixed(child) for child in module)
     return type(module) in BY_EXAMPLE
@@ -106,7 +110,15 @@ def _cached_outputs(
     row = stem(data.inputs(examples[:1], dtype))[0]
     if len(examples) * row.nbytes > MOST_BYTES:
         return None
-    label = repr((stem, dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None))
+    # All settings of a layer: torch's repr leaves some out, such as a pooling's count_include_pad.
+    settings = [
+        (k, v)
+        for m in stem.modules()
+        for k, v in vars(m).items()
+        if k[0] != "_" and k != "training"
+    ]
+    kinds = dtype, data.x.dtype, data.x.device, data.mean is None, data.std is None
+    label = repr((stem, settings, kinds))
     scale = [tensor for tensor in (data.mean, data.std) if tensor is not None]
     digest = _digest(*stem.state_dict().values(), *scale, label=label)
     if digest not in _LATEST:

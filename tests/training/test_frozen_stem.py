@@ -75,6 +75,30 @@ def test_images_are_scaled_once() -> None:
     torch.testing.assert_close(found, model(images.float() / 255), rtol=1e-5, atol=1e-6)
 
 
+def doubled(_, inputs):
+    return (2 * inputs[0],)
+
+
+@pytest.mark.parametrize("on_layer", [False, True])
+def test_a_model_whose_hooks_would_be_lost_or_called_for_one_example_is_not_split(
+    on_layer: bool,
+) -> None:
+    model, data = stemmed(), clients()
+    (model[0] if on_layer else model).register_forward_pre_hook(doubled)
+    assert behind_frozen_stem(model, data) == (model, data)
+
+
+def test_layers_that_differ_in_a_setting_that_torch_does_not_show_share_no_outputs() -> None:
+    data = clients()
+    for counted in (True, False):
+        pool = nn.AvgPool2d(2, padding=1, count_include_pad=counted)
+        model = nn.Sequential(*stemmed()[:1], pool, nn.Flatten(), nn.Linear(18, 3).double())
+        rest, outputs = behind_frozen_stem(model, data)
+        examples = torch.from_numpy(data.indices[2])
+        found = rest(outputs.inputs(examples, torch.float64))
+        torch.testing.assert_close(found, model(data.inputs(examples, torch.float64)))
+
+
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many examples each call of the stem is for, with nothing kept at first."""
