@@ -25,7 +25,7 @@ from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import EVALUATION, Seeds, exact
+from fedsim.training.side_effects import EVALUATION, Seeds, exact, seeded
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import read
 
@@ -139,7 +139,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _RestoredMetric(Metric):
-    """A metric whose attributes are restored after each call."""
+    """A user's metric, whose attributes are restored after each call; calls draw equal numbers."""
 
     metric: Metric
     own_state: OwnState
@@ -148,7 +148,7 @@ class _RestoredMetric(Metric):
         return self.metric.init()
 
     def update(self, state: Any, outputs: Tensor, targets: Tensor) -> Any:
-        with self.own_state.restored():
+        with seeded(0, outputs.device), self.own_state.restored():
             return self.metric.update(state, outputs, targets)
 
     def merge(self, state: Any, other: Any) -> Any:

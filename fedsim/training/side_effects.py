@@ -2,8 +2,8 @@
 
 A model that draws (dropout, noise layers, `torch.rand` in a forward) takes its numbers from torch's
 global generator, as everything else in the process does: its bits would depend on what else is
-trained. Such a model is detected when its trainer is built. From then on the generator serves one
-client and step at a time, seeded from the client's own keyed stream.
+trained. Such a model, or a loss that draws, is detected when its trainer is built. From then on the
+generator serves one client and step at a time, seeded from the client's own keyed stream.
 
 State that a model keeps between calls (a counter in a buffer, a list in an attribute) would carry
 one client's data into another's update, or one example's into another's gradient. It is refused
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness, Stream
+from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 
 Ints = npt.NDArray[np.int64]
@@ -49,7 +50,7 @@ DETERMINISTIC_MODULES = (
 
 @dataclass(frozen=True)
 class HiddenDraws:
-    """Whether a model draws random numbers in training, and whether in evaluation."""
+    """Whether a model, or its loss, draws random numbers in training, and whether in evaluation."""
 
     training: bool
     evaluation: bool
@@ -131,11 +132,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
             f"the model changes its buffers {', '.join(changed)} as it runs, which no client's "
             "update carries; it must leave them as they are."
         )
-    if foreign != _foreign_generators():
-        raise FedsimError(
-            "the model draws from numpy's or Python's global generator, so that its draws could "
-            "not be repeated; it must draw from torch's."
-        )
+    _refuse_draws_since(foreign, "model")
     if remembers:
         raise FedsimError(
             "the model gives other outputs for the same inputs after it has processed others: what "
@@ -143,6 +140,46 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
             "a function of its inputs, parameters and buffers."
         )
     return has_drawn
+
+
+def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> bool:
+    """Whether a loss draws random numbers, for made-up inputs ``x [B, ...]`` and zeros as targets.
+
+    Parameters
+    ----------
+    model, loss
+        Not changed.
+    x : Tensor or None
+        None, and inputs that the model or the loss does not take, show no draws.
+    y : Tensor ``[0 or more, ...]``
+        Targets, of which only shape and dtype matter.
+
+    Raises
+    ------
+    FedsimError
+        If it draws from numpy's or Python's generator.
+    """
+    if x is None or str(getattr(loss, "__module__", "")).startswith("fedsim."):
+        return False
+    foreign = _foreign_generators()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            outputs = scratch_copy(model).train()(x.clone())
+            before = _generators(x.device)
+            copy.deepcopy(loss)(outputs, y.new_zeros(len(x), *y.shape[1:]))
+            has_drawn = before != _generators(x.device)
+    except (Exception, SystemExit):  # a user's code, which will fail in training too
+        return False
+    _refuse_draws_since(foreign, "loss")
+    return has_drawn
+
+
+def _refuse_draws_since(foreign: tuple[object, ...], name: str) -> None:
+    if foreign != _foreign_generators():
+        raise FedsimError(
+            f"the {name} draws from numpy's or Python's global generator, so that its draws could "
+            "not be repeated; it must draw from torch's."
+        )
 
 
 def _has_memory(model: nn.Module, x: Tensor) -> bool:

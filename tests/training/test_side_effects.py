@@ -279,3 +279,37 @@ def test_the_func_path_is_tried_on_nobodys_examples(monkeypatch):
     assert trainer.path.name == "func"
     assert tried
     assert not shows(tried, data.x)
+
+
+def noisy(outputs, targets):
+    """A loss that draws."""
+    return F.cross_entropy(outputs + torch.randn_like(outputs), targets, reduction="none")
+
+
+def from_numpy(outputs, targets):
+    return F.cross_entropy(outputs * np.random.rand(), targets, reduction="none")  # noqa: NPY002
+
+
+@pytest.mark.parametrize("privacy", [None, ExamplePrivacy(Clipping(0.5), 0.0)])
+def test_a_loss_that_draws_gives_the_same_numbers_whatever_is_drawn_elsewhere(privacy):
+    results = []
+    for seed, block_size in ((0, 1), (1, 4)):
+        torch.manual_seed(0)
+        trainer = Trainer(
+            nn.Linear(6, 3), SGD(lr=0.1), make_data(SIZES), loss=noisy, batch_size=4,
+            block_size=block_size, privacy=privacy, randomness=Randomness(1),
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        rows, _ = joined(trainer.train(trainer.initial(), IDS, 1))
+        _, metrics = joined(trainer.evaluate(trainer.initial(), IDS, 1))
+        results.append((rows, metrics["loss"]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1].tolist() == results[1][1].tolist()
+
+
+def test_a_loss_that_draws_from_numpys_generator_is_refused():
+    with pytest.raises(FedsimError, match="the loss draws from numpy's"):
+        Trainer(
+            nn.Linear(6, 3), SGD(lr=0.1), make_data(SIZES), loss=from_numpy,
+            randomness=Randomness(1),
+        )  # fmt: skip

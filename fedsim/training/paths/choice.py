@@ -46,7 +46,7 @@ from fedsim.training.data import ClientData
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program, lowered
-from fedsim.training.side_effects import HiddenDraws, hidden_draws, made_up_inputs
+from fedsim.training.side_effects import HiddenDraws, hidden_draws, loss_draws, made_up_inputs
 from fedsim.training.structure.reading import Reading, read
 
 _log = logging.getLogger(__name__)
@@ -155,8 +155,11 @@ class TrainedModel:
             If the model keeps state that would carry one client's data to another.
         """
         dtype = packing.layout.dtype
-        draws = hidden_draws(model, made_up_inputs(data, dtype))
-        reading = read(model.train(), loss, *data.empty(dtype), declared=not private)
+        inputs, (x, y) = made_up_inputs(data, dtype), data.empty(dtype)
+        draws = hidden_draws(model, inputs)
+        if loss_draws(model, loss, inputs, y):
+            draws = HiddenDraws(training=True, evaluation=True)
+        reading = read(model.train(), loss, x, y, declared=not private)
         plain_only = draws.training or draws.evaluation or statistics
         program = None if plain_only else lowered(reading, packing, kernel)
         return cls(model, packing, loss, data, draws, reading, plain_only, program)
