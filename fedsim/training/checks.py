@@ -37,10 +37,11 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
             keep = f", or let clients keep it: model.personal = '{name}.*'"
+            named = any(True for _ in module.parameters())  # patterns match parameters
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                f"model.fix = true replace it{keep * (not private)}."
+                f"model.fix = true replace it{keep * (named and not private)}."
             )
 
 

@@ -349,6 +349,12 @@ def test_batch_norm_that_no_client_could_keep_is_refused(make, words: str) -> No
         make()
 
 
+def test_batch_norm_without_parameters_is_not_said_to_be_one_that_clients_could_keep() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False))
+    with pytest.raises(FedsimError, match=r"'1' is a BatchNorm1d.* replace it\.$"):
+        Trainer(model, SGD(), make_data(SIZES), randomness=Randomness(1))
+
+
 def test_looking_for_draws_leaves_statistics_as_they_are() -> None:
     t = fedbn(SGD())
     assert t.personal.initial[t.personal.places(["2.running_mean"])].eq(0).all()
