@@ -313,3 +313,17 @@ def test_a_loss_that_draws_from_numpys_generator_is_refused():
             nn.Linear(6, 3), SGD(lr=0.1), make_data(SIZES), loss=from_numpy,
             randomness=Randomness(1),
         )  # fmt: skip
+
+
+def one_hot_loss(outputs, targets):
+    """A loss that can be read, and that `torch.func` does not take."""
+    return (outputs - F.one_hot(targets, 3)).square().sum(1)
+
+
+def test_the_func_path_refuses_a_loss_that_torch_func_does_not_take(capfd):
+    data, settings = make_data(SIZES), {"loss": one_hot_loss, "randomness": Randomness(1)}
+    with pytest.raises(FedsimError, match=r"client\.path = 'func' does not take this Linear with"):
+        Trainer(nn.Linear(6, 3), SGD(lr=0.1), data, path="func", **settings)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    assert Trainer(model, SGD(lr=0.1), data, **settings).path.name == "plain"
+    assert "Traceback" not in capfd.readouterr().err

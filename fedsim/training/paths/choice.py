@@ -31,7 +31,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Literal, Protocol, Self
 
 import torch
@@ -206,8 +208,16 @@ def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
         )
     func = FuncPath(structure.module, trained.packing, read_loss)
     small = func.aligned and _row_bytes(trained.packing) <= SMALL_BYTES
-    fits = name == "auto" and (device.type == "cuda" or small) and _takes(func, trained.data)
-    return func if name == "func" or fits else plain
+    if name == "plain" or (name == "auto" and device.type != "cuda" and not small):
+        return plain
+    if _takes(func, trained.data):
+        return func
+    if name == "func":
+        raise FedsimError(
+            f"client.path = 'func' does not take this {kind} with this loss, as torch.func.vmap "
+            "takes no branches on values, for example. Allowed here: 'auto', 'plain'."
+        )
+    return plain
 
 
 def _row_bytes(packing: Packing) -> int:
@@ -255,12 +265,13 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
     index = torch.zeros(2, 2, dtype=torch.int64, device=example.x.device)
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
-        path.gradient(
-            theta,
-            example.inputs(index, dtype),
-            example.targets(index, dtype),
-            theta.new_zeros(2, 2),
-        )
+        with redirect_stderr(StringIO()):  # a graph that fails prints a traceback
+            path.gradient(
+                theta,
+                example.inputs(index, dtype),
+                example.targets(index, dtype),
+                theta.new_zeros(2, 2),
+            )
     except RuntimeError as error:
         _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
         return False
