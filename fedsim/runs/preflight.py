@@ -103,6 +103,7 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     sentences += _certain_metrics(resolved)
     sentences += _second_softmax(resolved)
+    sentences += _parameters_of_loss(resolved)
     return [sentence for sentence in sentences if sentence]
 
 
@@ -133,6 +134,17 @@ def _second_softmax(resolved: Resolved) -> Iterator[str]:
             f"Warning: the model ends in a {name}, and task.loss = "
             f"'{resolved.config.task.loss}' applies one to what the model gives: with both it "
             "trains badly; leave out the model's, so that it gives logits."
+        )
+
+
+def _parameters_of_loss(resolved: Resolved) -> Iterator[str]:
+    """Warning if a loss has parameters of its own, which would stay as they are."""
+    loss = resolved.trainer.loss
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if names := [name for name, parameter in own if parameter.requires_grad]:
+        yield (
+            f"Warning: task.loss has parameters ({', '.join(names)}), which are not trained: only "
+            "the model's are; make them the model's if they should be."
         )
 
 

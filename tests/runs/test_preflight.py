@@ -167,6 +167,24 @@ def test_a_sigmoid_under_binary_cross_entropy_is_warned_of(
     assert "ends in a sigmoid, and task.loss = 'binary-cross-entropy'" in caplog.text
 
 
+class Scaled(nn.Module):
+    """A loss with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.temperature * outputs, targets, reduction="none")
+
+
+def test_a_loss_whose_parameters_would_not_be_trained_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fedsim.run(BASE.replace(**{"task.loss": f"{__name__}:Scaled"}))
+    assert "task.loss has parameters (temperature), which are not trained" in caplog.text
+
+
 def nll(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -outputs.gather(1, targets[:, None])[:, 0].log()
 
