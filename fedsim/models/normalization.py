@@ -40,7 +40,9 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
     from opacus.validators import ModuleValidator
 
     sentences = []
-    for name, module in list(model.named_modules()):
+    cured_layers: dict[nn.Module, nn.Module] = {}
+    # Under all its names: a layer that is used twice stays one layer.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(module, _NormBase):
             continue
         validate = ModuleValidator.VALIDATORS.get(type(module))
@@ -52,7 +54,10 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
             )
         if not validate(module):
             continue
-        cured = _cured(module)
+        if module in cured_layers:
+            model.set_submodule(name, cured_layers[module])
+            continue
+        cured = cured_layers[module] = _cured(module)
         sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
         if not name:
             return cured, sentences
@@ -138,10 +143,13 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     FedsimError
         If such a layer keeps no running statistics.
     """
-    for name, module in list(model.named_modules()):
+    local_layers: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         if name and isinstance(module, _BatchNorm) and names and {*names} <= {*personal}:
-            model.set_submodule(name, LocalBatchNorm(module, name))
+            local_layers[module] = LocalBatchNorm(module, name)
+        if module in local_layers:  # perhaps under a second name
+            model.set_submodule(name, local_layers[module])
     return statistics_of(model)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsim.clients import SGD, AdadpLR, Ditto, FedRep, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.models.normalization import localise
+from fedsim.models.normalization import fix_normalisation, localise
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.payload import Personal
@@ -347,6 +347,28 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
 def test_batch_norm_that_no_client_could_keep_is_refused(make, words: str) -> None:
     with pytest.raises(FedsimError, match=words):
         make()
+
+
+class NormalisedTwice(nn.Module):
+    """Uses one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.one = self.other = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.other(self.one(self.first(x)).relu()))
+
+
+def test_a_layer_with_two_names_is_replaced_as_one() -> None:
+    kept = NormalisedTwice()
+    assert localise(kept, ["one.weight", "one.bias"]) == ["one.running_mean", "one.running_var"]
+    fixed, sentences = fix_normalisation(NormalisedTwice())
+    assert len(sentences) == 1
+    for model in (kept, fixed):
+        assert model.one is model.other
+        assert not isinstance(model.one, nn.BatchNorm1d)
 
 
 def test_batch_norm_without_parameters_is_not_said_to_be_one_that_clients_could_keep() -> None:
