@@ -206,7 +206,8 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
     Raises
     ------
     FedsimError
-        For complex, sparse, lazy or "meta" parameters, ScriptModules and DataParallel.
+        For complex, sparse, lazy or "meta" parameters, ScriptModules and DataParallel, and for
+        hooks on gradients.
     """
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
@@ -225,11 +226,30 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
             raise FedsimError(
                 f"the model's {name} is {form}; parameters must be dense real numbers."
             )
+    refuse_gradient_hooks(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise FedsimError(
                 f"the model's {name} is on the device 'meta', where it has no values; it must have "
                 "some, on a CPU or a GPU."
+            )
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of trained parameters.
+
+    A copy of the model does not have them, and only autograd on the parameters themselves, which
+    few paths use, calls them.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter._backward_hooks:
+            raise FedsimError(
+                f"the model's {name} has a hook on its gradient (register_hook), which would not "
+                "be called; it must have none: a mask belongs in the forward."
             )
 
 

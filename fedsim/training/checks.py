@@ -13,6 +13,7 @@ from fedsim.arguments import expected, require, shown
 from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import statistics_of
+from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.rows.block import Ids
 from fedsim.training.data import ClientData
 
@@ -25,9 +26,10 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     Raises
     ------
     FedsimError
-        For batch normalisation with running statistics, which a row does not contain; and for
-        parameters of a dtype that no Flower array can have.
+        For batch normalisation with running statistics, which a row does not contain; for
+        parameters of a dtype that no Flower array can have, and with hooks on their gradients.
     """
+    refuse_gradient_hooks(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in CARRIED:
             raise FedsimError(

@@ -25,6 +25,12 @@ from fedsim.strategies import RunFailedError
 CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
 
 
+def hooked() -> nn.Module:
+    model = nn.Linear(64, 10)
+    model.weight.register_hook(lambda gradient: 0 * gradient)
+    return model
+
+
 @pytest.mark.parametrize(
     ("objects", "sentence"),
     [
@@ -45,6 +51,7 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
             "the model has a DataParallel, ",
         ),
         ({"model": nn.utils.weight_norm(nn.Linear(64, 10))}, r"model= cannot be copied \(RuntimeE"),
+        ({"model": hooked()}, r"the model's weight has a hook on its gradient"),
         ({"model": nn.ModuleList([nn.Linear(64, 10)])}, "ends in NotImplementedError .*forward"),
         (
             {"data": {"x": 1}},
