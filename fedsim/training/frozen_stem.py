@@ -96,8 +96,6 @@ def _fixed(module: nn.Module) -> bool:
     """Whether a module is frozen, and treats each example by itself."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
-    if not is_torchs_own(module):  # a hook may do anything
-        return False
     if type(module) is nn.Sequential:
         return all(_fixed(child) for child in module)
     return type(module) in BY_EXAMPLE

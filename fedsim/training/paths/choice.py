@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Literal, Protocol, Self
 
@@ -266,7 +266,8 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
         with redirect_stderr(StringIO()):  # a graph that fails prints a traceback
-            path.gradient(
+            # A copy: what it caches at its first call cannot be pickled.
+            replace(path).gradient(
                 theta,
                 example.inputs(index, dtype),
                 example.targets(index, dtype),
