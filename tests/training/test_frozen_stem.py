@@ -91,9 +91,10 @@ def test_layers_that_differ_in_a_setting_that_torch_does_not_show_share_no_outpu
         pool = nn.AvgPool2d(2, padding=1, count_include_pad=counted)
         model = nn.Sequential(*stemmed()[:1], pool, nn.Flatten(), nn.Linear(18, 3).double())
         rest, outputs = behind_frozen_stem(model, data)
-        examples = torch.from_numpy(data.indices[2])
-        found = rest(outputs.inputs(examples, torch.float64))
-        torch.testing.assert_close(found, model(data.inputs(examples, torch.float64)))
+        inputs, found = (
+            of.inputs(torch.from_numpy(of.indices[2]), torch.float64) for of in (data, outputs)
+        )
+        torch.testing.assert_close(rest(found), model(inputs))
 
 
 @pytest.fixture
