@@ -32,6 +32,7 @@ _MOST_KEYS = 4  # in a group's label
 def compare_page(records: Sequence[RunRecord]) -> str:
     """The page of several runs, as one self-contained HTML file."""
     groups = grouped(records)
+    averaged = [_averaged(group) for group in groups]
     return render(
         "compare.html",
         title=f"{len(records)} runs compared" if len(records) > 1 else "1 run",
@@ -39,9 +40,10 @@ def compare_page(records: Sequence[RunRecord]) -> str:
         several_seeds=any(len(group.seeds) > 1 for group in groups),
         several_runs=any(len(group.records) > 1 for group in groups),
         several_private=sum(record.last("epsilon") is not None for record in records) > 1,
-        diverged=sum(_diverged(record) for record in records),
-        results=_results(groups),
-        curves=_curves(groups),
+        left_out=len(records) - sum(len(group.records) for group in averaged),
+        diverged=sum(_diverged(record) for group in averaged for record in group.records),
+        results=_results(averaged),
+        curves=_curves(averaged),
         differences=_differences(groups),
         runs=_every_run(records),
     )
@@ -72,6 +74,11 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
         )
         for group, label in zip(groups, labels, strict=True)
     ]
+
+
+def _averaged(group: SeedGroup) -> SeedGroup:
+    """The runs over which a group's means are taken: those that have ended, if there are any."""
+    return group.ended if group.ended.records else group
 
 
 def _objects(record: RunRecord) -> Scalar:
@@ -245,6 +252,6 @@ def _every_run(records: Sequence[RunRecord]) -> PageTable:
         planned = record.config.get("rounds", "?")
         made = Cell(f"{record.rounds:,} of {planned}", record.rounds)
         seed = str(record.config.get("seed", "–"))
-        rows.append([record.path, seed, *_metric_cells(group, metrics), made])
-    headings = ["run", "seed", *map(display_name, metrics), "rounds"]
+        rows.append([record.path, seed, *_metric_cells(group, metrics), made, record.ending.ended])
+    headings = ["run", "seed", *map(display_name, metrics), "rounds", "end"]
     return PageTable(headings, rows, name="Every run")

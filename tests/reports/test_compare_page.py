@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from left_runs import left_run
 from fedsim.errors import FedsimError
 from fedsim.reports.compare_page import compare_page, grouped
 from fedsim.runs.record import RunRecord, read_all
-from fedsim.runs.run_ledgers import RunLedgers
+from fedsim.runs.run_ledgers import Ending, RunLedgers
 
 
 def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:
@@ -55,6 +56,29 @@ def test_settings_are_shown_as_configs_write_them_and_only_those_that_differ(
     page = compare_page(runs)
     assert ">true<" in page
     assert "True" not in page
+
+
+def test_means_are_of_runs_that_have_ended_where_there_are_any(tmp_path: Path) -> None:
+    runs = records(
+        tmp_path,
+        {"seed": 1, "reached": 0.9},
+        {"seed": 2, "reached": 0.7},
+        {"seed": 3, "reached": 0.1},
+        {"seed": 4, "reached": 0.3, "client.lr": 0.7},
+    )
+    ends = ("finished", "stopped", "failed", "interrupted")
+    runs = [
+        replace(run, ledgers=replace(run.ledgers, ending=Ending(end)))
+        for run, end in zip(runs, ends, strict=True)
+    ]
+    page = compare_page(runs)
+    results, every_run = page.split("Every run</h2>")
+    assert "80.00 ± 14.14 %" in results
+    assert "30.00 %" in results, "an unfinished run alone in its config"
+    assert "10.00 %" not in results
+    assert "1 run that failed" in results
+    for shown in ("10.00 %", "finished", "stopped", "failed", "interrupted"):
+        assert shown in every_run
 
 
 def test_runs_of_other_objects_stand_apart_and_are_named(tmp_path: Path) -> None:
