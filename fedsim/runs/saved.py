@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
@@ -289,7 +289,7 @@ class SavedRun:
 
         Parameters
         ----------
-        data : str, or what ``data=`` of a run may be
+        data : str, path, or what ``data=`` of a run may be
             Data set whose test examples are used: its name, its path or an object; the run's own
             if empty.
 
@@ -300,9 +300,9 @@ class SavedRun:
             set was a Python object.
         """
         self._require_whole()
-        dataset = (
-            self._own_dataset() if isinstance(data, str) and not data else self._other_dataset(data)
-        )
+        data = fspath(data) if isinstance(data, PathLike) else data
+        is_own = isinstance(data, str) and not data
+        dataset = self._own_dataset() if is_own else self._other_dataset(data)
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         examples, device = all_test_examples(dataset), device_of(self._config)

@@ -119,7 +119,7 @@ def test_normalisation_comes_with_the_model_and_raw_images_go_in(tmp_path: Path)
     assert again.item() == pytest.approx(loss, rel=1e-5)
     assert (saved.predict(x) == outputs.argmax(1).numpy()).all()
     assert (saved.predict(x.transpose(0, 3, 1, 2)) == saved.predict(x)).all()
-    assert saved.evaluate(str(tmp_path / "other.npz"))["loss"] == pytest.approx(loss, rel=1e-6)
+    assert saved.evaluate(tmp_path / "other.npz")["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_examples_of_another_shape_are_refused(private_run: Path, tmp_path: Path) -> None:
